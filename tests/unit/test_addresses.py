@@ -37,12 +37,14 @@ COMMAND_LINES = {
     "stages.rewards.python_program": "asked to run a person's reward",
     "stages.serving.proxy_program": "pods of servers",
 }
-"""Callers of programs by `python -m MODULE`. A program run over a pipe may be renamed with its caller, others not."""
+"""Callers of each program that is run by `python -m MODULE`, by module. A program that is run over a pipe may be
+renamed with its caller, all others must keep their names."""
 GONE = {"stages.download.builtin.held_out"}
-"""Removed modules still named in a comment of configs/tasks/addition.yaml, whose content is part of versions."""
+"""Removed modules that a comment of configs/tasks/addition.yaml still names, since that file's content is part of
+versions."""
 ENTRYPOINT = "flows.running.refresh.refresh"
 PARAMETERS = ["recipe", "overrides", "until", "force"]
-"""Names of deployment parameters, for which existing deployments and scheduled runs hold values."""
+"""Parameter names of Prefect deployments, for which existing deployments and scheduled runs hold values."""
 SETTINGS = {
     *("LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE", "LIFECYCLE_FIRST_MACHINE"),
     *("LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
@@ -55,7 +57,7 @@ ADDRESS = re.compile(r"(?:flows|stages)(?:\.\w+)+")
 
 
 def texts():
-    """Yield name and text of every file that may start a module by name."""
+    """Yield name and content of every file that may start one of our modules by name."""
     for folder in ("flows", "stages", "deploy", "configs"):
         for file in sorted((ROOT / folder).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts and file.suffix not in (".jsonl", ".png"):
@@ -65,14 +67,14 @@ def texts():
 
 
 def file_of(module):
-    """Return the file that `python -m` runs, or that is imported; None where there is no such module."""
+    """Return the file of a module, as `python -m` or an import finds it, or None if there is no such module."""
     path = ROOT / module.replace(".", "/")
     candidates = (path / "__main__.py", path.with_suffix(".py"), path / "__init__.py")
     return next((file for file in candidates if file.is_file()), None)
 
 
 def resolves(address):
-    """Return whether an address is a module, or a name at the top of one."""
+    """Return whether a dotted address names a module, or a name at the top level of a module."""
     if file_of(address) or (ROOT / address.replace(".", "/")).is_dir():
         return True
     module, _, name = address.rpartition(".")
@@ -82,7 +84,7 @@ def resolves(address):
 
 
 def strings(text):
-    """Yield every text in a Python file that is not a docstring."""
+    """Yield every string in the source of a Python file, docstrings included."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -1,4 +1,4 @@
-"""An engine's name stands in the folders of the engines only: all other code asks its rules, its costs or itself.
+"""Training engines are named only in their own folders; all other code asks their rules, costs or methods.
 
 A third engine is then a module in each folder, and a line in each registry and list of names.
 """
@@ -19,11 +19,11 @@ LISTED = {
     "stages/kinds/train/fields.py": 1,  # the default of `engine:`, which a reader of the fields looks for there
     "flows/cli/recipe_commands.py": 2,  # choices of an option, which help shows before pydantic is imported
 }
-"""File → how often it has a name."""
+"""Number of times that a file outside of the engines' folders names an engine, by file."""
 
 
 def names_in(file):
-    """Return the lines of all strings that are an engine's name: compared, keys, cases, arguments."""
+    """Return the line numbers of all strings in a file that are the name of a training engine."""
     nodes = ast.walk(ast.parse(file.read_text()))
     return [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in ENGINES]
 

@@ -1,4 +1,4 @@
-"""Import limits: modules that must start fast, or run without some packages, may not import these.
+"""Modules that must start fast, or run without some packages, may not import heavy packages.
 
 Import statements at the top of modules are followed through the whole project; those in functions run later and do not
 count. A rule names a part of the project and the heavy packages that importing one of its modules may bring: it holds
@@ -82,7 +82,7 @@ RULES = [
     (r"stages\.kinds\.publish(\..*)?", {*HUBS, "requests"}),
     (r".*", set()),
 ]
-"""Packages that a module may import, by pattern of its full name; the first match counts."""
+"""Heavy packages that a module may import, by pattern of the module's full name; the first match counts."""
 ELSEWHERE = {
     "stages.data.template_program": {"jinja2"},
     "stages.harnesses.evalscope.program": {"evalscope"},
@@ -93,7 +93,7 @@ ELSEWHERE = {
     "stages.serving.vllm.load_generator": {"vllm"},
     "stages.serving.vllm.option_check": {"vllm"},
 }
-"""All packages that a program may import which runs in another environment."""
+"""All packages that a program may import, by module, for programs that run in other environments."""
 
 
 def own_modules():
@@ -125,7 +125,7 @@ def parents_of(module):
 
 @cache
 def imports():
-    """Return the direct imports of each module: our modules, and top-level names of other packages."""
+    """Return what each of our modules imports directly: our modules, and top-level names of other packages."""
     modules, found = own_modules(), {}
     for name, file in modules.items():
         targets = {name}
@@ -140,7 +140,7 @@ def imports():
 
 
 def ways_from(module):
-    """Return all modules that importing a module loads, each with the chain of imports that leads there."""
+    """Return everything that importing a module loads, each with the chain of imports that leads there."""
     ways, todo = {}, [(module, (module,))]
     while todo:
         here, way = todo.pop()

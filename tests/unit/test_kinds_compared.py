@@ -1,4 +1,4 @@
-"""Comparisons of stage kinds are few, each with a reason; otherwise a config's method or attribute decides."""
+"""Code that decides by the kind of a stage is rare, each place with a reason; usually the config's class decides."""
 
 import ast
 from collections import Counter
@@ -31,22 +31,22 @@ COMPARISONS = {
     "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
 }
-"""Files of `flows/` that may compare kinds: number of comparisons, and the reason."""
+"""Number of comparisons of stage kinds that each file of `flows/` may have, with the reason."""
 COMPARISONS_OF_STAGES = {
     "kinds/curate/run.py": (1, "`train` is the name of a split there"),
     "kinds/publish/card.py": (1, "a record holds the name of a kind, and a kind imports no other"),
     "kinds/registry.py": (1, "the registry"),
 }
-"""Files of `stages/` that may name kinds, as `COMPARISONS`."""
+"""Number of comparisons of stage kinds that each file of `stages/` may have, with the reason."""
 IMPORTS = 25
-"""Imports of kinds' modules in `flows/`, except of the registry; may only fall."""
+"""Number of imports in `flows/` from modules of stage kinds, except of their registry; it may only fall."""
 
 
 REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS}
 
 
 def subclasses(base):
-    """Return a class with all classes below it."""
+    """Return a class with all of its subclasses, direct and indirect."""
     return {base}.union(*map(subclasses, base.__subclasses__()))
 
 
@@ -54,13 +54,13 @@ CONFIGS = {one.__name__ for one in subclasses(StageConfig) if one.__module__.sta
 
 
 def names_kinds(node):
-    """Return whether a literal collection (such as a tuple) contains names of stage kinds only."""
+    """Return whether a literal collection, such as a tuple, contains only names of stage kinds."""
     items = node.keys if isinstance(node, ast.Dict) else node.elts
     return bool(items) and all(isinstance(item, ast.Constant) and item.value in KINDS for item in items)
 
 
 def is_kind(node):
-    """Return whether an expression is called `kind`, such as `record.kind` and `identity["kind"]`."""
+    """Return whether a syntax node is called `kind`, such as `record.kind` and `identity["kind"]`."""
     match node:
         case ast.Attribute(attr="kind") | ast.Name(id="kind") | ast.Subscript(slice=ast.Constant(value="kind")):
             return True
@@ -68,7 +68,10 @@ def is_kind(node):
 
 
 def is_comparison(node):
-    """Return whether a node decides by the kind of a stage: `kind == "train"`, `isinstance(config, TrainConfig)`."""
+    """Return whether a syntax node decides by the kind of a stage.
+
+    Examples: `kind == "train"` and `isinstance(config, TrainConfig)`.
+    """
     match node:
         case ast.Compare():
             inside = [*ast.walk(node)]
@@ -110,7 +113,10 @@ def test_flows_import_few_modules_of_kinds():
 
 
 def test_flows_compare_names_of_registries_in_one_place():
-    """A method, hub, harness, serving engine, quantizer or target of publications says itself what it needs."""
+    """Code in `flows/` asks the entries of registries instead of comparing their names, except in one place.
+
+    A training method, hub, harness, serving engine, quantizer or publish target says itself what it needs.
+    """
     compared = [
         (name, item.value)
         for name, tree in trees()

@@ -1,4 +1,4 @@
-"""Messages contain no sliced texts, since half a secret would not be recognized and redacted."""
+"""Error messages contain no sliced texts, since half a secret would not be recognized and redacted."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXEMPT = {"stages/core/redaction.py", "flows/recipe/text.py"}
-"""Files that may cut texts: the redaction itself, and one that puts a text together again."""
+"""Files that may slice texts: the redaction itself, and one that joins the parts again."""
 FILES = sorted(
     path
     for room in ("flows", "stages")
@@ -16,14 +16,14 @@ FILES = sorted(
     if str(path.relative_to(ROOT)) not in EXEMPT
 )
 DIGESTS = {"sha256", "hexdigest", "revision", "commit", "version", "digest"}
-"""Names of long values without secrets, which may be cut."""
+"""Names of variables with long values that are no secrets, such as digests, which messages may slice."""
 CUTTERS = {"shorten"}
-"""Functions that cut texts, besides slices: `textwrap.shorten`."""
+"""Names of functions that shorten texts, besides slices: `textwrap.shorten`."""
 SPELLERS = {"repr", "str"}
 
 
 def cut_texts(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines where an f-string cuts a value, unless it is a digest, or where `textwrap.shorten` does."""
+    """Yield the line numbers where an f-string slices a value that is no digest, or where a text is shortened."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FormattedValue) and _is_cut(node.value):
             yield node.lineno

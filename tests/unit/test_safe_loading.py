@@ -1,4 +1,4 @@
-"""Our code loads no pickles, runs no shell, and parses outside data safely: checked on the syntax trees."""
+"""Our code loads no pickles, runs no shell, and parses outside data safely, as its syntax trees show."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatus
 
 
 def calls(tree):
-    """Yield the dotted name and the node of every call in a syntax tree."""
+    """Yield the dotted name and the syntax node of every function call in a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
@@ -71,7 +71,7 @@ def test_model_folders_are_opened_by_one_module(trees):
 
 
 def test_the_config_of_a_model_is_read_by_one_module(trees):
-    """Others ask `ModelFacts`, which reads it once."""
+    """Only `ModelFacts` reads a model's `config.json`, once; all other code asks it for facts."""
     readers = set()
     for file, tree in trees.items():
         imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

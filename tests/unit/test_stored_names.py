@@ -1,4 +1,4 @@
-"""Names in files of homes, and in answers to programs, may not change.
+"""Names in the files of lifecycle homes, and in answers to programs, may not change.
 
 A home outlives the version that wrote it. Readers refuse unknown fields, so a field that is renamed makes old ledgers,
 records, launch orders and caches unreadable; a field may be added, with a default. Classes may be renamed and moved:
@@ -101,12 +101,12 @@ Scored: scores stage version
 Score: interval name stage standard_error value
 Promotion: against differences missed name outcome stage tables
 """
-"""Stored classes and the fields in their files."""
+"""Classes that are stored in files of a lifecycle home, with the names of their fields."""
 EVENTS = """
 attempt_began attempt_ended compare_began flow_run_known layout_measured refresh_began refresh_ended refresh_killed
 stage_cached stage_failed stage_waits trial_ended
 """
-"""Names of the ledger's events."""
+"""Names of the events in the ledger of a refresh."""
 FILES = """
 record.json .record.json attempt.json config.json metrics.jsonl events.jsonl result.json error.json state.json
 manifest.json order.json ended.json environment.json ledger.jsonl mlflow.json servers.json servers.key retention.yaml
@@ -115,7 +115,7 @@ publication.json lengths.json prediction.json completions.jsonl bad_rows.jsonl d
 benchmark.json trained_on.json log_probabilities.json about.json probe.json look.json findings.json note.md
 recipe.yaml report.html comparison.json train.jsonl validation.jsonl .sha256
 """
-"""Names of files in homes, artifacts, work folders and caches."""
+"""Names of files in lifecycle homes, artifacts, work folders and caches, which may not change."""
 ERRORS = """
 RecipeError=3 LayoutError=4 DataError=5 ModelError=6 DownloadError=7 ResourceError=8 ServerError=9 EvaluationError=10
 GateError=11 StoreError=12 StageTimeoutError=13 StageCrashError=14 RefreshStoppedError=15 TrainingError=16
@@ -125,14 +125,14 @@ NotPromotedError=17 PublishError=18 LifecycleError=70 TransientError=75 Outdated
 
 
 def stored():
-    """Return the fields of each stored class, in the form of `STORED`."""
+    """Return the frozen field names of each stored class, parsed from `STORED`."""
     lines = [line for line in STORED.replace("\n  ", " ").splitlines() if line and not line.startswith("#")]
     return {name: set(fields.split()) for name, _, fields in (line.partition(": ") for line in lines)}
 
 
 @cache
 def code():
-    """Return all classes by name with their bases and own fields, and all texts that are not docstrings."""
+    """Return all classes by name, with their bases and own fields, and all one-line strings of our code."""
     classes, texts = {}, set()
     for file in (file for folder in ("flows", "stages") for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""Limits on what makes the project's text hard to read. Each may only fall: lower the bound with the count."""
+"""Limits on what makes the project's text hard to read; each count may only fall. Lower a bound with its count."""
 
 import ast
 import re
@@ -26,11 +26,11 @@ WORN = re.compile(
     re.IGNORECASE,
 )
 EXPLAINING = {"description", "help"}
-"""Arguments whose text a person reads: of a pydantic field, and of a command's option."""
+"""Names of arguments whose text a person reads: of pydantic fields, and of command options."""
 
 
 VAGUE = {"one", "found", "told", "said", "stays", "means"}
-"""Names that say nothing of what is bound to them."""
+"""Variable names that do not say what they hold."""
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp
 SCOPES |= ast.GeneratorExp
 DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -43,7 +43,7 @@ def text_of(node):
 
 
 def explanations(node):
-    """Yield the nodes of a definition's explaining texts: docstrings, strings below attributes, descriptions, helps."""
+    """Yield the syntax nodes of a definition's docstring, strings below attributes, descriptions and helps."""
     if isinstance(node, DEFINITIONS):
         yield from node.body[:1]
         for before, after in pairwise(node.body):
@@ -55,7 +55,7 @@ def explanations(node):
 
 @cache
 def found_in(folder):
-    """Return counts by name, and `FILE:LINE: TEXT` of each riddle and worn phrase, in a folder."""
+    """Return counts of style problems in a folder by name, and the place and text of each riddle and worn phrase."""
     counts, places, num_lines, num_imports = Counter(), {"riddles": [], "worn phrases": []}, 0, 0
     for file in sorted((ROOT / folder).rglob("*.py")):
         if file == Path(__file__):
@@ -89,7 +89,7 @@ def test_the_text_reads_no_worse_than_it_did(folder, what):
 
 
 def lives_of_vague_names(scope):
-    """Yield each vague name that is bound or read in a scope, with the first and the last line where it stands."""
+    """Yield each vague variable name in a scope, with the first and the last line where it stands."""
     lines, todo = {}, list(ast.iter_child_nodes(scope))
     while todo:
         node = todo.pop()

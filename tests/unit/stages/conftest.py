@@ -1,4 +1,4 @@
-"""Fixture with a second serving engine that only the registry knows."""
+"""Fixture that registers a second serving engine, which no other code names."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.tiny_engine import TinyEngine
 
 @pytest.fixture
 def tiny_engine(monkeypatch: pytest.MonkeyPatch) -> TinyEngine:
-    """Register the tiny serving engine, and make it the default."""
+    """Register a tiny serving engine for tests, and make it the default engine."""
     engine = TinyEngine()
     monkeypatch.setitem(registry.ENGINES, engine.name, engine)
     monkeypatch.setattr(registry, "DEFAULT_ENGINE", engine.name)

@@ -1,4 +1,4 @@
-"""Adapters on a mixture's experts: placement as in PEFT, refusals, files that PEFT loads, and merging."""
+"""Adapters on experts of a mixture are placed, written and merged as by PEFT; unsupported ones are refused."""
 
 import re
 
@@ -58,7 +58,7 @@ def learning(model):
 
 @pytest.fixture(params=ADAPTERS)
 def trained(request, tmp_path):
-    """Folder with a base and an adapter of it, and the adapted model."""
+    """Provide a folder with a base model and an adapter for it, and the model with that adapter."""
     name, fields = ADAPTERS[request.param]
     make_model(name).save_pretrained(tmp_path / "base")
     model, lora = adapted(name, **fields)

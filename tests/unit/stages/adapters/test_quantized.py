@@ -1,4 +1,4 @@
-"""Bases quantized to 4 and 8 bits: rounding errors in forward and backward passes, and memory."""
+"""Base models quantized to 4 and 8 bits: rounding errors in forward and backward passes, and memory."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from stages.core.errors import ModelError
 from tests.unit.stages.adapters.test_lora import SIZES, make_model
 
 ERRORS = {Int8Linear: 0.008, Nf4Linear: 0.1}
-"""Largest relative rounding error for normally distributed weights; NF4's own is 0.09 at blocks of 64."""
+"""Largest allowed relative rounding error of normally distributed weights; NF4's own is 0.09 with blocks of 64."""
 
 
 def make_layer(outlier=False):
@@ -32,7 +32,10 @@ def test_weights_are_what_they_were_within_the_rounding(made):
 
 
 def test_a_weight_in_nf4_is_the_level_of_its_code_times_the_scale_of_its_block():
-    """NF4 packs two weights in a byte: the lower half belongs to the first."""
+    """A weight stored in NF4 equals the level of its 4-bit code times the scale of its block.
+
+    A byte packs two weights, the first in its lower half.
+    """
     layer = Nf4Linear(make_layer())
     codes = torch.stack([layer.codes & 15, layer.codes >> 4], -1).view(48, -1, BLOCK).int()
     scales = (layer.block_scales.float() / 255).square() * layer.row_scales.view(torch.float32)

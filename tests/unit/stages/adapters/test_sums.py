@@ -1,4 +1,4 @@
-"""Sums of LoRA adapters equal the sums of their weight changes, with the rank stated in the file."""
+"""A sum of LoRA adapters is an adapter whose weight change is the sum of theirs, and whose file states its rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Adapted layers are those that PEFT would choose, found by layer names of a model, its files or its shape."""
+"""Layers chosen for an adapter are those that PEFT chooses, by the names in a model, its files or its sizes."""
 
 import ast
 import re
@@ -53,7 +53,7 @@ def make_model(family):
 
 
 def names_of(model):
-    """Return a model's linear layers except the head, and the names of all its parameters."""
+    """Return the names of a model's linear layers, except the output head, and of all its parameters."""
     head = model.get_output_embeddings()
     linear = [
         name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear | Conv1D) and one is not head
@@ -69,14 +69,14 @@ def names_of_shape(family):
 
 
 def chosen(fields, linear, parameters, former):
-    """Return the rank of each layer that our `AdapterTargets` chooses among these names."""
+    """Return the LoRA rank of each layer and parameter that a recipe's adapter fields choose, by name."""
     targets = AdapterTargets(AdapterConfig(rank=RANK, **fields), former)
     ranks = {name: RANK for name in linear if targets.has_layer(name)}
     return ranks | {name: RANK * times for name in parameters if (times := targets.ranks_of(name))}
 
 
 def adapted(model):
-    """Return the LoRA rank of all adapted layers and parameters, by full name."""
+    """Return the LoRA rank of all adapted layers and parameters in a model with a PEFT adapter, by full name."""
     found = {}
     for name, layer in adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
@@ -91,7 +91,7 @@ def peft_alone(family, fields):
 
 
 def cases(family):
-    """Yield adapter fields that PEFT understands by itself, with layer names of the architecture."""
+    """Yield adapter fields that PEFT understands by itself, with layer names of a model architecture."""
     former = former_names(make_model(family))
     ends = sorted({name.rpartition(".")[2] for name in names_of(make_model(family))[0]} - former.keys())
     yield {}
@@ -143,7 +143,7 @@ def test_the_choice_is_that_of_peft_alone(family, fields):
     ids=str,
 )
 def test_what_peft_has_no_words_for_is_put_there_as_chosen(family, fields):
-    """PEFT gets the full layer names if its options cannot express our choice of layers."""
+    """PEFT gets full layer names where its own options cannot express our choice of adapted layers."""
     model = make_model(family)
     expected = chosen(fields, *names_of(model), former_names(model))
     if family not in WITHOUT_SHAPE:
@@ -158,7 +158,10 @@ def test_former_names_of_known_shapes_are_those_of_peft(family):
 
 
 def test_the_choice_is_defined_once():
-    """Only the definition of adapted layers, and modules that pass its fields to PEFT or name them, read them."""
+    """Only one module decides which layers are adapted by the config fields that name them.
+
+    The few other modules that read these fields pass them to PEFT, or name them in messages.
+    """
     fields = {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
     readers = {
         str(file.relative_to(ROOT))

@@ -1,4 +1,7 @@
-"""Program for tests that follows the commands in its input: `python -m tests.unit.stages.core.asked_program`."""
+"""Child process for tests that obeys commands on its standard input, such as to hang or to take memory.
+
+Run it by `python -m tests.unit.stages.core.asked_program`.
+"""
 
 import os
 import re
@@ -48,7 +51,7 @@ def answer(question):
 
 
 def row(seconds):
-    """Use some CPU seconds under a limit of 0.1 s; returns whether the work finished."""
+    """Use CPU seconds under a time limit of 0.1 s, and return whether the work finished."""
     end_s = time.process_time() + seconds
 
     def work():

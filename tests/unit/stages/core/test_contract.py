@@ -1,4 +1,4 @@
-"""The contract between orchestrator and stage process: identity, references, and the files of a work folder."""
+"""Interface of orchestrator and stage process: the identity and inputs of a config, and the files of a work folder."""
 
 import importlib
 import inspect
@@ -110,7 +110,10 @@ def test_a_diverged_loss_survives_the_result_file():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_runs_by_the_config_that_recipes_have_of_it(kind):
-    """A stage process finds its config class at `run`, without importing other kinds."""
+    """The `run` function of each stage kind takes the config class of that kind.
+
+    A stage process finds its config class by this annotation, without importing other kinds.
+    """
     run = importlib.import_module(f"stages.kinds.{kind}.run").run
     assert inspect.get_annotations(run, eval_str=True)["config"] is KINDS[kind]
 

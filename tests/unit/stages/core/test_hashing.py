@@ -34,7 +34,7 @@ def own_home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def large(tmp_path):
-    """Large file last modified a minute ago."""
+    """Provide a large file that was last modified a minute ago."""
     path = tmp_path / "large.bin"
     path.write_bytes(b"a" * MIN_CACHED_BYTES)
     os.utime(path, (time.time() - 60, time.time() - 60))
@@ -43,7 +43,7 @@ def large(tmp_path):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Provide a function that overwrites all cached hashes, so that a cached one is recognized."""
+    """Provide a function that overwrites all cached hashes, so that a test recognizes a hash from the cache."""
     monkeypatch.setattr(hashing, "SETTLED_S", -1)
 
     def mark():

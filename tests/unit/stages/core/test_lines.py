@@ -1,4 +1,4 @@
-"""Control characters in outside texts are shown, not executed, by a terminal."""
+"""Control characters in texts from outside are shown, not executed, by a terminal."""
 
 import io
 

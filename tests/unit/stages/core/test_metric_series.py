@@ -1,4 +1,4 @@
-"""The metrics of a stage are read in one way: torn lines, repeated steps, NaN, and files that grow."""
+"""Metrics of a stage are read correctly from torn lines, repeated steps, NaN, and files that still grow."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Regular expressions from outside run within limits, and have Python's meaning."""
+"""Regular expressions from recipes and data run within limits, and match as in Python."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""An asked program answers within its limits, or is killed with all its child processes."""
+"""A helper process answers within its limits, or is killed with all its child processes."""
 
 import os
 import subprocess

@@ -122,7 +122,10 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
 
 @needs_root
 def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_number(tmp_path):
-    """Each file system counts from the beginning; here another program maps a file of the number in its own."""
+    """Shared memory of a stage is removed although a container has a file with the same inode number.
+
+    Each file system counts inodes from the beginning; here another program maps a file of this number in its own.
+    """
     file = Path("/dev/shm") / f"test-{os.getpid()}"
     file.touch()
     number = file.stat().st_ino
@@ -150,7 +153,10 @@ def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_numb
 
 
 def test_a_semaphore_is_found_by_the_process_that_made_it():
-    """glibc creates a semaphore under another name, which no longer exists when it is looked for."""
+    """A semaphore of Python's multiprocessing is found by the process that created it.
+
+    glibc creates it under another name, which no longer exists when the semaphore is looked for.
+    """
     code = (
         "import multiprocessing, os; from stages.core.process_tree import shared_memory_of\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"
@@ -161,7 +167,10 @@ def test_a_semaphore_is_found_by_the_process_that_made_it():
 
 
 def test_a_killed_supervisor_leaves_no_semaphore(start, tmp_path):
-    """Python's resource tracker, which unlinks semaphores, bears the stage's mark, but must not be killed, too."""
+    """A killed supervisor leaves no semaphore of its command behind.
+
+    Python's resource tracker, which unlinks semaphores, bears the stage's mark, but must not be killed, too.
+    """
     code = (
         "import multiprocessing, os, sys, time; from pathlib import Path\n"
         "lock = multiprocessing.get_context('spawn').Lock(); Path(sys.argv[1]).write_text(lock._semlock.name)\n"

@@ -1,4 +1,4 @@
-"""Chat templates of published models: the ones that TRL ships, and short re-statements of others' structure.
+"""Chat templates of published models: the ones that TRL ships, and short rewrites that keep others' structure.
 
 Of each, by hand: what its generation prompts end with (what stands right before a turn), what ends a turn, and what it
 has no place for: `system`, `thoughts` (a field), `tools` (definitions), `calls`, `parallel` calls, text `beside` calls.
@@ -27,7 +27,7 @@ BOTH = (("bos_token", "<s>"), ("eos_token", "</s>"))
 
 @dataclass(frozen=True)
 class Published:
-    """Published chat template with facts for checks: texts that may come `before` an answer, and that may `end` it."""
+    """Published chat template with the texts that may come before an answer, and those that may end an answer."""
 
     source: str
     before: tuple[str, ...]

@@ -53,20 +53,20 @@ def make_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(make_tokenizer: Callable[..., Path]) -> Path:
-    """Folder of a tokenizer with the ChatML template."""
+    """Provide the folder of a tokenizer with the ChatML template."""
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def read_ids(tokenizer_folder: Path) -> Callable[[Iterable[int]], str]:
-    """Provide a function that turns token ids into text."""
+    """Provide a function that decodes token ids into text, special tokens included."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 @pytest.fixture(scope="session")
 def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list[str]]:
-    """Provide a function that returns the texts of all contiguous runs of tokens with loss."""
+    """Provide a function that returns the text of each contiguous run of tokens that have a loss."""
 
     def runs(tokens: Tokens) -> list[str]:
         found: list[list[int]] = []
@@ -82,7 +82,7 @@ def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list
 
 @pytest.fixture
 def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., Tokens]:
-    """Provide a function that tokenizes a document with given tokenizer options."""
+    """Provide a function that tokenizes a document with a given chat template and other tokenizer options."""
 
     def tokenize(
         document: object, template: str | None = CHATML, train_on: str = "assistant", **options: object

@@ -1,4 +1,4 @@
-"""Reporter for data preparation that keeps its messages."""
+"""Recorder of the messages that data preparation reports, so that tests can check them."""
 
 
 class Reports:

@@ -1,4 +1,4 @@
-"""Bad files and rows, one of each common kind, and how `prepare` treats each of them.
+"""Data preparation refuses, drops or reports bad files and rows; one example of each common kind.
 
 Nothing is silent: a case is refused with its place and reason, or used and counted in a warning, or said to be fine.
 """
@@ -29,7 +29,7 @@ PAIR = json.dumps({"prompt": "q ", "chosen": "good", "rejected": "bad"})
 
 @pytest.fixture
 def outcome(tmp_path, tokenizer_folder):
-    """Provide a function that prepares files with options of `data`, and returns the error or the warnings."""
+    """Provide a function that prepares data files with given options, and returns the error or the warnings."""
 
     def find(files, rows="examples", tokenizer=tokenizer_folder, **options):
         folder = tmp_path / "dataset"
@@ -60,7 +60,7 @@ def outcome(tmp_path, tokenizer_folder):
 
 
 def text_with(value):
-    """Return a chat row whose answer is this JSON text."""
+    """Return a JSON chat row whose answer is the given JSON text."""
     return CHAT.replace('"b"', value)
 
 

@@ -1,4 +1,4 @@
-"""A batch has two groups, of which a model's forward takes one and a loss the other."""
+"""A training batch consists of inputs, which a model's forward takes, and a signal, which the loss takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.data.batch import IGNORED, Batch, Candidates, Documents, Rollouts
 ROOT = Path(__file__).parents[4]
 METHODS = ROOT / "stages" / "kinds" / "train" / "methods"
 CHANGES = {"method.py", "targets.py"}
-"""Modules that change batches before a forward pass, which needs both groups."""
+"""Modules that may use a whole batch, since they change batches before the forward pass."""
 
 
 def make_batch() -> Batch:
@@ -34,7 +34,10 @@ def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
 
 
 def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch pins memory only where there is an accelerator: each tensor is marked instead."""
+    """Pinning a batch pins every tensor, and keeps the documents that inputs and signal share.
+
+    torch pins memory only where there is an accelerator, so each tensor is marked instead.
+    """
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
     batch = make_batch().with_signal(
         candidates=Candidates(torch.zeros(1, 4, 3, dtype=torch.int64), torch.zeros(1, 4, 3))
@@ -51,7 +54,7 @@ def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.Mo
 
 
 class Pinned(torch.Tensor):
-    """Tensor that was asked to be pinned."""
+    """Tensor class that marks tensors as pinned on machines without an accelerator."""
 
 
 def test_a_loss_takes_the_signal_and_forward_the_inputs() -> None:

@@ -1,4 +1,4 @@
-"""Calibration samples are whole documents of any format, truncated to a length."""
+"""Calibration samples for quantization are whole documents of any format, truncated to a length."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def zstd(content: bytes) -> bytes:
 
 @pytest.fixture
 def problems(tmp_path, tokenizer_folder):
-    """Provide a function that checks a folder with options of `data`; returns field and message of each problem."""
+    """Provide a function that checks a dataset folder, and returns config field and message of each problem."""
 
     def find(folder, tokenizer=tokenizer_folder, **options):
         config = DataConfig(dataset="data", **{"sequence_length": 256, **options})
@@ -112,7 +112,10 @@ def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, t
 
 
 def test_the_time_of_the_process_that_renders_counts(problems, write_rows, monkeypatch, tmp_path):
-    """Reading these rows takes at most half the time limit, but rendering them in the template's process far more."""
+    """The time limit of a data check includes the rendering of rows in the template's process.
+
+    Reading these rows takes at most half the limit, but rendering them far more.
+    """
     monkeypatch.setattr(look, "CHECK_SECONDS", 0.4)
     slow = tmp_path / "slow.jinja"
     slow.write_text("{% for _ in range(99999) %}{% endfor %}" + CHATML)

@@ -43,7 +43,7 @@ def cut_rows(tmp_path, write_rows):
 
 
 def group_texts(examples, block_size):
-    """Cut like `run_clm.py` of Transformers: join, drop the remainder, split."""
+    """Cut token lists as Transformers' `run_clm.py` does: join them, drop the remainder, split."""
     joined = {name: list(chain(*examples[name])) for name in examples}
     total = len(joined["input_ids"]) // block_size * block_size
     return {name: [ids[at : at + block_size] for at in range(0, total, block_size)] for name, ids in joined.items()}

@@ -28,7 +28,7 @@ LONG = "what comes next is  ﷺ and Ǆ, " * 40_000
 
 @pytest.fixture
 def with_part(make_tokenizer):
-    """Provide a function that writes a tokenizer with one part of its file replaced, and returns its folder."""
+    """Provide a function that writes a tokenizer with a replaced part, such as its normalizer; returns its folder."""
 
     def write(part, *steps):
         folder = make_tokenizer()
@@ -75,7 +75,10 @@ def test_the_row_that_a_normalizer_makes_huge_is_named(with_part, write_rows, tm
 
 
 def test_what_stands_before_each_part_of_a_text_counts(with_part):
-    """Each special token starts a new part of the text, to which the normalizer's prefix is added."""
+    """A prefix added by the normalizer counts for each part of a text between special tokens.
+
+    Each special token starts a new part of the text, to which the normalizer's prefix is added.
+    """
     folder = with_part("normalizer", *[{"type": "Prepend", "prepend": "x" * 999}] * 3)
     tokenizer = DocumentTokenizer(folder, None, "all", special_tokens_in_content="allow")
     assert tokenizer.render(PlainText("", "a<pad>"))

@@ -1,4 +1,4 @@
-"""Rows of {prompt, completion, label} become labelled documents, paired with answers to other prompts."""
+"""Rows of {prompt, completion, label} become documents for KTO, paired with answers to other prompts."""
 
 import json
 
@@ -40,7 +40,7 @@ def lines(rows):
 
 
 def texts(batch, read_ids):
-    """Return the whole and the learned text of each document."""
+    """Return the text of each document in a batch, and the part of it that has a loss."""
     found = []
     for number in range(batch.documents.count):
         mine = batch.documents.ids == number

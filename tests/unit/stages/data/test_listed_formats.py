@@ -1,4 +1,4 @@
-"""Row formats of TRL and ms-swift that the page on recipes lists are read as the page says."""
+"""Row formats of TRL and ms-swift are read as the documentation of recipes says."""
 
 import json
 import re

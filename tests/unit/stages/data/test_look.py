@@ -21,7 +21,7 @@ CHATS = [
 
 @pytest.fixture
 def look(tmp_path, tokenizer_folder):
-    """Provide a function that shows a dataset with options of `data`."""
+    """Provide a function that returns what `lifecycle data` shows of a dataset with given options."""
 
     def find(folder, rows="examples", num_rows=2, seed=3, **options):
         config = DataConfig(dataset="data", **{"sequence_length": 256, **options})

@@ -1,4 +1,4 @@
-"""The `margin` of a preference row reaches the batch with its pair; methods that ignore it report so."""
+"""The `margin` of a preference row reaches the batch with its pair; methods that ignore margins report that."""
 
 import json
 
@@ -20,7 +20,7 @@ ROWS = [
 
 @pytest.fixture
 def read(tmp_path, tokenizer_folder):
-    """Provide a function that turns a file of rows into a stage's training data."""
+    """Provide a function that prepares a file of rows as a train stage does."""
 
     def read_rows(text, name="train.jsonl", method="reward", **options):
         (tmp_path / "rows" / "data").mkdir(parents=True)

@@ -56,7 +56,7 @@ def test_far_slots_are_found_at_once_and_each_dataset_has_whole_epochs():
 
 @pytest.fixture
 def prepared(tmp_path, tokenizer_folder):
-    """Provide a function that prepares a mixture of datasets; its `.warnings` collects messages."""
+    """Provide a function that prepares a mixture of datasets as training data, and collects the warnings."""
 
     def prepare(rows, kind="examples", **options):
         inputs = {}

@@ -244,7 +244,7 @@ GRACE_S = 120.0
 
 
 def processes_with(word):
-    """Return the /proc folders of processes whose environment contains a word."""
+    """Return the /proc folders of all processes whose environment contains a given word."""
     found = []
     for folder in (path for path in Path("/proc").iterdir() if path.name.isdecimal()):
         with contextlib.suppress(OSError):
@@ -254,7 +254,10 @@ def processes_with(word):
 
 @pytest.fixture
 def program(tmp_path, tokenizer_folder, write_rows):
-    """Command and environment of a program that tokenizes in two processes, which its environment identifies."""
+    """Provide command, environment and mark of a program that tokenizes in two processes.
+
+    Its processes are found by the mark, which their environment contains.
+    """
     folder = write_rows([chat(number) for number in range(20_000)])
     for shard in range(8):
         (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)

@@ -29,7 +29,7 @@ CHATS = [chat(f"question {number}", f"answer {number}") for number in range(30)]
 
 @pytest.fixture
 def run(tmp_path, tokenizer_folder):
-    """Provide a function that prepares a folder; its `.reports` and `.bad_rows_file` hold the other outputs."""
+    """Provide a function that prepares a dataset folder, with the reports and the file of bad rows as attributes."""
 
     def prepare_folder(folder, rows="examples", tokenizer=tokenizer_folder, **options):
         return prepare(
@@ -48,7 +48,7 @@ def run(tmp_path, tokenizer_folder):
 
 
 def documents(dataset, read_ids):
-    """Return the whole text and the learned text of every document."""
+    """Return the text of every document in a dataset, and the part of it that has a loss."""
     batch = dataset.batch(range(len(dataset)))
     found = []
     for number in range(batch.documents.count):

@@ -86,7 +86,7 @@ def chat_template(template):
 
 
 def proved_template(name):
-    """Return a template that renders in this process, where its work can be counted."""
+    """Return a chat template that renders in the test's own process, where its work can be counted."""
     template = TEMPLATES[name]
     return ProvedTemplate(template.source, dict(template.special_tokens), MARKERS, "the template", DEFAULT_DATE)
 
@@ -97,7 +97,10 @@ def learn(template, conversation, turns="together"):
 
 
 def words(*texts):
-    """Return the marker words in texts, each of which only one message has; a call's name may occur twice."""
+    """Return the marker words found in texts; each word belongs to one message of a test conversation.
+
+    The name of a tool call may occur twice, and is returned once.
+    """
     found = re.findall(r"(?:ask|say|mull|rule|give|define)\d\w*", "\n".join(texts))
     return [word for number, word in enumerate(found) if not (word.endswith("call") and word in found[:number])]
 
@@ -127,7 +130,8 @@ def test_each_turn_is_learned_once_and_nothing_that_others_say(name, turns):
 
 
 REWRITTEN = re.compile("deepseek|qwq|mistral-0.3|gptoss|nemotron|smollm|granite|lfm2_2_5|llama3_2|gemma4|muse")
-"""Names of templates that rewrite answers, so that learned text differs from their default, or write the date."""
+"""Names of chat templates that rewrite answers or write the date, so that their texts differ from Transformers'
+rendering."""
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not REWRITTEN.match(name)])
@@ -184,7 +188,7 @@ def test_masks_are_those_of_trls_training_templates(name):
     ],
 )
 def test_what_a_row_sets_for_the_template_is_set_as_transformers_sets_it(name, variable, conversation, chosen):
-    """The prompt equals Transformers' own, and the learned text begins directly after it."""
+    """A row that sets a template variable gets Transformers' prompt, and the learned text begins right after it."""
     template, (messages, _) = TEMPLATES[name], CONVERSATIONS[conversation]
     (*_, document) = chat_template(template).documents(Conversation(messages, variables={variable: chosen}))
     options = {**dict(template.special_tokens), variable: chosen, "strftime_now": lambda _: "01 January 2026"}
@@ -204,7 +208,7 @@ def test_thoughts_of_a_row_that_asks_for_none_are_not_left_out():
 
 
 def test_the_row_decides_not_the_thoughts():
-    """With `enable_thinking: false`, a template that adds empty thoughts by default must add none."""
+    """A row with `enable_thinking: false` gets no empty thoughts from a template that adds them by default."""
     template, (messages, _) = TEMPLATES["qwen3"], CONVERSATIONS["one"]
     documents = {
         chosen: chat_template(template).render(Conversation(messages, variables={"enable_thinking": chosen}))
@@ -215,7 +219,7 @@ def test_the_row_decides_not_the_thoughts():
 
 
 def num_rendered_messages(chat, num_turns, turns, monkeypatch):
-    """Count the messages of one conversation in all renderings."""
+    """Return the number of messages in all renderings of one conversation together."""
     messages = [message for number in range(num_turns) for message in (user(number), says(number, thinks=True))]
     chat.documents(Conversation(messages[:2]), together=True)  # what is found out of the template once
     rendered = []
@@ -228,7 +232,10 @@ def num_rendered_messages(chat, num_turns, turns, monkeypatch):
 
 @pytest.mark.parametrize("turns", ["together", "separately"])
 def test_work_grows_with_the_square_of_the_turns_and_no_faster(monkeypatch, turns):
-    """Each turn is rendered with all turns before it, once, however many documents it is learned in."""
+    """Rendering a conversation takes work that grows at most with the square of its turns.
+
+    Each turn is rendered once with all turns before it, however many documents it is learned in.
+    """
     few, many = (num_rendered_messages(proved_template("qwen3"), num, turns, monkeypatch) for num in (15, 60))
     assert many / few < 5 * 4
 
@@ -244,7 +251,10 @@ def test_a_conversation_of_thousands_of_turns_is_refused_by_name_before_it_is_re
 
 
 def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
-    """Turns that a template rewrites need separate documents, whose number is unknown before rendering."""
+    """A conversation that turns out to need too much rendering is refused while it is rendered.
+
+    Turns that a template rewrites need separate documents, whose number is unknown before rendering.
+    """
     monkeypatch.setattr(turns, "MAX_MESSAGES", 500)
     messages = [message for number in range(20) for message in (user(number), says(number, thinks=True))]
     with pytest.raises(RowError, match=r"has 40 messages: .* more than 500 would be in all"):

@@ -1,4 +1,4 @@
-"""`label: false` marks a bad answer; a classification label of 0 does not."""
+"""A row with `label: false` is refused as a bad answer; one with a classification label of 0 is not."""
 
 import pytest
 

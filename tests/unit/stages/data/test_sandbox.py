@@ -47,7 +47,7 @@ def little_time(monkeypatch):
 
 @pytest.fixture
 def small_limits(little_memory, little_time):
-    """Lower both limits, for tests in which either may be reached first."""
+    """Lower the limits of memory and time, for tests in which either may be reached first."""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,10 @@ def test_a_long_text_of_a_short_conversation_is_refused():
 
 
 def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(small_limits):
-    """Comparing two large values is one step of C, which a time limit's signal cannot interrupt."""
+    """A row that kills the rendering process is named in the error, and later rows are still rendered.
+
+    Comparing two large values is one step of C, which a time limit's signal cannot interrupt.
+    """
     compares = SHARED.format("{{ ns.a == ns.b }}")
     template = ChatTemplate(f"{{% if 'bad' in messages[0].content %}}{compares}{{% endif %}}{CHATML}", {}, [], "it")
     rows = [("text", Conversation([{"role": "user", "content": text}])) for text in ("good", "good", "bad", "good")]
@@ -112,7 +115,10 @@ def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(s
 
 
 def test_each_conversation_has_limits_of_its_own(small_limits):
-    """Renders 100 conversations that each take half of the memory limit, and together far more than the time limit."""
+    """The limits of memory and time apply to each conversation by itself.
+
+    Renders 100 conversations that each take half of the memory limit, and together far more than the time limit.
+    """
     template = ChatTemplate("{% set text = messages[0].content * 16000000 %}" + CHATML, {}, [], "it")
     assert len(list(template.rendered([("text", QUESTION)] * 100))) == 100
 
@@ -128,7 +134,7 @@ def test_the_process_has_neither_secrets_nor_other_libraries(monkeypatch):
 
 
 def test_limits_that_a_user_has_set_are_kept():
-    """A user's hard memory limit cannot be raised by any process."""
+    """Chat templates also render under a hard memory limit that the user has set, which no process can raise."""
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "from stages.data.messages import Conversation\nfrom stages.data.templates import ChatTemplate\n"

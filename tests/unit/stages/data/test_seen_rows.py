@@ -1,4 +1,4 @@
-"""Checks over all rows give the same result whatever the size of the compared chunks."""
+"""Repeated, contradicting and held-out rows are found equally with every chunk size of the comparison."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make read sizes small, so that a few rows take many reads."""
+    """Make read sizes small, so that reading a few rows takes many reads."""
     monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
     monkeypatch.setattr(piece_source, "PART_BYTES_ELSEWHERE", 6000)
     monkeypatch.setattr(pointers, "BUFFER_BYTES", 4000)
@@ -195,7 +195,7 @@ def test_an_object_that_changes_while_it_is_read_is_named(s3: S3Server, fetched)
 
 
 def test_what_is_kept_is_not_fetched_again(s3: S3Server, fetched, prepared, tmp_path: Path) -> None:
-    """Cached parts of unchanged objects suffice for a preparation while the server is down."""
+    """A streamed dataset that was prepared before is taken from the cache, without reading its files again."""
     s3.put({"nights/train.jsonl": CONTENTS["train.jsonl"]})
     folder = fetched("s3://lake/nights", stream=True)
     first = prepared(folder).training.folder

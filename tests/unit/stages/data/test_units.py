@@ -1,4 +1,4 @@
-"""Over-long rows are treated by their policy, and rows without targets are refused."""
+"""Rows that are too long are truncated, dropped or refused as the recipe says; rows without targets are refused."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def store(tmp_path) -> Store:
 
 
 def aged(folder: Path, days: float) -> None:
-    """Set access and modification times to the same value, as on a disk without access times."""
+    """Set access and modification times of all files to the same past time, as on a disk without access times."""
     then_s = time.time() - days * DAY_S
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (then_s, then_s))

@@ -1,4 +1,4 @@
-"""AdamW in low precision: equal to torch's without rounding, unbiased with stochastic rounding, in few kernels."""
+"""AdamW in low precision equals torch's without rounding, has unbiased stochastic rounding, and runs few kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_without_rounding_it_is_torchs() -> None:
 
 
 def test_each_neighbour_comes_as_often_as_it_is_near() -> None:
-    """Stochastic rounding is unbiased: over all random bits, 1 + 2^-7 × 0.3 keeps its mean; bf16 values stay."""
+    """Stochastic rounding to bf16 is unbiased: 1 + 2^-7 × 0.3 keeps its mean over all random bits.
+
+    Values that bf16 can hold stay as they are.
+    """
     bits = torch.arange(2**16, dtype=torch.int32)
     for sign in (1, -1):
         value = sign * (1 + 2**-7 * 0.3)
@@ -68,7 +71,10 @@ def test_bits_are_even_and_depend_on_the_place_alone() -> None:
 
 
 def test_second_moments_in_bf16_decay() -> None:
-    """With rounding to nearest, bf16's 0.999 × 1 would stay 1 forever."""
+    """Second moments in bf16 decay thanks to stochastic rounding.
+
+    With rounding to nearest, 0.999 × 1 would stay 1 in bf16.
+    """
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=0.0)
     weight.grad = torch.ones_like(weight)
@@ -84,7 +90,10 @@ def test_second_moments_in_bf16_decay() -> None:
 
 
 def test_weights_in_bf16_take_steps_far_smaller_than_what_they_can_hold() -> None:
-    """The next bf16 numbers around 1 are 2^-8 below and 2^-7 above; each step is 1e-4."""
+    """Weights in bf16 follow training steps far smaller than bf16's resolution, thanks to stochastic rounding.
+
+    The next bf16 numbers around 1 are 2^-8 below and 2^-7 above; each step is 1e-4.
+    """
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=1e-4)
     for _ in range(50):
@@ -94,7 +103,7 @@ def test_weights_in_bf16_take_steps_far_smaller_than_what_they_can_hold() -> Non
 
 
 def test_a_restored_optimizer_has_moments_in_their_own_dtypes() -> None:
-    """torch would restore optimizer moments in the dtype of their weight."""
+    """A restored optimizer keeps its moments in their own dtypes, where torch would use the dtype of the weight."""
     cases = {
         LowPrecisionSettings("bf16", "bf16"): (torch.float32, torch.bfloat16),
         LowPrecisionSettings(bf16_stochastic_round=True): (torch.bfloat16, torch.float32),
@@ -120,7 +129,10 @@ BETAS, EPSILON, RATE, SEED = (0.9, 0.95), 1e-8, 1e-2, 3
 
 
 def by_definition(kept: dict[str, Tensor], gradient: Tensor, name: str, step: int, decay: float) -> dict[str, Tensor]:
-    """Return weight and moments after a step, computed for one parameter alone; random bits in 64-bit numbers."""
+    """Return weight and moments of one parameter after an AdamW step, computed directly from the definition.
+
+    The random bits of stochastic rounding are computed in 64-bit numbers.
+    """
     weight, mean, square = (one.float() for one in kept.values())
     mean = mean.lerp(gradient.float(), 1 - BETAS[0])
     square = square.mul(BETAS[1]).addcmul(gradient.float(), gradient.float(), value=1 - BETAS[1])
@@ -143,7 +155,10 @@ def by_definition(kept: dict[str, Tensor], gradient: Tensor, name: str, step: in
 def test_parameters_side_by_side_get_the_bits_of_each_alone(
     settings: LowPrecisionSettings, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Odd sizes, buckets that cut parameters, one weight kept in fp32, one without a gradient in two steps."""
+    """Parameters that are updated together get the same bits as each parameter alone.
+
+    Covers odd sizes, buckets that cut parameters, one weight kept in fp32, and one without a gradient in two steps.
+    """
     monkeypatch.setattr(module, "HOST_BUCKET", bucket)
     generator = torch.Generator().manual_seed(1)
     moments = {"exp_avg": DTYPES[settings.exp_avg_dtype], "exp_avg_sq": DTYPES[settings.exp_avg_sq_dtype]}
@@ -173,7 +188,7 @@ def test_parameters_side_by_side_get_the_bits_of_each_alone(
 
 
 RANK, NUM_PROCESSES = 2, 3
-"""One rank for all tests here: DTensor caches the shards of a mesh, though a test may be another rank of it."""
+"""Process rank and number of processes, the same in all tests here, since DTensor caches the shards of one rank."""
 
 
 @pytest.fixture
@@ -186,7 +201,10 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> None:
-    """The last process's shards: three rows, one element, none."""
+    """A shard of a parameter gets the same bits as its part of the whole parameter.
+
+    Covers the last process's shards: three rows, one element, none.
+    """
     generator = torch.Generator().manual_seed(2)
     start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 5), (7,), (2, 3))]
     gradients = [[torch.randn(one.shape, generator=generator).bfloat16() for one in start] for _ in range(4)]
@@ -212,7 +230,7 @@ def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> No
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that compute on `meta`, and the most bytes that their new results have at a time."""
+    """Dispatch mode that counts operations on `meta` tensors, and the most bytes that their results have at a time."""
 
     VIEWS = ("view", "split", "slice", "detach", "select", "alias", "unbind", "empty")
 
@@ -241,7 +259,10 @@ def _on_meta(tree: Any) -> list[Tensor]:
 
 
 def test_kernels_and_memory_of_a_step_are_bounded() -> None:
-    """An 8B model (Qwen3) on 8 accelerators: fewer than 3 kernels a parameter, 44 bytes an element of a bucket."""
+    """An optimizer step takes less than 3 kernels a parameter, and at most 44 bytes an element of a bucket.
+
+    Measured with the sizes of an 8B model (Qwen3) on 8 accelerators.
+    """
     hidden, ffn, of_keys, head, vocabulary = 4096, 12288, 1024, 128, 151936
     matrices = [hidden * hidden] * 2 + [of_keys * hidden] * 2 + [ffn * hidden] * 3
     layer = [*matrices, head, head, hidden, hidden]

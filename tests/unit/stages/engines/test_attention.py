@@ -157,7 +157,10 @@ def test_recomputed_layers_see_the_same_documents() -> None:
 
 
 def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulates the GPU-only kernel `varlen_attn` by one attention a document, with torch 2.11's signature."""
+    """Under torch 2.11, the flash attention kernel gets as many key and value heads as query heads.
+
+    Emulates the GPU-only kernel `varlen_attn` by one attention a document, with torch 2.11's signature.
+    """
 
     def varlen_attn(query, key, value, starts, _, longest, __, *, return_aux=None, scale=None, window_size=(-1, -1)):
         assert query.shape == key.shape == value.shape

@@ -1,4 +1,4 @@
-"""Packed documents as a padded batch: each token has one slot, in order, with little padding."""
+"""Packed documents fit a padded batch in which each token has one slot, in order, with little padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`init: eva` starts from the directions that PEFT's `initialize_lora_eva_weights` finds on the same rows."""
+"""`init: eva` starts adapters from the directions that PEFT's `initialize_lora_eva_weights` finds on the same rows."""
 
 import peft
 import pytest
@@ -43,7 +43,7 @@ def save(config, folder):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Batches of rows with one document each: token ids, and a mask of answer tokens."""
+    """Provide batches of rows with one document each: token ids, and a mask of answer tokens."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randint(0, 64, (ROWS, LENGTH), generator=generator), torch.rand(ROWS, LENGTH, generator=generator) > 0.3)
@@ -113,7 +113,7 @@ def test_ranks_directions_and_scalings_are_pefts(name, fields, rows, tmp_path):
 
 
 def learned(model):
-    """Return an adapter's trainable factors with random B, as after training."""
+    """Return an adapter's trainable LoRA factors, with B set to random values as after training."""
     torch.manual_seed(1)
     for name, one in model.named_parameters():
         if ".lora_B." in name:
@@ -144,7 +144,10 @@ def test_what_is_written_is_loaded_by_peft_merged_and_gone_on_with(fields, rows,
 
 @pytest.mark.parametrize(("precision", "kind"), [("nf4", Nf4Linear), ("int8", Int8Linear)])
 def test_beside_a_base_in_few_bits_it_starts_from_the_exact_one(precision, kind, rows, tmp_path):
-    """EVA's directions are computed on the exact base; then every layer is quantized, also those without adapter."""
+    """EVA's directions are computed on the exact base model, also if the base model is then quantized.
+
+    Every layer is quantized, also those without adapter.
+    """
     folder, fields = save(WIDE, tmp_path / "base" / "model"), {"exclude_modules": ("v_proj",)}
     exact, _, _ = ours(folder, tmp_path / "exact.safetensors", rows, **fields)
     model, lora, _ = ours(folder, tmp_path / "eva.safetensors", rows, base_precision=precision, **fields)

@@ -98,7 +98,10 @@ def test_greedy_tokens_are_the_likeliest_where_there_is_a_target(
 def test_several_tokens_of_a_position_are_given_with_gradients(
     hidden: Tensor, targets: Tensor, chunk_tokens: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gather the log-probabilities of several candidates at each position, also of one token twice."""
+    """Log-probabilities of several tokens at each position have the right values and gradients.
+
+    One token may be among them twice.
+    """
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     module = head()
     others = torch.stack([targets, torch.zeros_like(targets), torch.ones_like(targets)], -1).clamp(min=0)
@@ -148,7 +151,7 @@ def test_no_target_gives_zeros_and_zero_gradients(hidden: Tensor) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Dispatch mode that records the number of elements of the largest result of any operation."""
+    """PyTorch dispatch mode that records the number of elements of the largest result of any operation."""
 
     def __init__(self) -> None:
         super().__init__()

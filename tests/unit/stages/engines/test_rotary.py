@@ -68,7 +68,7 @@ def loaded(folder: Path) -> fsdp_model.TargetLogProbabilities:
 
 @torch.no_grad()
 def alone(folder: Path, document: list[int]) -> Tensor:
-    """Return the log-likelihood of a document by a model that has processed no other one."""
+    """Return the log-likelihood of a document, computed by a new Transformers model that has seen no other document."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([document])
     return model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()

@@ -1,4 +1,4 @@
-"""A sharded model is checked by a twin with its shards, and what the twin gathers does not outlive the check."""
+"""Checking a sharded model on a copy of its modules leaves no gathered weights in memory."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ SHAPE = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
 PROCESSES = 3
-"""Numbers of processes that divide neither the vocabulary nor four experts."""
+"""Number of processes that divides neither the vocabulary nor four experts evenly."""
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE),

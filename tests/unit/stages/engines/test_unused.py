@@ -1,4 +1,4 @@
-"""A model that also sees learns from text: the tower that text leaves alone stays as it was, and is exported so."""
+"""Training a vision-language model on text leaves its vision tower as it was, also in the exported model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def make_batch(seed: int) -> Batch:
 
 
 def test_text_trains_a_model_with_a_tower_over_several_micro_batches(one_process: None, tmp_path: Path) -> None:
-    """In bf16, gradients accumulated whole; with weight decay, which would move weights of zero gradient, too."""
+    """Text trains a vision-language model over several micro-batches, and its vision tower stays unchanged.
+
+    In bf16, with gradients accumulated whole, and with weight decay, which would move weights of zero gradient, too.
+    """
     torch.manual_seed(0)
     source, trained = tmp_path / "model", tmp_path / "trained"
     config = Gemma3Config(text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=120)

@@ -1,4 +1,4 @@
-"""Fixtures of the hub tests: a fake hub for both client libraries, and download stages run in this process."""
+"""Fixtures of the hub tests: a fake server for both hubs' client libraries, and download stages in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture
 def download(tmp_path: Path) -> Download:
-    """Provide a function that plans and runs a download stage into `tmp_path`."""
+    """Provide a function that runs a download stage with a given config, and writes into `tmp_path`."""
 
     def start(**config: object) -> StageResult:
         checked = DownloadConfig.model_validate({"kind": "download", **config})

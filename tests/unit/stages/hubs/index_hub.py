@@ -1,4 +1,4 @@
-"""A kind of hub for tests: a web server with an `index.json` of names, sizes and digests."""
+"""Fake hub for tests: a web server with an `index.json` of file names, sizes and digests."""
 
 import json
 import os

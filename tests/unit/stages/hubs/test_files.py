@@ -1,4 +1,4 @@
-"""`file://` sources are copied exactly, pinned to their content, and not followed out of their folder."""
+"""`file://` sources are copied exactly and pinned to their content; links out of their folder are not followed."""
 
 import os
 from pathlib import Path

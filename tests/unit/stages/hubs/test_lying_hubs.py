@@ -1,4 +1,4 @@
-"""Malicious hub answers: no path leaves its folder, no traceback, and no wrong file is accepted."""
+"""Malicious answers of hubs lead to no file outside its folder, no traceback, and no accepted wrong file."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,10 @@ def refusal(download: Download, model: str) -> str:
 
 
 def listing(hub: HubServer, repository: Repository, change: Callable[[dict], object]) -> None:
-    """Make the Hugging Face hub send a wrong listing. change: edits the true one in place, or returns another."""
+    """Make the fake Hugging Face hub send a wrong list of files.
+
+    `change` edits the true list in place, or returns another one.
+    """
     commit = repository.refs["main"]
     files = repository.commits[commit].items()
     answer = {"sha": commit, "siblings": [repository.sibling(file, content) for file, content in files]}
@@ -302,7 +305,7 @@ def test_an_object_is_pinned_by_what_changes_with_its_content(metadata: dict, ta
 
 
 class LyingStorage(BaseHTTPRequestHandler):
-    """S3 server that returns one object, or a list of keys, with arbitrary headers."""
+    """Malicious S3 server that returns one object, or a list of keys, with arbitrary headers."""
 
     keys: tuple[str, ...] = ()
     headers_sent: dict[str, str] = {}  # noqa: RUF012 - the tests set it

@@ -1,4 +1,4 @@
-"""`s3://` sources with a real server: pinned to contents, copied, resumed; errors name what is missing."""
+"""Downloads from a real S3 server are pinned to contents, copied and resumed; errors name what is missing."""
 
 import hashlib
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def test_keys_that_are_not_accepted_are_named_and_not_shown(s3: S3Server) -> Non
 
 
 class Denies(BaseHTTPRequestHandler):
-    """Server of a bucket that is not public: 403 without credentials."""
+    """HTTP server of a private bucket, which answers 403 to requests without credentials."""
 
     def do_HEAD(self) -> None:
         self.send_response(403 if "Authorization" not in self.headers else 500)
@@ -146,7 +146,10 @@ def test_a_bucket_without_credentials_is_named_with_what_to_set(s3: S3Server, mo
 def test_credentials_that_cannot_be_used_at_all_are_named(
     source: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unusable credentials raise an error of the provider's library that pyarrow does not classify."""
+    """Credentials that cannot be used at all are reported with the names of their environment variables.
+
+    They raise an error of the provider's library that pyarrow does not classify.
+    """
     monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -167,7 +170,7 @@ NO_TOKEN = (
     "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of Could not create a OAuth2 "
     "access token to authenticate the request. [...] Could not resolve hostname error_info={reason=, metadata={}})"
 )
-"""Message of Google's library after a minute on a machine that is not Google's, with or without credentials."""
+"""Error of Google's library after a minute on a machine outside Google's cloud, with or without credentials."""
 
 
 def test_google_s_library_without_credentials_is_told_from_one_without_a_network(

@@ -1,4 +1,4 @@
-"""A new hub needs a module and a line of the registry: then download stages can use it."""
+"""A new hub needs a module and a line in the registry of hubs; then download stages can use it."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ from tests.unit.stages.hubs.conftest import Download
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Folder of a repository that a web server serves under a new kind of hub."""
+    """Provide the folder of a model repository, which a web server serves as a new kind of hub."""
     folder = tmp_path / "served" / "org" / "tiny"
     write_repository(folder, model_files(1000))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")

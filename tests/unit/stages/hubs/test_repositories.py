@@ -1,4 +1,4 @@
-"""Downloads from a real HTTP server that speaks both hubs' APIs: what is taken, verified, retried and refused."""
+"""Downloads from a server with both hubs' APIs: which files are taken, verified, retried and refused."""
 
 import hashlib
 import json
@@ -55,7 +55,10 @@ def test_takes_the_files_of_a_safe_model_with_their_bytes(source: str, repositor
 def test_a_stranger_s_note_of_a_training_is_not_taken_for_ours(
     source: str, hub: HubServer, repository, download: Download, tmp_path: Path
 ) -> None:
-    """A foreign `trained_on.json` would decide how the model is prompted, and may be invalid JSON."""
+    """A `trained_on.json` in a stranger's model repository is ignored, since only our stages write that file.
+
+    It would decide how the model is prompted, and may be invalid JSON.
+    """
     repository.commit({**model_files(), "trained_on.json": b"5", "tokenizer_config.json": b'{"chat_template": "x"}'})
     download(model=source)
     assert "trained_on.json" not in names(tmp_path / "model")
@@ -208,7 +211,7 @@ def test_an_endpoint_that_is_no_hub_is_named(hub: HubServer, download: Download,
 
 
 class Redirecting(BaseHTTPRequestHandler):
-    """Server that redirects to `target`, which is missing or redirects again."""
+    """HTTP server that redirects every request to `target`, which is missing or redirects again."""
 
     target = ""
 

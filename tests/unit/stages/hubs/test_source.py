@@ -1,4 +1,4 @@
-"""Sources are parsed, or refused with the allowed forms, when the recipe is read, before any request."""
+"""Sources of downloads are parsed when the recipe is read, or refused with the allowed forms, before any request."""
 
 import subprocess
 import sys

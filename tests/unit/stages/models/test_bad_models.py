@@ -1,4 +1,4 @@
-"""Invalid model folders, each made from a valid one by one change, with the error that refuses it."""
+"""Invalid model folders are refused with the right error; each is made from a valid one by a single change."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
 
 def sharded(**changes: Any) -> Change:
-    """Return a change that splits weights into two shards with an index; `changes` edit its `weight_map`."""
+    """Return a change to a model folder that splits its weights into two shards with an index file.
+
+    `changes` edit the index's `weight_map`.
+    """
 
     def rewrite(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
@@ -219,7 +222,10 @@ def test_a_class_of_another_type_is_said_since_training_and_serving_go_by_one_ea
 
 
 def test_classes_are_named_after_their_type_in_transformers_itself() -> None:
-    """In Transformers, a model's class is named after its type, except types of parts and types that share a class."""
+    """Transformers names almost every model class after its model type, on which our check of configs relies.
+
+    Exceptions are types of model parts, and types that share a class.
+    """
     named = {
         (model_type, name)
         for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)

@@ -1,4 +1,4 @@
-"""The FLOPs formula counts what torch's own counter sees in a training step, less what a causal mask hides."""
+"""Our FLOPs formula counts what torch's FLOP counter sees in a training step, less what a causal mask hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that an architecture keeps in fp32 are exported and computed in fp32, as Transformers has them."""
+"""Weights that an architecture keeps in fp32 are exported and computed in fp32, as by Transformers."""
 
 import re
 from collections.abc import Callable
@@ -62,7 +62,7 @@ KEPT = {
 
 @pytest.fixture(params=CONFIGS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Model with router biases that differ by less than bf16 resolves."""
+    """Provide the folder of a model whose router biases differ by less than bf16 can resolve."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
     for name, value in model.state_dict().items():
@@ -107,7 +107,7 @@ def in_layer(name: str) -> str:
 
 
 def dtypes(prefix: str, module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes of the module's own weights, as its forward sees them."""
+    """Return the dtypes of a module's own weights, as its forward pass sees them."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {f"{prefix}.{name}": value.dtype for name, value in own if "inv_freq" not in name}
 

@@ -1,4 +1,4 @@
-"""Linear layers of a model folder, found by its safetensors headers."""
+"""Linear layers of a model folder are found by its safetensors headers."""
 
 import numpy as np
 import pytest

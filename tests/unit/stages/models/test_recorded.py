@@ -1,4 +1,4 @@
-"""Recorded predictions compared with a model's present ones: exactly, or loosely for old records."""
+"""Recorded predictions are compared with a model's present ones: exactly, or loosely if the record is old."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs counted from a config equal those of its Transformers model."""
+"""Parameters and FLOPs that we count from a model's config equal those of its Transformers model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = [
 
 
 def transformers_model(family: str, fields: dict) -> tuple[dict, torch.nn.Module]:
-    """Return a config as its file holds it, and the model of it on the meta device."""
+    """Return a model config as its JSON file holds it, and the Transformers model of it without weights."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -90,7 +90,10 @@ def test_a_shape_survives_being_json():
 
 
 def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model():
-    """DeepSeek's shared expert is counted as one to which every token is routed; norms are not counted."""
+    """Parameters and FLOPs of a DeepSeek-V3 model with latent attention equal those of its Transformers model.
+
+    Its shared expert is counted as one to which every token is routed; norms are not counted.
+    """
     fields = {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
         "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4,

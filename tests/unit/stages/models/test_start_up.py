@@ -1,4 +1,4 @@
-"""Packages that processes do not import when they build models or only read tokenizers."""
+"""Processes that build models or only read tokenizers do not import packages that they do not use."""
 
 import subprocess
 import sys

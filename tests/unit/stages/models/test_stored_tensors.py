@@ -1,4 +1,4 @@
-"""A checkpoint's pickled index is read safely: only descriptions of tensors are created."""
+"""Reading a checkpoint's pickled index creates only descriptions of tensors, and runs no code from the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stages.models.stored_tensors import CheckpointReader, stored_shapes
 
 
 class Planted:
-    """Object whose pickle creates a file when it is loaded without restriction."""
+    """Malicious object whose pickle creates a folder when it is loaded without restriction."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

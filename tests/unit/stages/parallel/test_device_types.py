@@ -1,4 +1,4 @@
-"""One table defines all device types: each can be planned for, and its missing features are refused by name."""
+"""Device types are defined in one table: each can be planned for, and features that it lacks are refused by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ELSEWHERE = (
     "flows/launch/cluster.py",  # variables of every vendor, so that none is passed on
     "flows/planning/devices.py",  # asks the table for the GPUs that the driver lists
 )
-"""Files that may name a device type, since they use another program's interface."""
+"""Files that may name a device type, such as `cuda`, since they use another program's interface."""
 
 each = pytest.mark.parametrize("kind", DEVICE_TYPES, ids=lambda kind: kind.name)
 
@@ -64,7 +64,7 @@ for name, has_plugin in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @pytest.fixture(scope="module")
 def known_to_torch() -> list[str]:
-    """Types of the devices that torch can be asked for."""
+    """Provide the types of the devices in our table that torch knows."""
     # Each in a process of its own: a renamed place stays renamed, and torch looks for its module from then on.
     asked = [word for kind in DEVICE_TYPES for word in (kind.torch_type, "plugin" if kind.plugin else "")]
     done = subprocess.run([sys.executable, "-c", ASK_TORCH, *asked], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -79,7 +79,10 @@ def test_torch_can_be_asked_for_each(kind: DeviceType, known_to_torch: list[str]
 
 @pytest.mark.parametrize("settings", [kind.allocator for kind in DEVICE_TYPES if kind.allocator])
 def test_torch_takes_the_settings_of_its_allocator(settings: str) -> None:
-    """In a process of its own; torch reads them also where it has no device."""
+    """torch accepts our settings of its memory allocator, and refuses invalid ones.
+
+    Each is tried in a process of its own; torch reads the settings also where it has no device.
+    """
     ask = "import sys, torch; torch._C._accelerator_setAllocatorSettings(sys.argv[1])"
     for given, taken in ((settings, True), (settings.replace("True", "perhaps"), False)):
         done = subprocess.run([sys.executable, "-c", ask, given], stderr=subprocess.DEVNULL, check=False)

@@ -1,4 +1,4 @@
-"""Layouts are validated when the recipe is read, as LayoutErrors; checkpoints fit any engine and layout."""
+"""Invalid layouts are refused when the recipe is read; checkpoints can be resumed by any engine and layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a stage: outsiders cannot join, and the first failure ends all."""
+"""Processes of a stage admit no outsiders, and the first process that fails ends all of them."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ with joined_processes(datetime.timedelta(minutes=47)):
 
 @contextmanager
 def started(*arguments: str, log: Path | None = None, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program in several processes, and kill them at the end."""
+    """Start a program in several processes, as a stage with several ranks does, and kill them at the end."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with (log or Path("/dev/null")).open("wb") as output:

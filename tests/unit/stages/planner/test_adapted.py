@@ -1,4 +1,4 @@
-"""Planned numbers of adapter parameters equal those that PEFT makes from the same fields."""
+"""Predicted numbers of adapter parameters equal those that PEFT makes from the same fields."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EXPERT_ADAPTERS = [
 
 
 def adapted_model(family, fields, adapter):
-    """Return the Transformers model with PEFT's adapter, and the shape of the same config."""
+    """Return a Transformers model with PEFT's adapter, and the planner's sizes of the same model."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -123,7 +123,11 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
 
 
 def test_experts_adapters_lie_with_their_experts():
-    """Mixtral's shape with rank 4: the joint gate and up have rank 8, and ETP cuts one factor of an expert's pair."""
+    """Expert parallelism divides the adapters of experts as it divides the experts.
+
+    In Mixtral's shape with rank 4, the joint gate and up matrices have rank 8, and expert tensor parallelism cuts one
+    factor of each pair.
+    """
     shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
@@ -167,7 +171,10 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 
 
 def test_megatron_has_factors_for_all_that_it_joins():
-    """Megatron's fused QKV has one adapter: with adapted queries alone, its rows for keys and values stay 0."""
+    """Megatron's fused QKV has as many adapter parameters with queries alone as with queries, keys and values.
+
+    It has one adapter, whose rows for keys and values stay 0 if only queries are adapted.
+    """
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, (stage,) = ModelFacts(config.to_dict()).shape, pipeline_stages(4, 1)
     queries, all_of_them = (

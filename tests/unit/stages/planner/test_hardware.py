@@ -152,7 +152,7 @@ def test_processes_share_a_cpu_and_no_more_than_all_of_it():
 
 
 def test_a_cpu_multiplies_the_dtype_faster_that_it_has_units_for():
-    """CPU instructions for bf16 are those that `torch` reports."""
+    """A CPU is planned to be faster in bf16 if it has bf16 instructions, which `torch` reports."""
     machine = cpu_of(2)
     assert has_bf16_units() == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     assert (machine.bf16_tflops > machine.fp32_tflops) == has_bf16_units()

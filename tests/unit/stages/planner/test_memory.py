@@ -1,4 +1,4 @@
-"""Predicted memory follows the formulas of the papers, and more sharding never takes more."""
+"""Predicted memory follows the formulas of the papers, and more sharding never takes more memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 
 
 def kept(layout: Layout, software: Software = PAPER) -> float:
-    """Return the activation bytes kept for a token and a layer, as multiples of the hidden size."""
+    """Return the activation bytes that a layer keeps for each token, divided by the hidden size."""
     return kept_bytes_per_token(StepCase(GPT, COSTS["megatron"], layout, WORK, software)) / GPT.hidden_size
 
 
 def test_selective_recomputation_keeps_results_of_products():
-    """Selective recomputation keeps all of Llama's seven products, or every second (queries, values, gate, down), with
-    the layer's input and attention's output; if compiled not the last one, which only the next layer needs."""
+    """Selective recomputation keeps the results of all, or of every second, matrix product in a Llama layer.
+
+    Every second are those of queries, values, gate and down. The layer's input and attention's output are kept as well.
+    If compiled, the last result is not kept, which only the next layer needs.
+    """
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     every_second = Software(keeps_every_second_product=True)
     expected = {
@@ -68,7 +71,10 @@ def test_flash_attention_keeps_no_scores():
 
 
 def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_less_what_is_sharded():
-    """Rajbhandari et al. 2020 (ZeRO), with gradients in fp32: 2 + 4 + 12 / dp bytes a parameter."""
+    """Mixed-precision Adam with fp32 gradients takes 2 + 4 + 12 / dp bytes a parameter, as in the ZeRO paper.
+
+    Rajbhandari et al. 2020.
+    """
     for dp_shard in (1, 8):
         worst = memory(GPT, "megatron", Layout(dp_shard=dp_shard), WORK, efficiency=NO_OVERHEAD).worst
         states = (worst.weights + worst.gradients + worst.optimizer) * GIB
@@ -84,7 +90,10 @@ def test_fsdp_shards_all_of_sixteen_bytes_a_parameter():
 
 @pytest.mark.parametrize("vpp", [1, 4])
 def test_first_stage_holds_the_micro_batches_in_flight_of_korthikanti(vpp):
-    """Korthikanti et al., equation 2: 1F1B holds as much as without a pipeline; interleaving (p - 1) / (p m) more."""
+    """The first pipeline stage keeps as many activations as Korthikanti et al. compute in equation 2.
+
+    A 1F1B schedule keeps as much as without a pipeline; interleaving keeps (p - 1) / (p m) more.
+    """
     pp, shape = 4, replace(GPT, num_layers=32)
     alone = memory(shape, "megatron", Layout(), replace(WORK, global_batch_size=64), software=PAPER).stages[0]
     first = memory(shape, "megatron", Layout(pp=pp, vpp=vpp), WORK, software=PAPER).stages[0]
@@ -131,7 +140,10 @@ def test_adapters_have_the_only_gradients_and_optimizer():
 
 
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
-    """Llama 3 70B with LoRA rank 16: TP leaves 7 factors of width 8,192 a layer whole, and cuts all other ones."""
+    """Tensor parallelism cuts one LoRA factor of each pair, and leaves those of width 8,192 whole.
+
+    Computed for Llama 3 70B with LoRA rank 16, where each layer has 7 whole factors.
+    """
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
     llama, adapter = KNOWN["llama3 70b"], LowRank(16)
     (stage,) = pipeline_stages(llama.num_layers, 1)
@@ -178,7 +190,7 @@ def test_recomputation_of_some_layers_saves_and_costs_its_share():
 
 @pytest.mark.parametrize("shards", [1, 8])
 def test_what_is_offloaded_takes_as_much_of_the_host(shards):
-    """CPU offload moves weights, gradients and two moments in fp32 to the host: 16 bytes a parameter."""
+    """CPU offload needs 16 bytes of host memory a parameter, for weights, gradients and two moments in fp32."""
     layout = Layout(dp_shard=shards, cpu_offload=True)
     found = memory(LLAMA, "fsdp", layout, WORK)
     assert found.host_gib == pytest.approx(16 * LLAMA.num_parameters / shards / GIB)

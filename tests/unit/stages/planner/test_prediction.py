@@ -1,4 +1,4 @@
-"""Predictions of a train stage: its metrics, and the runs that are refused before they start."""
+"""Predictions of memory and time become metrics of a train stage, and refuse runs that cannot fit before they start."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Properties of predicted step time that hold for any constants."""
+"""Predicted step times have properties that hold for any values of the planner's constants."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_one_device_has_no_communication_and_no_bubble():
 
 @pytest.mark.parametrize(("pp", "vpp", "rows"), [(2, 1, 8), (4, 1, 16), (4, 2, 16), (8, 4, 32)])
 def test_bubble_is_that_of_equally_fast_stages(pp, vpp, rows):
-    """Narayanan et al. 2021, section 2.2: (p - 1) / (v m) of the ideal time, which is m times a mean stage's."""
+    """The predicted pipeline bubble of equally fast stages is that of Narayanan et al. 2021, section 2.2.
+
+    It is (p - 1) / (v m) of the ideal time, which is m times a mean stage's.
+    """
     work = replace(WORK, global_batch_size=rows)
     parts, alone = estimate(Layout(pp=pp, vpp=vpp), work).parts, estimate(Layout(), work).parts
     assert parts.bubble == pytest.approx((pp - 1) / (vpp * rows) * alone.compute / pp)
@@ -126,7 +129,10 @@ def test_experts_products_run_at_their_own_rate():
 
 
 def test_products_in_eight_bits_sustain_a_share_of_their_own():
-    """Matrix products measured on a B200 reach 0.46 to 0.49 of the peak in bf16."""
+    """Each precision sustains its own share of the peak FLOP/s in matrix products.
+
+    Products measured on a B200 reach 0.46 to 0.49 of the peak in bf16.
+    """
     b200 = HARDWARE["b200"]
     assert b200.sustained_flops_per_s("bf16") == pytest.approx(0.6 * 2250e12)
     assert b200.sustained_flops_per_s("fp8") == pytest.approx(0.72 * 4500e12)
@@ -136,7 +142,10 @@ def test_products_in_eight_bits_sustain_a_share_of_their_own():
 
 
 def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
-    """Without a pipeline, a forward pass costs as much as full recomputation, plus the output head."""
+    """A method's extra forward passes in each step are predicted to cost a forward pass over the step's rows.
+
+    Without a pipeline, such a pass costs as much as full recomputation, plus the output head.
+    """
     for engine, layout in (("megatron", Layout(dp_shard=8)), ("fsdp", Layout(dp_shard=8))):
         plain, twice = (estimate(layout, replace(WORK, passes=Passes(each_step=n)), engine) for n in (0, 2))
         recomputed = estimate(layout.model_copy(update={"recompute": "full"}), engine=engine).parts.recompute
@@ -164,7 +173,10 @@ def test_preferences_need_a_forward_pass_for_their_reference():
 
 
 def test_torchao_casts_at_products_alone():
-    """torchao's fp8 keeps activations in 16 bits, and computes gradients of frozen weights unless compiled."""
+    """With torchao's fp8, activations stay in 16 bits, since it casts only the operands of matrix products.
+
+    Gradients of frozen weights are computed unless the model is compiled.
+    """
     casts, whole = (replace(COSTS["fsdp"].software, casts_at_products=one) for one in (True, False))
     work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
     learning = layer_time(replace(work, is_frozen=False), casts, H100).products
@@ -214,7 +226,10 @@ def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(False, 1), (True, 1 / 8)])
 def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_parallel, share):
-    """Each rank casts its share of the inputs of attention and MLP to 8 bits; other inputs are sharded in any case."""
+    """With tensor parallelism, each rank casts inputs of attention and MLP to 8 bits before they are gathered.
+
+    With sequence parallelism, it casts only its share of them; other inputs are sharded in any case.
+    """
     work = replace(LLAMA_WORK, tp=8, sequence_parallel=sequence_parallel)
     in_8, in_16 = (
         layer_time(replace(work, precision=precision), MEGATRON, H100).elementwise.forward_s
@@ -238,7 +253,10 @@ def test_offloading_to_a_host_on_the_same_module_costs_less():
 
 
 def test_a_mixture_s_dense_layers_cost_where_they_lie():
-    """All dense layers of this mixture are on the first pipeline stage, so the last has routed ones only."""
+    """Dense layers of a mixture cost memory and time on their own pipeline stage.
+
+    All dense layers of this mixture are on the first stage, so the last stage has layers with experts only.
+    """
     mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
     routed = replace(mixture, dense_layers=frozenset())
     work, layout = replace(WORK, global_batch_size=8), Layout(pp=2, vpp=1)

@@ -1,4 +1,4 @@
-"""Malicious HTTP answers, as each of the three HTTP libraries reads them."""
+"""Malicious HTTP answers are refused or limited with each of the three HTTP libraries that we use."""
 
 import asyncio
 import gzip

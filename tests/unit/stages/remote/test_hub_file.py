@@ -1,4 +1,4 @@
-"""Streamed files of a hub: bytes are used only if a digest or the answer's headers confirm them."""
+"""Streamed files of a hub are used only if a digest or the answer's headers confirm their bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_what_the_hub_vouches_for_is_read_anywhere(content: bytes, read: Callabl
 @pytest.mark.parametrize("content", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("read", [whole, twice])
 def test_a_whole_file_is_compared_with_its_digest(read: Callable, content: bytes, hub: HubServer) -> None:
-    """Covers a mirror that sends no digest, and one that sends the right digest with other bytes."""
+    """A streamed file that was read whole is compared with its digest.
+
+    Covers a mirror that sends no digest, and one that sends the right digest with other bytes.
+    """
     about = pointer(hub, content)
     hub.faults.append(Fault("/resolve/", headers={**WITHOUT_DIGEST, "ETag": None}, times=2))
     with opened(about) as file:
@@ -129,7 +132,7 @@ def test_the_rest_after_a_break_comes_from_where_it_broke_off(hub: HubServer) ->
 @pytest.mark.parametrize("how", ["short", "with a length"])
 @pytest.mark.parametrize("read", [whole, middle])
 def test_an_answer_longer_than_its_file_is_refused(read: Callable, how: str, hub: HubServer) -> None:
-    """Answers that are too long, with a Content-Length header and without."""
+    """An answer that is longer than its file is refused, with a Content-Length header and without."""
     about = pointer(hub, LARGE)
     longer = Fault("/cdn/", send_instead=LARGE + b'{"text": "more"}\n')
     if read is middle:

@@ -125,7 +125,10 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_no_computing_fails(attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attack would make the tests pass if it worked, as it does in an unprotected process."""
+    """Model-written code that attacks the sandbox gets a reward of 0.
+
+    Each attack would make the tests pass if it worked, as it does in an unprotected process.
+    """
     monkeypatch.setenv("VLLM_API_KEY", "planted")
     monkeypatch.setenv("ANY_OTHER", "planted")
     (tmp_path / "file").write_text("what is in it")
@@ -176,7 +179,7 @@ def test_what_does_not_end_is_ended_and_leaves_nothing(
 
 
 def test_code_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
-    """Model-written code must not outlive a stage that is killed."""
+    """Model-written code ends with the stage process that runs it, also if that process is killed."""
     asks = "from tests.unit.stages.rewards.test_code import score\nscore('import time; time.sleep(10_000)')"
     root = Path(__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
@@ -203,7 +206,10 @@ runpy.run_module("stages.rewards.code_program", run_name="__main__")
 
 
 def test_where_code_cannot_be_kept_within_limits_none_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without libseccomp, the sandbox's start-up probe fails."""
+    """Model-written code is not run where the sandbox cannot limit it, such as without libseccomp.
+
+    On such a machine, the sandbox's start-up probe fails.
+    """
     reward = CodeReward(type="code")
     with reward.opened("passes", CONTEXT) as scores:
         completion = Completion("", ADDS, 1, None, {"tests": TESTS}, PlainText("", ""))
@@ -239,7 +245,10 @@ def test_a_test_that_takes_all_memory_has_failed(test: str) -> None:
 def test_what_code_writes_is_counted_where_it_is_deleted_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code is stopped long before its time limit."""
+    """Files that model-written code writes and deletes again count towards its limit.
+
+    The code is stopped long before its time limit.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began_s = time.monotonic()
     assert score(DELETES_WHAT_IT_WRITES, timeout_s=300) == 0

@@ -1,4 +1,4 @@
-"""The judge reward, with a real HTTP server of OpenAI's API: scores, cached answers and the cost limit."""
+"""The reward by a judge model, with a real server of OpenAI's API: scores, cached answers and the cost limit."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ from tests.lying_server import head, lying_server, whole
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """A judge that rates by the length of the answer."""
+    """Provide the server of a judge model that rates an answer by its length."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:

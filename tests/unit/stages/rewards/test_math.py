@@ -1,4 +1,4 @@
-"""Answers are compared by value; unreadable ones, and ones that never end, are distinguished from wrong ones."""
+"""Math answers are compared by value; unreadable and never-ending ones are distinguished from wrong ones."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ ENDLESS_TO_READ = r"$\binom{1000000000}{500000000}$"
 
 @pytest.fixture(scope="module")
 def scored() -> dict[tuple[str, str], float]:
-    """Score all answers in one program, with a never-ending comparison in between; returns the scores."""
+    """Provide the scores of all test answers, from one process that also met a comparison without end."""
     asked = [*RIGHT, (ENDLESS, "1"), *WRONG, *NONE]
     warnings: list[str] = []
     completions = [Completion("", text, 1, reference, {}, PlainText("", "")) for text, reference in asked]

@@ -21,7 +21,7 @@ ANSWERS = ("3", "It is three, of course.", "", "four " * 20, "3")
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a random Qwen3 with one number per answer, and a tokenizer with one token per character."""
+    """Provide a random reward model, and a tokenizer with one token for each character."""
     root = tmp_path_factory.mktemp("critic")
     folder = root / "reward_model"
     make_model(folder)
@@ -34,7 +34,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completion(text: str, document: Any) -> Completion:
-    """Return a completion; prompt: as it was formatted for another model with other special tokens."""
+    """Return a completion whose prompt text has the special tokens of another model.
+
+    The reward model must format the prompt with its own.
+    """
     return Completion("<|other|>What is 1 + 2?<|model|>", text, 1, None, {}, document)
 
 

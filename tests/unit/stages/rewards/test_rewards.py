@@ -139,7 +139,7 @@ def test_what_a_recipe_cannot_mean(config: dict[str, Any], expected: str) -> Non
 
 
 def programs() -> list[list[str]]:
-    """Return the command lines of child processes that run a user's reward file."""
+    """Return the command lines of the child processes that run a user's Python reward file."""
     children = [child.cmdline() for child in psutil.Process().children()]
     return [line for line in children if "stages.rewards.python_program" in line]
 
@@ -280,7 +280,10 @@ def score(prompt, completion, reference, row):
 
 
 def test_no_key_is_within_reach_of_a_file_of_ones_own(tmp_path: Path) -> None:
-    """A user's reward file finds no key in its environment or that of other processes, as it would unprotected."""
+    """A user's reward file finds no API key in the environment of its own process or of others.
+
+    The same code finds a key when it runs unprotected.
+    """
     (tmp_path / "rewards.py").write_text(SPY)
     asks = textwrap.dedent(
         """

@@ -1,4 +1,4 @@
-"""Completions from a local server: all are returned, each with its own seed; a resume asks only for missing ones."""
+"""All completions of a server are returned, each with a seed of its own; a resumed round requests only missing ones."""
 
 import json
 import os
@@ -27,7 +27,7 @@ PROMPTS = [[1], [2, 3], [4]]
 
 @dataclass
 class Server:
-    """State of a fake server that answers with prompt and seed, after one error for each code in `statuses`."""
+    """State of a fake server that answers with prompt and seed, after the HTTP errors in `statuses`."""
 
     url: str = ""
     asked: list[dict] = field(default_factory=list)
@@ -104,7 +104,7 @@ def test_after_a_kill_only_what_is_missing_is_asked(server: Server, tmp_path: Pa
 
 
 def test_a_kill_loses_nothing_that_was_answered(server: Server, tmp_path: Path) -> None:
-    """SIGKILL the sampling process while requests are running."""
+    """A sampling process killed by SIGKILL while requests are running loses no answer that it received."""
     server.waits_s = 0.2
     program = (
         "import sys; from pathlib import Path; from tests.unit.stages.rollouts.test_sampling import *\n"

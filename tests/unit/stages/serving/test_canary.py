@@ -1,4 +1,4 @@
-"""Two versions behind one proxy: routing, counts, and no lost request when one stops."""
+"""Two model versions behind one proxy: routing, counts, and no lost request when one of them stops."""
 
 import json
 import math
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Both:
-    """Champion (version 1) and challenger (version 2) behind a proxy, with a client."""
+    """Champion (version 1) and challenger (version 2) behind one proxy, with an HTTP client."""
 
     champion: OpenAIEngine
     challenger: OpenAIEngine
@@ -43,7 +43,7 @@ class Both:
         return self.client.post(CHAT, json=question, headers=headers)
 
     def session_of(self, version: str) -> str:
-        """Return a session id whose requests are routed to this version."""
+        """Return a session id whose requests the proxy routes to the given model version."""
         wanted = version == "2"
         return next(f"s{n}" for n in range(1000) if self.canary.takes(f"session s{n}") == wanted)
 
@@ -77,7 +77,7 @@ def in_front(**options) -> Iterator[Both]:
 
 
 def version_of(answer: httpx.Response) -> str:
-    """Return the version that answered, checked by header and content."""
+    """Return the model version that answered; the answer's header and content must agree on it."""
     version = answer.headers["x-lifecycle-version"]
     name = answer.json()["choices"][0]["message"]["content"]
     assert (version, name) in {("1", "champion"), ("2", "challenger")}
@@ -219,7 +219,7 @@ def test_every_line_of_the_metrics_has_its_version(both):
     assert {one.labels["lifecycle_version"] for one in samples} == {"1", "2"}
 
     def values(name: str, **labels: str) -> dict[str, float]:
-        """Return the values of a metric by version."""
+        """Return the values of a Prometheus metric with these labels, by model version."""
         fitting = [one for one in samples if one.name == name and labels.items() <= one.labels.items()]
         return {one.labels["lifecycle_version"]: one.value for one in fitting}
 

@@ -1,4 +1,4 @@
-"""The client's handling of answers that a healthy vLLM does not give."""
+"""Our client of a serving engine reports answers that a healthy vLLM does not give."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SPEC = LaunchSpec(model=Path("model"), served_name="sft", serving=ServingConfig(
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Server that answers each path with what the test has set."""
+    """HTTP server that answers each path with the content that the test has set."""
 
     answers: ClassVar[dict[str, Any]] = {}
 

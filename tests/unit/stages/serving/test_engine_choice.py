@@ -1,4 +1,4 @@
-"""Choice of a recipe's engine, and refusals of what it does not support, when the recipe is read."""
+"""The engine of a recipe is chosen, and options that it does not support are refused, when the recipe is read."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engine answers with every HTTP/1.1 framing: whole, cut off, and on reused connections."""
+"""Answers of a serving engine are read in every HTTP/1.1 framing: whole, cut off, and on reused connections."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,11 +18,11 @@ from stages.serving.engine_connections import (
 PATIENCE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
 KEPT = [OK + b"Content-Length: 2\r\n\r\nab"]
-"""Answers after which the connection stays open; after others, it is closed."""
+"""Raw answer after which the fake engine keeps the connection open; after every other answer, it closes it."""
 
 
 def with_engine(sent: list[bytes], trial: Callable[[EngineConnections], Awaitable[None]]) -> None:
-    """Run `trial` with connections to an engine that answers each connection's first request with `sent`."""
+    """Run a trial with connections to a fake engine, which answers each connection's first request with `sent`."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

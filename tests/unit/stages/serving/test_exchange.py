@@ -1,4 +1,4 @@
-"""Counts of tokens and finish reasons in a stream do not depend on how its bytes are chunked."""
+"""Tokens and finish reasons in a stream are counted equally, however its bytes are divided into chunks."""
 
 import json
 
@@ -23,7 +23,7 @@ DONE = "data: [DONE]"
 
 
 def read(chunks: list[bytes], **options: bool) -> tuple[Exchange, bytes]:
-    """Feed an answer's chunks to an exchange; returns it, and the bytes that the client got."""
+    """Feed an answer's chunks to an `Exchange`; returns the exchange, and the bytes that the client got."""
     exchange = Exchange({"stream": True}, **options)
     exchange.begin(200, "text/event-stream", None)
     passed = b"".join(map(exchange.passed, chunks))

@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 
 
 class Engine:
-    """Engine that answers each request, or closes the connection instead if the test says so.
+    """Fake engine that answers each request, or closes the connection instead where `closes` says so.
 
     closes: (number of the connection, number of its request), both from 1, of requests to close at.
     asked: these numbers, of all requests.
@@ -45,7 +45,7 @@ class Engine:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Accept connections one after the other: these tests use one at a time."""
+        """Accept connections one after the other, since these tests use only one at a time."""
         for connection_number in range(1, 100):
             try:
                 connection, _ = self._listener.accept()
@@ -75,7 +75,7 @@ def _kept_for_long(monkeypatch):
 
 @contextmanager
 def in_front(engine: Engine) -> Iterator[Callable[[], httpx.Response]]:
-    """Provide a function that asks the engine through a proxy."""
+    """Provide a function that sends a request to the fake engine through a proxy."""
     with ExitStack() as stack:
         proxy = Proxy(Backend(stack.enter_context(engine.listening())), "key")
         public = stack.enter_context(listening_socket("127.0.0.1", None))
@@ -121,7 +121,10 @@ def test_a_request_whose_new_connection_is_closed_is_not_sent_again():
 
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_what_an_engine_had_when_it_ended_is_known_as_sent(is_used_again):
-    """An engine's crash must not be repeated by sending the same request over every kept connection."""
+    """A request that an engine received before it ended is not sent again over another connection.
+
+    Otherwise, a request that crashes the engine would be repeated over every kept connection.
+    """
 
     def ends(connection: int, request: int) -> bool:
         if request == 1 + is_used_again:

@@ -1,4 +1,4 @@
-"""LMDeploy, whose source is read: settings reach its command, its parser accepts them, its log is understood.
+"""LMDeploy gets our settings in its command, its parser accepts them, and its log is understood.
 
 No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_LMDEPLOY names its interpreter.
 """
@@ -118,7 +118,7 @@ def test_the_cause_comes_with_what_to_change() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Server with the answers of LMDeploy 0.18.0, whose `/v1/completions` must not be used."""
+    """HTTP server with the answers of LMDeploy 0.18.0, whose `/v1/completions` must not be used."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     content: ClassVar[list[dict[str, Any]]] = [{"token": "a", "logprob": -0.5, "top_logprobs": []}]

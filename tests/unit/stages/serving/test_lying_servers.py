@@ -1,4 +1,4 @@
-"""Malicious servers give a ServerError everywhere, and no traceback, hang or leak."""
+"""Malicious servers cause a ServerError in every request of our client, and no traceback, hang or leak."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ EVENT = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
 
 
 def answered(ask: Ask, sent: bytes) -> str:
-    """Return the error that a malicious answer leads to."""
+    """Return the error message that a malicious answer of a server leads to."""
     with lying_server(lambda send, _: send(sent)) as server:
         with pytest.raises(ServerError) as caught:
             ask(Client(server.url, KEY, "m", timeout_s=60.0))

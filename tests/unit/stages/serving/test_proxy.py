@@ -1,4 +1,4 @@
-"""The proxy: forwarding, refusals, limits, and engine switches without a lost request."""
+"""The proxy before an engine forwards, refuses and limits requests, and switches engines without losing one."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class Model:
-    """Fake engine behind the proxy.
+    """Fake engine behind the proxy, with an ASGI application that answers as a test needs.
 
     `/v1/completions` returns what arrived, chats are answered in two parts, the second on demand, `/metrics` without
     end; `secret` answers every other request.
@@ -90,7 +90,7 @@ class Model:
 
 @asynccontextmanager
 async def engine_on(path: Path, model: Model) -> AsyncIterator[EngineAddress]:
-    """Provide the address of an engine that listens on a Unix socket."""
+    """Run a fake engine on a Unix socket, and provide its address."""
     with socket.socket(socket.AF_UNIX) as inside:
         inside.bind(str(path))
         server = uvicorn.Server(uvicorn.Config(model.application, lifespan="off", log_level="error"))
@@ -110,7 +110,7 @@ Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaita
 
 @pytest.fixture
 def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
-    """Provide a function that runs a trial with a proxy in front of engine `old`, and an engine `new` to switch to."""
+    """Provide a function that runs a trial with a proxy before the engine `old`, and a second engine `new`."""
 
     async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")
@@ -163,7 +163,10 @@ def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
 
 @pytest.mark.parametrize("depth", [150, 250, 982, 5000])
 def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
-    """Send deeply nested JSON that vLLM can parse and the proxy cannot; the proxy parses it only to rename models."""
+    """Deeply nested JSON that vLLM can parse and the proxy cannot is forwarded, or refused as the client's error.
+
+    The proxy parses a request only to rename its model.
+    """
     nested = b'{"model": "adder", "prompt": ' + b"[" * depth + b"]" * depth + b"}"
 
     async def ask(naming: Naming | None) -> tuple[int, object]:
@@ -209,7 +212,10 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
 
 
 def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_front_of_two):
-    """Switch the proxy to an adapter of the same engine; running streams continue with the former one."""
+    """The proxy accepts a model's public name only, and can switch this name to another adapter of the same engine.
+
+    Running streams continue with the former adapter.
+    """
 
     async def trial(old, new, next_behind, proxy, client):
         async def asked(**body):
@@ -285,7 +291,7 @@ def test_what_is_no_route_stays_inside_even_with_the_key(in_front_of_two):
 
 
 async def raw_answer(client: httpx.AsyncClient, *head: str) -> bytes:
-    """Send the lines of a raw HTTP request; returns the answer."""
+    """Send the lines of a raw HTTP request to the proxy, and return the raw answer."""
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(("\r\n".join([*head, "Host: x", "Connection: close", "", ""])).encode())
     answer = await reader.read()
@@ -428,7 +434,7 @@ def test_an_engine_waits_for_a_client_that_reads_slowly_and_goes_on_when_it_read
 
 @pytest.fixture
 def few_open_files():
-    """Limit this process to a hundred more open files."""
+    """Limit this process to a hundred more open files than it has now."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 100, before[1]))
     yield
@@ -473,7 +479,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(in_front_of_two, monkeypatc
 
 
 async def status_of(client: httpx.AsyncClient) -> int | None:
-    """Request a completion, and return the status; None without an answer."""
+    """Request a completion, and return the HTTP status, or None if no answer comes."""
     try:
         return (await client.post(COMPLETIONS, content=json.dumps({}))).status_code
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""The proxy of a Kubernetes pod, in vLLM's image, which has only our folder `stages`."""
+"""The proxy program of a Kubernetes pod runs in vLLM's environment, with only our folder `stages`."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ def test_it_stands_before_an_engine_until_it_is_asked_to_end(tmp_path):
 
 
 def answer(port: int, key: str) -> httpx.Response | None:
-    """Request an answer from a port; None if no program listens."""
+    """Return the answer to a request to a local port, or None if no program listens there."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=60)
     except httpx.ConnectError:

@@ -1,4 +1,4 @@
-"""Recorded requests as dataset rows: their content, what is never recorded, and the size limit."""
+"""Requests to a server are recorded as dataset rows: their content, what is never recorded, and the size limit."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "Hello, jo@example.org."}
 
 
 def exchange(asked: dict, *answers: dict, reason: str = "stop") -> Exchange:
-    """Return a recorded exchange with these answer texts; several texts are streamed in parts."""
+    """Return the record of a request and its answer; several answer texts are streamed as parts."""
     found = Exchange(asked, keeps_content=True)
     key, kind = ("delta", "text/event-stream") if len(answers) > 1 else ("message", "application/json")
     found.begin(200, kind, None)

@@ -1,4 +1,4 @@
-"""SGLang, whose source is read: settings reach its command, its parser accepts them, its log is understood.
+"""SGLang gets our settings in its command, its parser accepts them, and its log is understood.
 
 No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_SGLANG names its interpreter.
 """

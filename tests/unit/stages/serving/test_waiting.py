@@ -1,4 +1,4 @@
-"""Requests of killed engines wait for the next engine, within limits."""
+"""Requests of a killed engine wait for the next engine, within limits of time, bytes and attempts."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ PATIENCE_S = 300.0
 
 
 class Engines:
-    """Starts tiny engines one after the other behind one proxy.
+    """Starter of tiny serving engines, one after the other, behind one proxy.
 
     model: folder of the servers that are started next.
     """
@@ -37,7 +37,10 @@ class Engines:
         self.proxy = Proxy(self.started(), KEY, waiting=WaitingRoom())
 
     def started(self, port: int | None = None) -> Backend:
-        """Provide the next engine, once it listens; it is asked after `switch`, unless it has the former's port."""
+        """Start the next engine, and return its address once it listens.
+
+        The proxy uses it after `switch`, or at once if it has the former engine's port.
+        """
         with listening_socket("127.0.0.1", port) as reservation:
             port = reservation.getsockname()[1]
         command = [sys.executable, str(PROGRAM), str(self.model), "adder", "127.0.0.1", str(port)]
@@ -89,7 +92,7 @@ def question(number: int, **more: object) -> dict:
 
 
 async def ask(client: httpx.AsyncClient, number: int) -> str:
-    """Ask an addition question, half of them streamed; returns the version that answered."""
+    """Send an addition question, streamed if `number` is odd, and return the model version that answered."""
     is_stream = bool(number % 2)
     answer = await client.post(CHAT, json=question(number, stream=is_stream))
     assert answer.status_code == 200, answer.text
@@ -102,7 +105,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> str:
 
 
 async def under_way(proxy: Proxy, count: int) -> None:
-    """Wait until the proxy has `count` requests running on its engine."""
+    """Wait until the proxy has `count` requests running on its present engine."""
     while proxy._backend.num_requests < count:
         await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT's config on the Megatron engine: one for each expert of a mixture, and unsupported layers."""
+"""Megatron adapters follow PEFT's config: each expert of a mixture has one, and unsupported layers are refused."""
 
 import pytest
 import torch

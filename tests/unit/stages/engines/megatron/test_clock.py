@@ -1,4 +1,4 @@
-"""The pipeline's clock counts as waiting what is neither computing nor reducing gradients."""
+"""Pipeline waiting time is the time in which a process neither computes nor reduces gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a sharded weight: over all ranks, each element occurs exactly once, under any layout."""
+"""Shards of a weight under any Megatron layout contain each element of the weight exactly once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RULES = [rule for rule in rules_of("qwen3_moe") if not rule.of_experts]
 
 
 def parts(rule: Rule, count: int) -> list[Part]:
-    """Return the parts of a sharded parameter, over all ranks."""
+    """Return the shard of a parameter that each of `count` tensor-parallel ranks has."""
     rows, columns = ROWS[rule.cut], 8
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return [Part(Key(1, 0, 0, 0), rule, 0, 1, (rows,) if rule.cut is Cut.WHOLE else (rows, columns))]
@@ -67,7 +67,10 @@ def test_the_pieces_of_all_parts_cover_each_weight_once(rule, count):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
 def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
-    """A distributed optimizer cuts flattened parts anywhere; here in three uneven ranges."""
+    """Ranges of a flattened shard map to the same weight elements as the shard itself.
+
+    Megatron's distributed optimizer cuts flattened shards anywhere, here into three uneven ranges.
+    """
     for part in parts(rule, count):
         numbers = torch.arange(1, 1 + torch.Size(part.shape).numel()).view(part.shape)
         by_pieces, by_blocks = empty_weights(part), empty_weights(part)
@@ -84,7 +87,7 @@ def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
 
 
 def test_queries_of_a_group_stand_before_its_key_and_value():
-    """Megatron's fused QKV stores two query heads of a group, then its key, then its value."""
+    """Megatron's fused QKV matrix is read as two query heads of a group, then the group's key, then its value."""
     rule = next(rule for rule in RULES if rule.cut is Cut.QKV)
     first_half = parts(rule, 2)[0]
     rows = [(piece.weight.split(".")[-2][0], piece.weight_start, piece.length) for piece in first_half.pieces(MODEL)]
@@ -93,7 +96,7 @@ def test_queries_of_a_group_stand_before_its_key_and_value():
 
 @pytest.mark.parametrize("cut", [Cut.STACKED, Cut.QKV])
 def test_factors_of_what_does_not_learn_are_in_no_weight(cut):
-    """With an adapter on queries and values alone, PEFT's file has no factors for the keys between them."""
+    """An adapter on queries and values alone has no exported factors for the keys, as in PEFT's file."""
     rule = next(rule for rule in RULES if rule.cut is cut and ".q_proj.lora_" in rule.weights[0])
     keys = rule.weights[1].format(layer=0)
     part = replace(parts(rule, 1)[0], left_out=frozenset({keys}))

@@ -1,4 +1,4 @@
-"""Context parallelism splits a micro-batch losslessly and evenly, and is inverted exactly."""
+"""Context parallelism splits a micro-batch evenly over ranks without losing tokens, and can be inverted exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Silent errors of Megatron-core that the engine must avoid, a test for each.
+"""Tests against silent errors of Megatron-core that our engine must avoid, one for each error.
 
 Others are held by `tests/parity`: gradients under interleaved stages on gloo, weights exported while their gathering is
 still due, mixtures without Transformer Engine, experts reduced over tensor-parallel ranks, Transformers 5's spellings.
@@ -34,7 +34,7 @@ MIXTURE = ModelShape(**SIZES, vocab_size=32, num_experts=4, experts_per_token=2,
 
 @pytest.fixture
 def chunks():
-    """Provide a function that builds Megatron's model chunks of a shape, in a process group of one."""
+    """Provide a function that builds a Megatron model of given sizes in a single process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def build(shape):
@@ -68,7 +68,7 @@ def test_experts_are_reduced_over_those_that_have_the_same_ones(chunks):
 
 
 def adapter_on(layer, rows, columns):
-    """Return rank-2 LoRA factors for one layer, named as by PEFT."""
+    """Return an adapter with rank-2 LoRA factors for one layer, named as PEFT names them."""
     values = {
         f"{layer}.lora_A.default.weight": torch.ones(2, columns),
         f"{layer}.lora_B.default.weight": torch.ones(rows, 2),
@@ -77,7 +77,10 @@ def adapter_on(layer, rows, columns):
 
 
 def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
-    """When gathering overlaps with compute, Megatron waits in hooks of the module that owns the parameters."""
+    """LoRA factors are parameters of the layer that uses them, since Megatron could otherwise use stale ones.
+
+    When gathering overlaps with compute, Megatron waits in hooks of the module that owns the parameters.
+    """
     (chunk,) = chunks(DENSE)
     adapt([chunk], DENSE, adapter_on("model.layers.1.self_attn.v_proj", 8, 16))
     learning = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}

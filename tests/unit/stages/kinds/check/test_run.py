@@ -1,4 +1,4 @@
-"""The check of inputs saves each finding before it continues."""
+"""The check of inputs, which runs before training, saves each problem that it finds before it continues."""
 
 import json
 
@@ -21,7 +21,7 @@ TRAINING = {
 
 
 class KilledError(BaseException):
-    """Error that ends the check abruptly, like SIGKILL."""
+    """Error that ends the check of inputs abruptly, like SIGKILL."""
 
 
 def test_what_was_found_stays_found_when_the_next_input_takes_too_long(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Training rows with benchmark questions: every planted overlap is found, and none in clean rows."""
+"""The contamination check finds every planted overlap of training rows with benchmark questions, and nothing else."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def reason(row, questions, texts=(), number=0, **config):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Provide the quickstart's task of short questions, one of long ones, and one of choices."""
+    """Provide a folder with three evaluation tasks: the quickstart's short questions, long questions, and choices."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
     for file in ("addition.yaml", "addition.jsonl"):

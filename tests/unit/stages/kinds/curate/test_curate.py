@@ -1,4 +1,4 @@
-"""The curate stage: row formats, reported figures, and refusals by name."""
+"""The curate stage reads all row formats, reports figures, and refuses bad input with an error that names it."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Exact and near duplicates: exactly the planted ones are found; estimated similarities equal counted ones."""
+"""Exact and near duplicates are found where planted, nowhere else; estimated similarities equal counted ones."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "What is 12 + 34?"}, {"role": "assistant", "
 
 
 def jaccard(one, other, num_words=3):
-    """Return the exact Jaccard similarity of two texts' word sets."""
+    """Return the exact Jaccard similarity of two texts, taken as sets of `num_words` consecutive words."""
     first, second = (
         {tuple(words[at : at + num_words]) for at in range(len(words) - num_words + 1)}
         for words in (one.split(), other.split())

@@ -1,4 +1,4 @@
-"""Language filter: rows in other languages are dropped; rows with too few letters are kept."""
+"""The language filter drops rows in other languages, and keeps rows with too few letters to tell."""
 
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier

@@ -1,4 +1,4 @@
-"""A curation that is interrupted at any moment continues, and gives the bytes of an uninterrupted one."""
+"""A curate stage that is interrupted at any moment continues, and writes the bytes of an uninterrupted one."""
 
 import json
 
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 
 
 class Impatient(StageContext):
-    """Stage context that interrupts its stage after a number of progress reports."""
+    """Stage context that interrupts its stage after a given number of progress reports."""
 
     def progress(self, done, total, unit, message=""):
         object.__setattr__(self, "left", getattr(self, "left", NEVER) - 1)

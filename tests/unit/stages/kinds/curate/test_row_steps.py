@@ -1,4 +1,4 @@
-"""Curation steps: patterns, personal data, quality, samples and held-out rows."""
+"""Steps of the curate stage: filters by pattern, personal data and quality, samples, and held-out rows."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Adapters trained elsewhere, made by PEFT: adopted with a record of their predictions, or refused by name."""
+"""PEFT adapters trained elsewhere are adopted with a record of their predictions, or refused by name."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(base, tmp_path_factory):
-    """Return an adapter folder as PEFT writes it, with another name of the base."""
+    """Provide an adapter folder as PEFT writes it, whose config names another base model than ours."""
     return written(make_adapter(base, 0, "all-linear"), tmp_path_factory.mktemp("elsewhere") / "tuned")
 
 
@@ -56,7 +56,7 @@ def written(adapted, folder):
 
 
 def take_in(folder, base, work):
-    """Run the download stage on an adapter folder; returns the artifact."""
+    """Run the download stage on an adapter folder, and return the folder of its artifact."""
     work.mkdir()
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="base")
     outside = config.resolve_outside()
@@ -75,7 +75,7 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
 
 
 def check_record(mine, base, original):
-    """Compare an adapter's recorded predictions with PEFT's."""
+    """Check that an adapter's recorded predictions equal those of PEFT with the original adapter."""
     plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     oracle = peft.PeftModel.from_pretrained(plain, original).eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

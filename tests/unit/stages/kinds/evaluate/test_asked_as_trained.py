@@ -1,4 +1,4 @@
-"""Evaluation prompts default to the format of training; a score of 0 gives a warning."""
+"""Evaluation prompts have the format of the model's training by default; a score of 0 gives a warning."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def harness(tiny_engine: TinyEngine, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def evaluate(folder: Path, *, trained: bool | None, template: bool, asked: bool | None, answer: str = "3") -> list[str]:
-    """Evaluate one question whose right answer is 3, and return the warnings."""
+    """Run an evaluation of one question, to which the model answers 3, and return the warnings."""
     model = folder / "sft" / "model"
     model.mkdir(parents=True)
     for file, content in model_files(1000).items():

@@ -1,4 +1,4 @@
-"""Causes of failed evaluations: a mistake in a task is not blamed on the server, even if that dies meanwhile."""
+"""A mistake in an evaluation task is not blamed on the server, even if the server dies meanwhile."""
 
 import json
 import signal
@@ -20,14 +20,14 @@ from tests.unit.stages.kinds.evaluate.exact_match import ExactMatch
 
 
 class Mistaken(ExactMatch):
-    """Harness that fails on a mistake in its task while the server is still starting."""
+    """Evaluation harness that fails on a mistake in its task while the server is still starting."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         raise KeyError("tset")
 
 
 class Unlucky(ExactMatch):
-    """Harness whose server is killed while it sends requests."""
+    """Evaluation harness whose server is killed while it sends requests."""
 
     def evaluate(self, evaluation, context, await_model) -> Results:
         await_model()

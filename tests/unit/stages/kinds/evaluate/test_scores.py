@@ -1,4 +1,4 @@
-"""Metric names made from lm-eval's results."""
+"""Metrics made from lm-eval's results keep their filters apart, and come with their standard errors."""
 
 from stages.harnesses.scores import score_metrics
 

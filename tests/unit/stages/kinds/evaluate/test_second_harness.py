@@ -1,4 +1,4 @@
-"""A new evaluation harness needs a module and a line of the registry: then an evaluate stage can use it."""
+"""A new evaluation harness needs a module and a line in the registry; then evaluate stages can use it."""
 
 import json
 import signal
@@ -77,7 +77,7 @@ def test_a_task_that_it_does_not_have_is_refused_before_a_server_starts(config: 
 
 
 class Scoreless(ExactMatch):
-    """Harness that sends all requests, and returns samples without scores."""
+    """Evaluation harness that sends all requests, and returns samples without scores."""
 
     def evaluate(self, *arguments: Any) -> Results:
         results = super().evaluate(*arguments)

@@ -1,4 +1,4 @@
-"""Selection of completions: which are kept, in which rows, and why others are dropped."""
+"""Completions of a generate stage are kept or dropped by their rewards, and written as rows."""
 
 from typing import Any
 

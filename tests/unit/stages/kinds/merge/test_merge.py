@@ -1,4 +1,4 @@
-"""Merging of one or several adapters equals PEFT's, in every combination; metrics and refusals."""
+"""Merging one or several adapters gives PEFT's result in every combination; unusable adapters are refused."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ SIZES = {
     "head_dim": 16,
 }
 CONSTANT_BYTES = 2**27
-"""Bytes allowed besides weights: modules imported late, logits, copies of one weight."""
+"""Bytes of memory allowed besides weights, for modules imported late, logits, and copies of one weight."""
 MIXTURES = [
     {},
     {"weights": [0.7, -0.2]},
@@ -43,7 +43,10 @@ MIXTURES = [
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Base and two adapters (the second on fewer layers), with their recorded predictions on three documents."""
+    """Provide a base model and two adapters, with recorded predictions on three documents.
+
+    The second adapter is on fewer layers.
+    """
     folder = tmp_path_factory.mktemp("artifacts")
     artifacts = {"base": folder / BASE, "one": folder / "one-1", "two": folder / "two-2"}
     make_base(artifacts["base"], **SIZES)
@@ -65,7 +68,10 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Seed as PEFT does: it draws the new adapter's initial weights, then DARE's kept elements."""
+    """Make PEFT draw DARE's kept elements with our seed, set where PEFT first combines adapters.
+
+    PEFT draws the new adapter's initial weights before DARE's kept elements.
+    """
     name = "_generalized_task_arithmetic_weighted_adapter"
     real, seeded = getattr(peft.LoraModel, name), []
 
@@ -128,7 +134,7 @@ def test_layers_of_other_architectures_are_merged_as_peft_does(artifacts, tmp_pa
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """Mixture of experts, and an adapter of its attention, experts and routers."""
+    """Provide a mixture-of-experts model, and an adapter on its attention, experts and routers."""
     folder = tmp_path_factory.mktemp("mixture")
     artifacts = {"base": folder / BASE, "one": folder / "one-1"}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -263,7 +269,7 @@ def of_other_sizes(artifact, base):
 
 
 def of_a_convolution(artifact, base):
-    """Rewrite q_proj's factors with a convolution's extra dimension, as PEFT writes them."""
+    """Rewrite the LoRA factors of `q_proj` with the extra dimension of a convolution, as PEFT writes them."""
     file = artifact / "adapter" / "adapter_model.safetensors"
     save_file({name: one[..., None] if "q_proj" in name else one for name, one in load_file(file).items()}, file)
 
@@ -310,7 +316,10 @@ def test_adapters_that_do_not_mix_are_refused(artifacts, tmp_path, damage, said)
 
 
 def test_no_model_is_ever_in_memory_as_a_whole(tmp_path):
-    """Measure the memory of a merge of 320 MiB in shards of 16, beyond what the process has before it begins."""
+    """Merging never holds a whole model in memory, measured on a model of 320 MiB in shards of 16 MiB.
+
+    Memory is counted beyond what the process has before the merge.
+    """
     artifacts, work = tmp_path / "artifacts", tmp_path / "work"
     work.mkdir()
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}

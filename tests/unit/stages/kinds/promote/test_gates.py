@@ -1,4 +1,4 @@
-"""Promotion gates: passing ones, and by how much others are missed."""
+"""Promotion gates report which of them a candidate passes, and by how much it misses the others."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Promotion by a real judge that compares the candidate's answers with the champion's in both orders."""
+"""A real judge model compares a candidate's answers with the champion's, in both orders, for a promotion."""
 
 import json
 import math
@@ -30,7 +30,7 @@ NUM_QUESTIONS = 20
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Serve a judge that prefers the longer answer, whatever the order."""
+    """Provide the server of a judge model that prefers the longer answer, whatever the order."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with judge_server() as judge:
@@ -56,7 +56,7 @@ def undecided_of_one(question: str) -> str:
 
 
 def write_answers(folder: Path, answers: Sequence[str], question: str = "Question") -> None:
-    """Write the files of an evaluation with `harness: judge`; every answer was rated 5 or 6."""
+    """Write the result files of an evaluation with `harness: judge` in which every answer was rated 5 or 6."""
     ratings = [5.0 + number % 2 for number in range(len(answers))]
     rows = [
         sample_row(
@@ -80,7 +80,7 @@ def write_answers(folder: Path, answers: Sequence[str], question: str = "Questio
 
 @pytest.fixture
 def promote(server: Judge, tmp_path: Path):
-    """Judge a candidate with these answers; returns the result, the verdict, and the work folder."""
+    """Provide a function that runs the promote stage on given answers; it returns result, verdict and work folder."""
 
     def promote(ours: Sequence[str], theirs: Sequence[str] | None, *, same: bool = False, **said: Any):
         write_model(tmp_path / "model", "candidate")

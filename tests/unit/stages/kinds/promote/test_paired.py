@@ -1,4 +1,4 @@
-"""Paired comparison: hand-computed figures and scipy's; refusal of evaluations with different questions."""
+"""Paired comparison equals figures by hand and scipy's; evaluations with different questions are refused."""
 
 import math
 

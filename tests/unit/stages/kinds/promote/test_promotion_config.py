@@ -1,4 +1,4 @@
-"""Promotion configs: mistakes are found before anything runs; stage names are not part of the version."""
+"""Mistakes in promotion configs are found before anything runs; stage names are not part of the version."""
 
 from pathlib import Path
 

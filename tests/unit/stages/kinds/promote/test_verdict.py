@@ -1,4 +1,4 @@
-"""The promote stage: promotions, a candidate that is champion already, and the verdict's tables."""
+"""The promote stage decides by its gates, recognizes the champion's own model, and writes the tables of its verdict."""
 
 import math
 
@@ -16,7 +16,7 @@ GOOD, WORSE = [1.0] * 90 + [0.0] * 10, [1.0] * 60 + [0.0] * 40
 
 @pytest.fixture
 def judge(tmp_path):
-    """Run the promote stage on a candidate's `answers`, against a champion's if given."""
+    """Provide a function that runs the promote stage on a candidate's answers, against a champion's if given."""
 
     def judge(answers, champion=None, same_model=False, **config):
         write_model(tmp_path / "model", "candidate")

@@ -1,4 +1,4 @@
-"""Fixtures with promotions whose models are published in this process."""
+"""Fixtures for publishing promoted models from this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def promoted(tmp_path: Path) -> Publish:
-    """Provide a function that commits a promotion and plans its publication; `number` distinguishes several."""
+    """Provide a function that commits a promotion and plans its publication. `number` distinguishes several."""
 
     def make(to: str, number: int = 1, champion=(), mark: str = "first", **options) -> Publishing:
         folder = tmp_path / f"refresh-{number}"
@@ -33,7 +33,7 @@ def promoted(tmp_path: Path) -> Publish:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """Serve a hub that supports LFS only, like mirrors; the client library would prefer Xet."""
+    """Provide a fake hub that supports uploads by LFS only, as mirrors do; the client library would prefer Xet."""
     with running_hub() as server:
         server.token_roles = {TOKEN: "write", "hf_reader": "read"}
         monkeypatch.setenv("HF_ENDPOINT", server.url)

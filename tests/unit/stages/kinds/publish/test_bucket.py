@@ -1,4 +1,4 @@
-"""Publishing to object storage: against a real server of S3."""
+"""Publishing to object storage, against a real S3 server."""
 
 import boto3
 import pytest
@@ -16,7 +16,7 @@ def storage(monkeypatch):
 
 
 def objects(server) -> dict[str, bytes]:
-    """Return the published objects (name without prefix → content), as another S3 client sees them."""
+    """Return the content of each published object by name, without prefix, as another S3 client sees it."""
     client = boto3.client("s3", endpoint_url=server.url, region_name="us-east-1")
     listed = client.list_objects_v2(Bucket=BUCKET, Prefix="models/adder/").get("Contents", [])
     keys = [one["Key"] for one in listed if not one["Key"].endswith("/")]

@@ -1,4 +1,4 @@
-"""The model card holds the records' facts, is readable by the hub's parser, and exposes nothing private."""
+"""The published model card has the recorded facts, can be read by the hub's parser, and exposes nothing private."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Publishing to a folder: which files are copied, which are not, and which are copied again."""
+"""Publishing to a folder copies the right files, and copies only changed ones again."""
 
 import hashlib
 import subprocess
@@ -135,7 +135,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path):
 
 
 def test_the_artifacts_of_the_store_are_not_overwritten(promoted, tmp_path):
-    """The store is protected even if a cluster's store has another path than that of the planning machine."""
+    """Publishing into the artifact store is refused, even if a cluster's store has another path than the planner's."""
     champion = tmp_path / "refresh-1" / "store" / "quantize"
     refresh = promoted(f"file://{champion}/awq-0123456789ab/model")
     with pytest.raises(PublishError, match="lies in the store"):

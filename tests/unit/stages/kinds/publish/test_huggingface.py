@@ -1,4 +1,7 @@
-"""Publishing to a hub: a private repository, one commit, and nothing twice; against a server that speaks its API."""
+"""Publishing to Hugging Face makes a private repository and one commit, and uploads nothing twice.
+
+The hub is a local server that speaks its API.
+"""
 
 import json
 
@@ -139,7 +142,7 @@ def test_no_token_stands_in_what_is_kept(promoted, hub):
 
 
 def question(refresh) -> StageInput:
-    """Return the input of the publish check that runs before the promotion."""
+    """Return the input of the check that runs before a promotion, whether the model could be published."""
     planned = refresh.planned
     return StageInput(
         name="publish",

@@ -1,4 +1,7 @@
-"""Publishing to ModelScope: one commit of what a private repository lacks; against a server that speaks its API."""
+"""Publishing to ModelScope makes one commit of the files that a private repository lacks.
+
+The hub is a local server that speaks its API.
+"""
 
 import pytest
 
@@ -16,7 +19,7 @@ BRANCH = "master"
 
 @pytest.fixture
 def repository(hub, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """Create a repository on the hub as its owner would."""
+    """Provide a private repository on the fake hub, made as its owner would make it."""
     monkeypatch.setenv("MODELSCOPE_ENDPOINT", hub.url)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
     made = hub.repository(NAME)

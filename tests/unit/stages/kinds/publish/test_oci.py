@@ -1,4 +1,4 @@
-"""Publishing to an OCI registry: one layer a file (as ORAS), blobs by digest, the manifest last."""
+"""Publishing to an OCI registry: one layer for each file (as ORAS makes), blobs by digest, and the manifest last."""
 
 import hashlib
 import json

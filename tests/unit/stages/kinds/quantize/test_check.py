@@ -1,4 +1,4 @@
-"""Quantization checks before training: unsupported layers are found in the base model."""
+"""The check before training finds layers of the base model that cannot be quantized."""
 
 import json
 

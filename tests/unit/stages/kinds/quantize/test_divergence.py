@@ -1,4 +1,4 @@
-"""KL divergence and perplexity, against their definitions."""
+"""KL divergence and perplexity of a quantized model equal their definitions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""AWQ's search uses the CPU's fast matrix products; all other code uses full precision."""
+"""AWQ's search uses the CPU's fast, less precise matrix products; all other code uses full precision."""
 
 import pytest
 import torch

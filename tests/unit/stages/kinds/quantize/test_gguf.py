@@ -1,4 +1,4 @@
-"""GGUF files, K-quants included: Transformers reads the original model from them. Unsupported ones are refused."""
+"""Transformers reads the original model from our GGUF files, K-quants included; unsupported models are refused."""
 
 import json
 import shutil
@@ -66,14 +66,14 @@ MODELS = {
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA_3, tie_word_embeddings=True)),
 }
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
-"""Model sizes whose rows are multiples of a K-quant block."""
+"""Model sizes with matrix rows whose length is a multiple of a K-quant block (256)."""
 SPLIT_BY = {"qwen2": "qwen2", "llama3": "llama-bpe"}
-"""Pre-tokenizer names in GGUF, by model; those of the other models only split digits."""
+"""Names of GGUF pre-tokenizers, by model; the pre-tokenizers of the other models only split digits."""
 ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
 TEXTS = ["What is 12 + 34?", "<|im_start|>user\n7 + 105 = 112<|im_end|>", "Übung, naïve 数 🙂 12,345.67"]
 LAYERS = 16
 MORE = {0, 1, 4, 7, 10, 13, 14, 15}
-"""Layers that get more bits, of 16: the first and last two, and every third of those between."""
+"""Numbers of the layers, of 16, that get more bits: the first and last two, and every third of those between."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def kl(source: Path, target: Path) -> float:
 
 @torch.inference_mode()
 def log_probabilities(folder: Path, row: list[int]) -> list[float]:
-    """Return the log-probability of each token but the first, by Transformers."""
+    """Return the log-probability of each token but the first, computed by Transformers from a GGUF file."""
     logits = _load(folder, trust_remote_code=False)(torch.tensor([row])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
 
@@ -164,7 +164,10 @@ def test_fewer_bits_lose_more(make, tokenizer: Path) -> None:
 
 
 def test_the_stage_tells_which_matrices_have_another_type_than_was_asked_for(make, tmp_path: Path) -> None:
-    """Quantize output projections with 384 inputs: one was to get Q4_K, the other Q6_K, which need 256."""
+    """A GGUF stage reports which matrices got another type, because their rows do not fit the requested one.
+
+    Here two output projections have 384 inputs: one was to get Q4_K, the other Q6_K, which need multiples of 256.
+    """
     made = make("uneven")
     (tmp_path / "sft").mkdir()
     made.rename(tmp_path / "sft" / "model")

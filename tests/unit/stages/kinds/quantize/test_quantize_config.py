@@ -1,4 +1,4 @@
-"""Configs of a quantization: contradictions are refused when the recipe is read, by the field's name."""
+"""Contradictions in a quantize stage's config are refused when the recipe is read, by the field's name."""
 
 import pytest
 from pydantic import ValidationError

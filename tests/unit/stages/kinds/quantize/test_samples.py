@@ -1,4 +1,4 @@
-"""Calibration rows become batches without padding."""
+"""Rows for the calibration of a quantization become batches without padding."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""AWQ's scalable layers are found by a model's results, whatever the names of its modules."""
+"""Layers that AWQ can scale are found by computing with the model, whatever the names of its modules."""
 
 import pytest
 import torch
@@ -26,7 +26,8 @@ FOUND = {
     "cohere": {("input_layernorm", (*ATTENTION, *MLP)), DOWN},
     "nemotron": set(),
 }  # fmt: skip
-"""Expected AWQ scalings of each layer, by architecture; none before grouped-query attention's output."""
+"""Expected AWQ scalings of each layer, by architecture. There is none before the output projection of grouped-query
+attention."""
 
 
 def linear(model):
@@ -91,7 +92,7 @@ class Block(nn.Module):
 
 
 class KeepsAnOutput(nn.Module):
-    """Model whose last layer reads the output of the first block's `up`, as with shared keys and values."""
+    """Model whose last layer reads an output of the first block directly, as models with shared keys and values do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chat in a terminal (`--chat`): the model gets the whole conversation; a refused question does not end it."""
+"""Chat in a terminal (`--chat`) sends the whole conversation to the model, and goes on after a refused question."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def test_a_conversation(tiny_engine: TinyEngine, model, tmp_path, monkeypatch, c
 
 @pytest.fixture
 def talk(model, tmp_path, monkeypatch, capsys):
-    """Run `python -m stages.kinds.serve MODEL --chat` with these options and questions; returns what it printed."""
+    """Provide a function that chats by `python -m stages.kinds.serve MODEL --chat`, and returns what was printed."""
 
     def talk(questions: str, *options: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO(questions))

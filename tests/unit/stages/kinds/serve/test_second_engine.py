@@ -1,4 +1,4 @@
-"""A new serving engine needs a module and a line of the registry: then a serve stage can run it."""
+"""A new serving engine needs a module and a line in the registry; then serve stages can run it."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ KEY = "sk-of-the-test"
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the signal handler and the environment that a serve stage changes."""
+    """Restore the signal handler and the environment variables that a serve stage changes."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     handler = signal.getsignal(signal.SIGTERM)
     yield

@@ -1,4 +1,4 @@
-"""Cache keys may not change, so that an existing home computes or requests nothing again.
+"""Cache keys may not change, so that an existing lifecycle home computes or requests nothing again.
 
 Where the same input gives other content than before, a version or a field among the parts of its key says so, and
 `python -m tests.unit.stages.kinds.train.test_cache_keys` writes `frozen_cache_keys.json` again.
@@ -52,7 +52,7 @@ class StoppedError(Exception):
 
 
 class NoChange(str):
-    """Name of a batch transformation that, when called, changes nothing."""
+    """Fake batch transformation that changes nothing, and has the name of a real one for the cache key."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ def stop(*arguments, **options):
 
 
 def data_keys(folder):
-    """Yield the cache key parts of each portion of each dataset in `DATA`, without library versions."""
+    """Yield name and cache key of each portion of each dataset in `DATA`, with constant library versions."""
     model = folder / "model"
     model.mkdir()
     for name in TOKENIZER:
@@ -85,7 +85,7 @@ def data_keys(folder):
 
 
 def prepared_key(folder):
-    """Return a prepared dataset's cache key and its expected value, made of key parts and file digests."""
+    """Return the cache key that preparing a dataset uses, and the expected key, made of settings and file digests."""
     config = DataConfig.model_validate({"dataset": "rows"})
     (portion,) = portions(config)
     file = folder / "train.jsonl"
@@ -106,7 +106,7 @@ def prepared_key(folder):
 
 
 def reference_keys(folder):
-    """Yield the names of files of reference log-probabilities, for each change that a method makes to batches."""
+    """Yield the cache keys of reference log-probabilities, for each way in which a method changes batches."""
     engine = SimpleNamespace(
         **{"compute_dtype": torch.bfloat16, "data_rank": 0, "data_parallel_size": 1},
         **{"broadcast_from_rank0": lambda value: value, "document_log_probabilities": lambda batch: torch.zeros(4)},
@@ -147,7 +147,7 @@ def teacher_keys(folder):
 
 
 def keys(folder):
-    """Return all cache keys by name."""
+    """Return the cache key of everything that a training caches, by name."""
     found = dict(data_keys(folder))
     found |= dict(reference_keys(folder)) | dict(teacher_keys(folder))
     adapter = folder / "adapter"

@@ -1,4 +1,4 @@
-"""Adapters that a model or an engine cannot have are refused by field before training."""
+"""Adapters that the model or the engine does not support are refused before training, by config field."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""A training whose kernels must give the same bits each time learns what it learns without, on a CPU."""
+"""Training with deterministic kernels gives the same weights on a CPU as training without."""
 
 from __future__ import annotations
 

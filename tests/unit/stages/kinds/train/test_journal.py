@@ -1,4 +1,4 @@
-"""A run's journal logs each step once over all attempts, and summarizes its own attempt."""
+"""The metrics journal of a training logs each step once over all attempts, and summarizes its own attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keep: best`: required fields, and its effect on the version."""
+"""`keep: best` keeps the best checkpoint: which fields it requires, and its effect on the artifact version."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Metrics that a training measures: padding as in the real batches, and real tokens per second."""
+"""Metrics that a training measures: the padding of its batches, and tokens per second without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [*({"text": f"1 + {number} = 2"} for number in range(3)), {"text": "1 + 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StageResult]:
-    """Results of training three steps on batches of all four rows, one of them much longer, without packing."""
+    """Provide the results of three training steps on unpacked batches of all four rows, one of them much longer."""
     folder = tmp_path_factory.mktemp("measured")
     artifacts = make_artifacts(folder)
     (artifacts["problems"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -1,4 +1,4 @@
-"""A training reads the config of each model that it uses once."""
+"""A training reads the `config.json` of each model that it uses only once."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ from stages.kinds.train import run as training
 from tests.train_stage import make_artifacts, make_config, make_context
 
 DIGEST = "file_digest"
-"""Function that hashes files, for the keys of caches: it asks for no fact."""
+"""Name of our function that hashes files for cache keys; its reading of a config is not counted."""
 DATA = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
 SAMPLING = {"num_generations": 2, "max_completion_length": 8, "rewards": {"like": {"type": "regex", "pattern": "e"}}}
 
@@ -26,7 +26,7 @@ def inputs(tmp_path):
 
 @pytest.fixture
 def opened():
-    """Return the number of times that our own code opened each model's config.
+    """Provide a counter of how often our own code opened each model's `config.json`.
 
     Transformers reads it too, whenever it makes a tokenizer or a model.
     """
@@ -47,7 +47,7 @@ def opened():
 
 
 def once(inputs, *names):
-    """Return the counts of configs that were each opened once."""
+    """Return the expected counts if the config of each named model was opened once."""
     return {str(inputs[name] / "model" / "config.json"): 1 for name in names}
 
 
@@ -72,7 +72,10 @@ def test_each_config_is_read_once_in_a_training(tmp_path, inputs, opened):
     ],
 )
 def test_each_config_is_read_once_before_a_model_samples(tmp_path, inputs, opened, monkeypatch, method, fields, models):
-    """Up to the first step, which needs a serving engine."""
+    """Methods that sample also read each model's config once, counted up to the first step.
+
+    A step would need a serving engine.
+    """
     monkeypatch.setattr(training, "train", lambda training_run: None)
     config = make_config(method, data=DATA if method == "distill" else {**DATA, "evaluation_split": None}, **fields)
     context = make_context(tmp_path / "work", inputs, config)

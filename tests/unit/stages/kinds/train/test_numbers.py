@@ -1,4 +1,4 @@
-"""Numbers that would vanish, overflow or never take effect are refused when the recipe is read."""
+"""Numbers that would vanish, overflow or have no effect in fp32 are refused when the recipe is read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NOT_COMPUTED_WITH = {
     GrpoConfig: {"rewards", "serving"},
     DistillSampling: {"serving"},
 }
-"""Fields whose numbers are never computed with in fp32, by config.
+"""Config fields whose numbers never enter a computation in fp32, by config class.
 
 Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; options of a
 server, and rewards, which are weighted in double precision.
@@ -62,7 +62,7 @@ def is_number(annotation: Any) -> bool:
 
 
 def numbers_of(config: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
-    """Yield each field that holds floating-point numbers, of a config and of the blocks in it."""
+    """Yield the class and name of each config field that holds floating-point numbers, nested blocks included."""
     for name, field in config.model_fields.items():
         if name in NOT_COMPUTED_WITH.get(config, ()):
             continue
@@ -82,7 +82,10 @@ def test_numbers_of_every_block_are_looked_at() -> None:
 
 @pytest.mark.parametrize(("config", "name"), NUMBERS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], name: str) -> None:
-    """Validate each field's type alone, so that no other rule of the config can refuse the number."""
+    """Every floating-point field of a config refuses numbers that fp32 cannot hold.
+
+    Each field's type is validated alone, so that no other rule of the config can refuse the number.
+    """
     field = config.model_fields[name]
     adapter = TypeAdapter(Annotated[field.annotation, field])
     is_list = "tuple[" in str(field.annotation)

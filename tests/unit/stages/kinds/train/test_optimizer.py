@@ -1,4 +1,4 @@
-"""Optimizers that conflict with other fields are refused by name; the default one changes no version."""
+"""Optimizers that conflict with other fields are refused by name; the default optimizer changes no version."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_does_not_go_with_fewer_bits_is_refused(optimizer, fields, said):
 
 
 def test_fewer_bits_are_predicted_to_need_less():
-    """Low-precision AdamW needs 8 bytes a parameter and gradient shard, moments included, instead of 16."""
+    """Low-precision AdamW is predicted to need 8 bytes a parameter with gradients and moments, instead of 16."""
     shape = KNOWN["llama3 8b"]
     layout = {"dp_shard": 8, "micro_batch_size": 1}
     options = {"layout": layout, "global_batch_size": 8, "execution": {"processes": 8}, "precision": "bf16"}
@@ -88,7 +88,10 @@ def test_fields_of_muon_have_no_effect_on_adamw():
 
 
 def test_adafactor_of_torch_still_fails_on_shards():
-    """Once torch.optim.Adafactor works on sharded tensors, it can be supported: see `UNSUPPORTED`."""
+    """torch.optim.Adafactor fails on sharded tensors, which is why we refuse it.
+
+    Once it works, it can be supported: see `UNSUPPORTED`.
+    """
     with joined_processes():
         mesh = init_device_mesh("cpu", (1,))
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))

@@ -1,4 +1,4 @@
-"""Out-of-memory errors name the predicted memory and the settings that can be changed; other errors pass."""
+"""Out-of-memory errors name the predicted memory and the settings that would lower it; other errors are unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.train_stage import make_config
 
 
 def message_of(config, predicted_gib=None):
-    """Return the explained error of an allocation that torch refuses."""
+    """Return our message for a memory allocation that torch refuses."""
     with pytest.raises(ResourceError) as refused, explained_out_of_memory(config, predicted_gib):
         torch.empty(2**60, dtype=torch.uint8)
     return str(refused.value)

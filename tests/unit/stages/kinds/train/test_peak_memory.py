@@ -1,4 +1,4 @@
-"""Reported peak memory excludes the loading of the model."""
+"""The peak memory that a training reports excludes the loading of the model."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are made ahead are pinned where the device copies from pinned memory, and untouched elsewhere."""
+"""Prepared micro-batches are put into pinned memory only where the device copies from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a training travel by name: a call with many positions says nothing about what stands where."""
+"""Functions of training and engines take at most five positional arguments, so that calls name the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training continues an existing adapter or stacks a new one; conflicts are found in the recipe."""
+"""Training continues an existing adapter, or puts a new one on top; conflicts are found when the recipe is read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Training on a streamed dataset gives the weights of training on a copy, and leaves no copy behind."""
+"""Training on a streamed dataset gives the weights of training on a local copy, and leaves no copy behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.train_stage import make_artifacts, make_config, make_context
 
 DATA = {"dataset": "rows", "evaluation_split": "validation", "sequence_length": 64}
 BEYOND_ASCII = " — ¿qué tal, 東京?"
-"""Text that only the rows contain, by which copies of them are found."""
+"""Text that only dataset rows contain, so that copies of rows are found by it."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def files(artifacts: dict[str, Path]) -> dict[str, bytes]:
-    """Files of a dataset: name → content."""
+    """Provide the files of a dataset, as content by name."""
     found = {}
     for path in (artifacts["problems"] / "data").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -56,7 +56,7 @@ def s3(files: dict[str, bytes]) -> Iterator[S3Server]:
 
 
 def trained(home: Path, artifacts: dict[str, Path], source: str, *, stream: bool) -> bytes:
-    """Run the download and the train stage in `home`, with its own cache; returns the weights."""
+    """Run a download and a train stage in `home`, which has its own cache, and return the trained weights."""
     rows = DownloadConfig(kind="download", dataset=source, stream=stream)
     (home / "rows").mkdir(parents=True)
     download.run(rows, make_context(home / "rows", {}, make_config()))
@@ -67,7 +67,7 @@ def trained(home: Path, artifacts: dict[str, Path], source: str, *, stream: bool
 
 @pytest.fixture(scope="module")
 def on_a_copy(hub: HubServer, artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Weights trained on a local copy of the dataset."""
+    """Provide the weights that training on a local copy of the dataset gives."""
     home = tmp_path_factory.mktemp("copied")
     weights = trained(home, artifacts, "hf://datasets/org/chats", stream=False)
     assert copies_below(home) == {"train.jsonl", "validation.jsonl"}, "or no copy would be found"
@@ -75,7 +75,7 @@ def on_a_copy(hub: HubServer, artifacts: dict[str, Path], tmp_path_factory: pyte
 
 
 def copies_below(folder: Path) -> set[str]:
-    """Return the names of files that contain a row's text."""
+    """Return the names of all files in a folder that contain text of a dataset row."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.name for path in files if BEYOND_ASCII.encode() in path.read_bytes()}
 

@@ -28,7 +28,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture
 def teacher(artifacts, tmp_path):
-    """Artifact with a copy of the model, to be used as teacher."""
+    """Provide an artifact with a copy of the model, to be used as teacher in distillation."""
     shutil.copytree(artifacts["base"] / "model", tmp_path / "teacher" / "model")
     return tmp_path / "teacher"
 
@@ -38,7 +38,7 @@ def config_of(**distill):
 
 
 def found(artifacts, teacher, tmp_path, **distill):
-    """Return the problems that the check of inputs finds with the teacher."""
+    """Return the errors that the check of inputs finds with the teacher; the train stage must find the same."""
     config, inputs = config_of(**distill), {**artifacts, "teacher": teacher}
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path

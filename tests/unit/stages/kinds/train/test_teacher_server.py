@@ -1,4 +1,4 @@
-"""Served teachers: answers are matched to tokens, and missing abilities are reported before training."""
+"""Teachers on a server: answers are matched to tokens, and unsuitable servers refused before training."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MODEL = "wise"
 
 
 def said_of(document: list[int], place: int) -> dict[str, float]:
-    """Return fake log-probabilities at a token: the top three and, as from vLLM, the token itself."""
+    """Return the fake log-probabilities at a token of a document: the top three and, as from vLLM, the token itself."""
     likeliest = {f"token_id:{100 * place + rank}": -0.5 - rank for rank in range(3)}
     return {f"token_id:{document[place]}": -9.0, **likeliest}
 
 
 @dataclass
 class Served:
-    """State of a fake teacher server; `statuses` are sent first, one for each completion request."""
+    """State of a fake teacher server, which first answers completion requests with the HTTP codes in `statuses`."""
 
     tokens_of_probe: list[int] | None
     url: str = ""
@@ -103,7 +103,7 @@ def teacher_of(config):
 
 
 def found(config, artifacts, tmp_path):
-    """Return the problems that the check of inputs finds in the teacher."""
+    """Return the problems that the check of inputs finds with the teacher's server."""
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=artifacts, cache=tmp_path
     )

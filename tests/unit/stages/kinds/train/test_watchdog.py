@@ -1,4 +1,4 @@
-"""The watchdog of a hanging step logs all stacks and ends the process with a retryable error."""
+"""A training step that hangs is ended by a watchdog, which logs all stacks and reports a retryable error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's program: its lookup, the command of its server, and why one did not start."""
+"""The llama.cpp program is found, its server's command is built, and a failed start is explained."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ ModuleNotFoundError: No module named 'xllamacpp'
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """Make the files of a virtual environment that are looked up; returns its `python`."""
+    """Make a fake virtual environment with the files that the lookup of llama.cpp reads; returns its `python`."""
     metadata = root / "lib" / "python3.11" / "site-packages" / f"xllamacpp-{version}.dist-info"
     (root / "bin").mkdir(parents=True)
     (root / "bin" / "python").touch(mode=0o755)

@@ -1,4 +1,4 @@
-"""vLLM's arguments for adapters, computed from file headers, and refusals before vLLM starts."""
+"""vLLM's arguments for LoRA adapters are computed from file headers; unsupported adapters are refused early."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_quantized_base_is_refused(spec: Any, tmp_path: Path) -> None:
     ],
 )
 def test_on_a_cpu_a_mixture_of_experts_takes_no_adapter(spec: Any, tmp_path: Path, config: Any) -> None:
-    """vLLM 0.32 on a CPU would start with an adapter of a mixture, but its engine would die at the first request."""
+    """An adapter on a mixture of experts is refused on CPUs, where vLLM 0.32 would die at the first request."""
     (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     on_gpu = spec(tuned=adapter(tmp_path / "tuned"))
     with pytest.raises(ModelError, match=r"serving tuned on .*base: it is a mixture of experts.*`kind: merge`"):

@@ -1,4 +1,4 @@
-"""vLLM options passed through by a recipe: refused by name, or validated by vLLM's own parser."""
+"""vLLM options that a recipe passes through are refused by name, or validated by vLLM's own parser."""
 
 import json
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_what_opens_doors_or_is_said_elsewhere_is_refused_by_name(name: str, val
 
 
 def test_every_refused_option_is_one_that_vllm_has() -> None:
-    """A typo in the name of a refused option would let the option through."""
+    """Every option that we refuse by name exists in vLLM. A typo in the name would let the option through."""
     asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
 
     said = parsed((find_vllm().python, "-P", arguments.CHECK), asked)

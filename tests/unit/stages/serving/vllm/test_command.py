@@ -1,4 +1,4 @@
-"""vLLM's command and environment: the recipe's settings, on CPU and GPU; the key is never in argv."""
+"""vLLM's command and environment have the recipe's settings, on CPU and GPU; the API key is never in argv."""
 
 import json
 from pathlib import Path
@@ -159,7 +159,7 @@ DEEPSEEK = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end"
 
 
 def parser(folder: Path, template: str | list[dict[str, str]], tokens: list[str], **serving: object) -> str | None:
-    """Return the tool-call parser in the command for a model with this chat template and these tokens."""
+    """Return the tool-call parser that vLLM is started with for a chat template and these special tokens."""
     added = [{"content": token, "id": number} for number, token in enumerate(tokens)]
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 99}}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))

@@ -1,4 +1,4 @@
-"""vLLM's program: its lookup, and the error if it is missing."""
+"""vLLM's program is found in its environment; if it is missing, the error says how to install it."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from stages.serving.vllm.engine import find_vllm
 
 
 def make_environment(root: Path, version: str | None) -> Path:
-    """Make the files of a virtual environment that are looked up; returns its `vllm`."""
+    """Make a fake virtual environment with the files that the lookup of vLLM reads; returns its `vllm`."""
     site_packages = root / "lib" / "python3.11" / "site-packages"
     site_packages.mkdir(parents=True)
     (root / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""Weight reloads into a running vLLM: a tied head is written out, other models stay as they are."""
+"""Weights are reloaded into a running vLLM: a tied output head is written out, other models stay unchanged."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Root causes of vLLM's failed starts, found in recorded logs."""
+"""The root cause of a failed start of vLLM is found in its log, here in recorded logs."""
 
 import pytest
 

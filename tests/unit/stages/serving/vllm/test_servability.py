@@ -1,4 +1,4 @@
-"""Layers that vLLM cannot serve once quantized, by the shapes of real models, on GPU and CPU."""
+"""Quantized layers that vLLM cannot serve are found by the sizes of real models, on GPU and CPU."""
 
 import pytest
 
@@ -53,7 +53,10 @@ def test_llama_3_8b_is_served_at_every_usual_size(device, method, ranks):
 
 
 def test_a_group_across_ranks_is_found_and_the_group_size_that_fits_is_named():
-    """Llama 2 7B on 4 ranks has inputs of 11008 / 4 = 2752 = 21.5 × 128 = 43 × 64."""
+    """Quantization groups that would cross tensor-parallel ranks are refused, with a group size that fits.
+
+    Llama 2 7B on 4 ranks has inputs of 11008 / 4 = 2752 = 21.5 × 128 = 43 × 64.
+    """
     message = complaint(LLAMA_2_7B, tensor_parallel_size=4)
     assert "model.layers.0.mlp.down_proj and 1 more: a rank's input of 2752 is no multiple of group_size 128" in message
     assert "set group_size: 64" in message

@@ -1,4 +1,4 @@
-"""EvalScope's virtual environment, made on first use by the real uv from a folder of wheels, without network."""
+"""EvalScope's virtual environment is made on first use by the real uv, here from local wheels without network."""
 
 import json
 import os
@@ -30,7 +30,7 @@ METADATA = f"Metadata-Version: 2.1\nName: evalscope\nVersion: {VERSION}\n"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide the path of EvalScope's environment; uv may use nothing but a folder of wheels."""
+    """Provide the path for EvalScope's environment, and let uv install from a folder of wheels only."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     information = f"evalscope-{VERSION}.dist-info"

@@ -1,4 +1,7 @@
-"""EvalScope with a real server if it is installed (`make evalscope`), else with its recorded files."""
+"""Evaluation by EvalScope with a real server if EvalScope is installed, else with its recorded files.
+
+`make evalscope` installs it.
+"""
 
 import json
 import signal
@@ -118,7 +121,7 @@ def test_a_model_that_is_asked_in_plain_text_is_refused(sets: Path, tmp_path: Pa
 
 
 def write_review(folder: Path, subset: str, index: int, value: dict[str, float], status: str = "success") -> None:
-    """Write a line of EvalScope 1.14.1's review file, without fields that are not read."""
+    """Write a line of EvalScope 1.14.1's review file, with only the fields that we read."""
     (folder / "reviews" / "tiny").mkdir(parents=True, exist_ok=True)
     asked = {"role": "user", "content": f"{subset} {index}?", "source": None}
     said = {"role": "assistant", "content": "x", "source": "generate"}

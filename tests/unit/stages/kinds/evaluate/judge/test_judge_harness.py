@@ -1,4 +1,4 @@
-"""Evaluation by a judge's ratings, with a real serving engine, judge and evaluate stage."""
+"""Evaluation by a judge model's ratings, with a real serving engine, judge server and evaluate stage."""
 
 import json
 import re
@@ -30,7 +30,7 @@ ROWS = [
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tiny_engine: TinyEngine) -> Iterator[Judge]:
-    """Serve a judge that rates numbers 9 out of 10, and all other answers 2."""
+    """Provide the server of a judge model that rates numbers 9 out of 10, and all other answers 2."""
     monkeypatch.setenv("CRITIC_KEY", KEY)
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluated(server: Judge, model: Path, tmp_path: Path):
-    """Run an evaluation by this judge; returns its result and work folder."""
+    """Provide a function that runs an evaluation by this judge, and returns its result and work folder."""
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "helpful.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 

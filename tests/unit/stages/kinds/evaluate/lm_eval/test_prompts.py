@@ -1,4 +1,4 @@
-"""Chat prompts of an evaluation equal lm-eval's with Transformers, and those of training."""
+"""Chat prompts of an evaluation equal those of lm-eval with Transformers, and those of training."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ TEMPLATES = [
     "qwen3",
     "lfm2_v2",
 ]
-"""Names of templates with system prompts, without dates or thoughts that training rows lack."""
+"""Names of chat templates that take system prompts, and write no dates or thoughts that training rows lack."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Provide a function that copies the model with another chat template, without weights."""
+    """Provide a function that copies the model, without weights, and gives it another chat template."""
 
     def change(template: str) -> Path:
         folder = tmp_path / "model"
@@ -66,7 +66,7 @@ def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def asking(folder: Path) -> LmEvalModel:
-    """Return a model for lm-eval that only renders prompts; its server does not exist."""
+    """Return our model class for lm-eval, only to render prompts: the server that it names does not exist."""
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["none"], "apply_chat_template": True}
     client = Client("http://127.0.0.1:9", "key", "tiny")
     served = ServedModel(client, folder, CONTEXT_TOKENS, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Mistakes in evaluation tasks are found by the check of inputs, without a server, by task and field."""
+"""The check of inputs finds mistakes in evaluation tasks without a server, and names task and field."""
 
 import json
 import re
@@ -34,7 +34,10 @@ SCORES = "def score(row, answers):\n    return {'exact_match': row['answer'] == 
 def findings(
     folder: Path, task: str, code: str | None = None, **fields: object
 ) -> list[tuple[str, LifecycleError | str]]:
-    """Return the check's findings for a task file with this text. fields: of the evaluation."""
+    """Return the problems that the check of inputs finds for a task file with this text.
+
+    `fields` are further config fields of the evaluate stage.
+    """
     tasks = folder / "tasks"
     tasks.mkdir()
     for split in ("train", "test"):

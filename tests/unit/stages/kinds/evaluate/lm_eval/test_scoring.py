@@ -1,4 +1,4 @@
-"""Requests to a server equal lm-eval's own: prompts with few-shot examples, and whole texts."""
+"""Requests to a server equal lm-eval's own, for prompts with few-shot examples and for whole texts."""
 
 import json
 import re
@@ -58,7 +58,7 @@ metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bett
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a model whose tokenizer begins a text with <pad>, and two tasks."""
+    """Provide a folder with two tasks, and a model whose tokenizer begins each text with <pad>."""
     folder = tmp_path_factory.mktemp("scoring")
     make_model(folder / "model")
     tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_tasks(folder: Path) -> Iterator[Path]:
-    """Provide the task folder for additional tasks, which are removed afterwards."""
+    """Provide the task folder, to which a test may add tasks; they are removed afterwards."""
     tasks = folder / "tasks"
     before = set(tasks.iterdir())
     yield tasks
@@ -95,7 +95,7 @@ def causal_lm(folder: Path) -> Qwen3ForCausalLM:
 
 
 class Asked(LoopbackServer):
-    """Server that answers with Transformers' log-probabilities; `bodies` are the received requests."""
+    """Server that answers with the log-probabilities of a Transformers model, and keeps the received requests."""
 
     def __init__(self, causal_lm: Qwen3ForCausalLM) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

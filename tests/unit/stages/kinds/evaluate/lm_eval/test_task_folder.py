@@ -1,4 +1,4 @@
-"""Folders of local lm-eval tasks: task names, and refusal of paths outside."""
+"""Folders of local lm-eval tasks: their task names are found, and paths outside of the folder are refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lookup of lm-eval tasks by name: in the local folder, in lm-eval, or in neither."""
+"""An lm-eval task is found by name in the local folder or in lm-eval itself; unknown names are refused."""
 
 from pathlib import Path
 

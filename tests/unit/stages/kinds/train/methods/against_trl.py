@@ -1,4 +1,4 @@
-"""Helpers to compare methods with TRL's trainers: a model, rows, TRL's batch, the comparison."""
+"""Helpers that compare training methods with TRL's trainers on the same model and batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES_OF_TRL = {
     "reward_margin": "rewards/margins",
     "preference_accuracy": "rewards/accuracies",
 }
-"""TRL's name of each metric that we name differently."""
+"""Name of each metric in TRL, where TRL names it differently from us."""
 
 
 def make_tokenizer():
@@ -45,7 +45,7 @@ def make_model(seed):
 
 
 def packed(documents, learned):
-    """Return documents (token ids and target mask) as one packed row."""
+    """Return documents, given as token ids with a mask of targets, as one packed row."""
     targets = [
         torch.cat([tokens[1:].where(flags[1:], IGNORED), torch.tensor([IGNORED])])
         for tokens, flags in zip(documents, learned, strict=True)
@@ -62,7 +62,10 @@ def packed(documents, learned):
 
 
 def log_probabilities(model, batch):
-    """Return log-probabilities of the targets, float32 [1, tokens], with one forward pass a document."""
+    """Return a model's log-probabilities of the target tokens, as float32 [1, tokens].
+
+    Each document has a forward pass of its own.
+    """
     found = []
     for tokens, targets in zip(
         batch.inputs.input_ids[0].split(list(batch.documents.lengths)),
@@ -75,7 +78,7 @@ def log_probabilities(model, batch):
 
 
 def check(method, config, batch, model, reference_model, expected, logged):
-    """Assert that loss, gradient and metrics of a method are those of TRL's trainer."""
+    """Assert that loss, gradient and metrics of a training method equal those of TRL's trainer."""
     expected_gradient = gradient(model, expected)
     if change := method.batch_change(config):
         batch = change(batch)

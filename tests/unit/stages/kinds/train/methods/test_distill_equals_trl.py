@@ -1,4 +1,4 @@
-"""Distillation over the whole vocabulary is TRL's; over a teacher's top k it is that of a vocabulary of k + 1."""
+"""Distillation over the whole vocabulary equals TRL's; the tokens beyond a teacher's top k count as one more token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVER = {"url": "http://host/v1", "served_model": "wise"}
 
 @pytest.fixture(scope="module")
 def models():
-    """Model and teacher, both with confident predictions."""
+    """Provide a student model and a teacher model, both with confident predictions."""
     found = [make_model(0), make_model(1)]
     for model in found:
         for parameter in model.parameters():
@@ -43,7 +43,7 @@ def batch():
 
 
 def logits_of(model, batch):
-    """Return [1, tokens, vocabulary], of documents that go through the model one by one."""
+    """Return a model's logits [1, tokens, vocabulary] of a packed row, with one forward pass a document."""
     documents = batch.inputs.input_ids[0].split(LENGTHS)
     return torch.cat([model(tokens[None]).logits for tokens in documents], 1)
 
@@ -57,7 +57,7 @@ def taught(batch, teacher, config):
 
 
 def of_model(model, batch):
-    """Return log-probabilities in an engine's form."""
+    """Return the student's log-probabilities of the teacher's tokens and the targets, as an engine does."""
     values = (logits_of(model, batch) / batch.signal.temperature).log_softmax(-1)
     return values.gather(-1, batch.signal.wanted.clamp(min=0)).where(batch.signal.has_target[..., None], 0.0)
 
@@ -84,7 +84,7 @@ def test_of_the_whole_vocabulary_it_is_that_of_trl(models, batch, beta, temperat
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
-    """Compare with TRL's loss over k + 1 classes: the teacher's top k and the sum of all others."""
+    """Distillation from a teacher's top k equals TRL's loss over k + 1 classes: the top k, and the sum of the rest."""
     model, teacher = models
     config = DistillConfig(beta=beta, loss_top_k=6)
     own = taught(batch, teacher, config)
@@ -120,7 +120,10 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """A top k with all the probability that fp32 can tell leaves a rest above 0, so that nothing is divided by 0."""
+    """Gradients are finite even if a teacher's top k has all the probability that fp32 can tell.
+
+    The rest of the probability then stays above 0, so that nothing is divided by 0.
+    """
     values = torch.tensor([0.0, -40.0]).expand(*batch.signal.targets.shape, 2)
     own = batch.with_signal(
         candidates=Candidates(torch.zeros(*batch.signal.targets.shape, 2, dtype=torch.int64), values)

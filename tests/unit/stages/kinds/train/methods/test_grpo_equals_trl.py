@@ -1,4 +1,4 @@
-"""GRPO: advantages, loss, gradient and metrics are those of TRL's trainer, on completions that it recorded."""
+"""Advantages, loss, gradient and metrics of GRPO equal those of TRL's trainer on the same recorded completions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from tests.unit.stages.kinds.train.methods.against_trl import (
 NUM_GENERATIONS, END = 4, 0
 PROMPTS = [[1, 2, 3], [30]]
 COMPLETIONS = [[4, 5, 6, END], [7, END], [8, 9], [10, 11, 12, 13, END], [14, END], [15, 16, END], [17], [18, END]]
-"""Recorded completions, `NUM_GENERATIONS` of each prompt; those without an end token were cut off."""
+"""Recorded completions as token ids, `NUM_GENERATIONS` of each prompt; those without an end token were cut off."""
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5, None, 0.0, 1.0]
-"""Rewards of the completions; one could not be scored."""
+"""Rewards of the recorded completions; None stands for one that could not be scored."""
 SERVER_NOISE, DRIFT = 0.3, 0.05
-"""Standard deviations: of the server's log-probabilities, of weights between sampling and the step."""
+"""Standard deviations of the noise in the sampling server's log-probabilities, and of the change of the model's weights
+between sampling and the training step."""
 NAMES_OF_TRL = {
     "kl": "kl",
     "clipped_low_fraction": "clip_ratio/low_mean",
@@ -58,7 +59,7 @@ COMBINATIONS = [
 
 
 def make_trainer(folder, config):
-    """Return TRL's GRPO trainer with recorded completions and server log-probabilities that differ a little."""
+    """Return TRL's GRPO trainer on the recorded completions, with a server's slightly different log-probabilities."""
     names = set(GrpoConfig.model_fields) & set(TrlConfig.__dataclass_fields__) - {"num_generations"}
     arguments = TrlConfig(
         output_dir=str(folder),
@@ -92,7 +93,7 @@ def make_trainer(folder, config):
 
 
 def said_by_server(model):
-    """Return noisy log-probabilities of each completion's tokens, as from a server; one completion has none."""
+    """Return noisy log-probabilities of each completion's tokens, as from a sampling server; one of them is missing."""
     batch = make_batch(GrpoConfig())
     with torch.no_grad():
         values = log_probabilities(model, batch)[batch.signal.has_target]
@@ -104,7 +105,7 @@ def said_by_server(model):
 
 
 def make_batch(config) -> Batch:
-    """Return the recorded completions as one packed row."""
+    """Return the recorded completions, with their prompts, as one packed row."""
     texts = [PROMPTS[number // NUM_GENERATIONS] + answer for number, answer in enumerate(COMPLETIONS)]
     batch = packed(
         [torch.tensor(text) for text in texts],
@@ -131,7 +132,7 @@ def make_rollouts(config, batch, model, reference, advantages) -> Rollouts:
 
 
 def cut(batch: Batch, documents: range) -> Batch:
-    """Return some of the documents of a packed row, as a row of their own."""
+    """Return a range of the documents in a packed row as a packed row of their own."""
     assert batch.signal.rollouts is not None
     of_documents = (batch.documents.ids >= documents.start) & (batch.documents.ids < documents.stop)
 

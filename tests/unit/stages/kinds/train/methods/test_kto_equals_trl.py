@@ -1,4 +1,7 @@
-"""KTO: answers to other prompts, loss, gradient and metrics are those of TRL's trainer, on its own batch of rows."""
+"""Mismatched answers, loss, gradient and metrics of KTO equal those of TRL's trainer, on TRL's own batch.
+
+A mismatched answer is one to another prompt, from which KTO estimates the KL divergence.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def make_trainer(folder, rows, **fields):
 
 
 def in_one_row(folder, documents, labels):
-    """Return a dataset of one packed row from documents (token ids, answer mask)."""
+    """Return a dataset of one packed row from documents, given as token ids with a mask of the answer, and labels."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=True)
     units = [

@@ -1,4 +1,4 @@
-"""Preference losses equal their closed forms, and do not depend on the division into micro-batches."""
+"""Preference losses equal their closed forms, and do not depend on the division of a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def make_batch(reference=None):
 
 
 def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
-    """Return a row with a pair of `num_tokens` targets each, and token values with the given sums."""
+    """Return log-probabilities and a packed row of one preference pair, with the given sums for each answer.
+
+    Each answer has `num_tokens` target tokens.
+    """
     values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
     batch = Batch.of(
         input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
@@ -50,7 +53,7 @@ def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_token
 
 
 def of_batch(loss, values, batch):
-    """Return the totals of a global batch that is one micro-batch."""
+    """Return loss and metrics of a global batch that consists of one micro-batch."""
     return loss(values, batch.signal, loss.counts(batch.signal))
 
 
@@ -78,7 +81,7 @@ def sigmoid(value):
 
 
 H = (-2.0 - -2.5) - (-6.0 - -5.0)
-"""Log-ratio of the chosen answer minus that of the rejected one, in the test's pair."""
+"""Policy-to-reference log-ratio of the chosen answer minus that of the rejected one, in the test's pair."""
 
 CLOSED_FORMS = [
     ({"loss_type": "sigmoid", "beta": 0.5}, -math.log(sigmoid(0.5 * H))),
@@ -117,7 +120,10 @@ def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
 
 
 def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
-    """AOT's loss sorts the pairs of one row; sorted over micro-batches, it would depend on the layout."""
+    """AOT's loss does not depend on how rows are put into micro-batches, since it sorts the pairs of one row.
+
+    Sorted over a micro-batch, the loss would depend on the layout.
+    """
     torch.manual_seed(0)
     values = torch.randn(2, 6)
     batch = Batch.of(

@@ -1,4 +1,4 @@
-"""DPO's losses, their gradients and metrics are TRL's, on the batch that TRL's trainer makes of a few pairs."""
+"""DPO's losses, gradients and metrics equal TRL's, on the batch that TRL's trainer makes of a few pairs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COMBINATIONS = [
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """TRL's DPO trainer with a one-layer model, and another random model as its reference."""
+    """Provide TRL's DPO trainer with a one-layer model, and another random model as its reference."""
     arguments = TrlConfig(output_dir=str(tmp_path_factory.mktemp("trl")), **ARGUMENTS)
     dataset = Dataset.from_dict(PAIRS)
     models = make_model(0), make_model(1)
@@ -66,7 +66,7 @@ def inputs(trainer):
 
 @pytest.fixture(scope="module")
 def ours(inputs):
-    """Return TRL's batch (all chosen, then all rejected) as our packed pairs."""
+    """Provide TRL's batch (all chosen answers, then all rejected) as our packed row of pairs."""
     order = torch.arange(len(inputs["input_ids"])).view(2, -1).T.flatten()
     lengths = inputs["attention_mask"].sum(1)
     documents = [inputs["input_ids"][number][: lengths[number]] for number in order]
@@ -96,7 +96,10 @@ def test_every_loss_is_compared():
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
 def test_label_smoothing_is_that_of_conservative_dpo_where_trl_ignores_it(trainer, inputs, ours, loss_type):
-    """TRL ignores label smoothing for these losses; once it does not, test them with the other combinations."""
+    """Label smoothing is that of conservative DPO also for the losses where TRL ignores it.
+
+    Once TRL does not ignore it, test these losses with the other combinations.
+    """
 
     def losses(smoothing):
         trainer.loss_types, trainer.loss_weights = [loss_type], [1.0]

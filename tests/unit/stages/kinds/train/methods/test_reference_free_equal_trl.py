@@ -1,4 +1,4 @@
-"""ORPO, CPO and SimPO: losses, gradients and metrics are those of TRL's trainers, on their own batch of a few pairs."""
+"""Losses, gradients and metrics of ORPO, CPO and SimPO equal those of TRL's trainers, on TRL's own batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CPO_COMBINATIONS = [
 
 
 def trained(make_trainer, make_config, folder, **options):
-    """Results of TRL's trainer: the trainer, its batch, loss and logged metrics."""
+    """Return the model of a TRL trainer, its batch as our packed pairs, its loss, and its logged metrics."""
     arguments = make_config(output_dir=str(folder), **ARGUMENTS, **options)
     dataset = Dataset.from_dict(PAIRS)
     trainer = make_trainer(make_model(0), arguments, train_dataset=dataset, processing_class=make_tokenizer())

@@ -1,4 +1,4 @@
-"""A new training method needs a module and a line of the registry: recipe, schema and messages follow."""
+"""A new training method needs a module and a line in the registry; recipe, schema and messages then know it."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def make(**fields):
 
 @pytest.fixture(scope="module")
 def extended():
-    """Run code in a process in which one more training method is registered; returns its output."""
+    """Provide the output of a process in which one more training method is registered."""
     command = [sys.executable, "-c", WITH_ANOTHER_METHOD, json.dumps(TRAINING)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

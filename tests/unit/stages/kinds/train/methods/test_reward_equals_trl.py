@@ -1,4 +1,4 @@
-"""Reward models: loss, gradient and metrics are those of TRL's trainer, on its own batch of a few pairs."""
+"""Loss, gradient and metrics of reward models equal those of TRL's trainer, on TRL's own batch of a few pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def make_model():
 
 
 def scores_of(model, batch):
-    """Return float32 [1, tokens]: each document's score at its last token, of documents forwarded one by one."""
+    """Return each document's reward score at its last token, as float32 [1, tokens].
+
+    Each document has a forward pass of its own.
+    """
     found = []
     for tokens in batch.inputs.input_ids[0].split(list(batch.documents.lengths)):
         score = model(tokens[None]).logits[0]

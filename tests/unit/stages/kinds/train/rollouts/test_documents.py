@@ -1,4 +1,4 @@
-"""Packed completions: training is independent of their distribution over rows, and each token keeps its data."""
+"""Sampled completions can be packed into rows in any way with the same training, and each token keeps its data."""
 
 from __future__ import annotations
 

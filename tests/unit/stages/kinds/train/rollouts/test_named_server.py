@@ -1,4 +1,4 @@
-"""Sampling servers started by others: refused if weights cannot be sent, and waited for if they fail.
+"""Sampling servers that the user started: refused if weights cannot be sent, and waited for if they fail.
 
 The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
 """
@@ -122,7 +122,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
-    """Return a train config whose sampling server is at `url`; `changed` replaces fields of the server."""
+    """Return a train config whose sampling server is at `url`; `changed` replaces fields of the server's block."""
     server = {"url": f"{url}/v1", "served_model": MODEL, "key_variable": "SAMPLER_KEY", **changed}
     data = {"dataset": "problems", "sequence_length": 64}
     execution = {"ready_timeout_s": 60, "rollout_timeout_s": 60}
@@ -133,7 +133,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
 
 
 def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
-    """Return the problems that the check of inputs finds for a config."""
+    """Return the problems that the check of inputs finds for a train config, with the config field of each."""
     said = config.model_dump(mode="json")
     stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
     return list(check(stage_input))
@@ -212,7 +212,7 @@ def test_a_server_that_does_not_see_the_folder_is_no_use(
 
 @pytest.fixture
 def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
-    """Rollout server on a fake named server, and a list of its warnings."""
+    """Provide our client of a fake sampling server that the recipe names, and the list of its warnings."""
     config, warned = config_of(served.url), []
     host = NamedServer.of(config, ModelFacts(artifacts["base"] / "model"))
     yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned

@@ -1,4 +1,4 @@
-"""On-policy distillation: its steps, and the requests of each, are known before training."""
+"""On-policy distillation knows before training which steps sample from the model, and the requests of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problems(artifacts: dict[str, Path], folder: Path, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the problems that the check of inputs finds in a dataset of this row."""
+    """Return the problems that the check of inputs finds for on-policy distillation on copies of this row."""
     (folder / "texts" / "data").mkdir(parents=True)
     (folder / "texts" / "data" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     distill = {"lmbda": 0.5, "loss_top_k": 4, "sampling": {"max_completion_length": 8}}
@@ -58,7 +58,7 @@ def test_the_share_of_steps_is_that_of_draws_of_their_own() -> None:
 
 
 def test_a_run_that_goes_on_asks_the_same_again() -> None:
-    """Prompts, seeds and lengths of a step are functions of the recipe and the step."""
+    """A resumed training samples with the same requests, which depend on the recipe and the training step alone."""
     prompts = [[1, 2, 3], [4], [1, 2, 3]]
     asked = asked_of(prompts, 8, 6, seed=0, step=3)
     assert [one.prompt for one in asked] == prompts
@@ -77,7 +77,10 @@ def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Pa
 
 
 def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """A prompt is taken from every document of a packed row; tokens without loss may follow the answer."""
+    """Prompts for sampling are everything before the last answer of each document in a packed row.
+
+    Tokens without loss may follow the answer.
+    """
     texts = tmp_path / "data"
     texts.mkdir()
     (texts / "train.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 3)

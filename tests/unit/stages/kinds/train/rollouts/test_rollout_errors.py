@@ -1,4 +1,4 @@
-"""Unsupported rollout options are refused before training, with what to change."""
+"""Unsupported sampling options are refused before training, with what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round's prompts depend on seed and step alone; a saved round is read back exactly.
+"""The prompts of a sampling round depend on seed and training step alone; a saved round is read back exactly.
 
 Completions are asked for and checked by one function, for every method that samples.
 """
@@ -74,7 +74,7 @@ def test_no_prompt_is_drawn_twice_at_once_while_there_are_others(count: int) -> 
 
 
 class Answering:
-    """Server that answers the last request first, and of each the last completion first."""
+    """Fake sampling server that answers the last request first, and each request's last completion first."""
 
     def __init__(self, most_choices: int = 2, **changed: Any) -> None:
         self.requests: list[Request] = []
@@ -134,7 +134,7 @@ def test_an_answer_without_what_a_loss_needs_is_refused(changed: dict[str, Any],
 
 
 def test_completions_are_asked_for_in_one_place() -> None:
-    """Every method that samples goes through `sample_completions`, which alone reads what was sampled."""
+    """Only `sample_completions` reads what a server sampled, so that every method that samples goes through it."""
     readers = {
         file.name
         for file in (ROOT / "stages" / "kinds" / "train").rglob("*.py")
