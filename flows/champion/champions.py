@@ -1,4 +1,4 @@
-"""Look-up of champions for the commands: MLflow's address, the artifacts of a champion, and versions to be kept."""
+"""Look-up of champions in MLflow, of their artifacts, and of the artifacts that garbage collection must keep."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def connect() -> Registry:
 
 
 def find_mlflow() -> None:
-    """Set MLFLOW_TRACKING_URI and the key to the local MLflow server's, unless the URI is set.
+    """Point MLflow's client to the local server by environment variables, unless a server is set already.
 
+    Raises ServerError when neither exists.
     Raises ServerError when neither exists.
     """
     if not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -118,8 +119,9 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Return a registered model (`models:/NAME@ALIAS` or `models:/NAME/VERSION`) for a lineage or a comparison.
+    """Return a registered model and its evaluations as the subject of a lineage or a comparison.
 
+    Its URI is `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
     Raises what MLflow does, StoreError when the artifact is not here.
     """
     version = find_version(connect(), uri)

@@ -1,4 +1,4 @@
-"""Comparison of two champions, refreshes or artifacts: their differences as sentences, from what the store records."""
+"""Comparison of two champions, refreshes or artifacts, which states their differences as sentences."""
 
 from __future__ import annotations
 

@@ -108,10 +108,10 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Endings of engines that died and of starts that were stopped; no engine starts before they are over."""
+        """Background tasks that clean up dead engines and stopped starts; no engine starts before they are done."""
         self._ending: list[Future[None]] = []
-        """Endings of retired versions, which still finish their last requests; meanwhile only the champion's engine may
-        start."""
+        """Background tasks that end retired versions after their last requests; meanwhile only the champion's engine
+        may start."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()
@@ -134,7 +134,7 @@ class Follower:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no engine is being started, stopped or judged."""
+        """Return whether no start or end of an engine, and no decision about the canary, is under way."""
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:

@@ -104,7 +104,7 @@ def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, f
 
 
 def data_of(store: Store, model: UpstreamEntry) -> list[str]:
-    """Return the datasets that a model and its ancestors were trained on, as in `problems: builtin/addition`."""
+    """Return the datasets that a model and its ancestors were trained on, each as `STAGE: SOURCE`."""
     todo, seen, data = [model], set(), []
     while todo:
         entry = todo.pop()

@@ -1,4 +1,4 @@
-"""Files under `$LIFECYCLE_HOME` about every registered artifact, so that none is deleted while MLflow is away.
+"""Local records of all registered models, so that none of their artifacts is deleted while MLflow is away.
 
 <home>/registrations/<name>/
     lock                one promotion of a name at a time; the kernel releases the lock of a dead process
@@ -26,7 +26,7 @@ TAG = "lifecycle."
 
 
 class Registration(StrictModel):
-    """Registered model or adapter with its artifacts, each as `KIND/VERSION`: base model, evaluations, server.
+    """Record of a registered model or adapter, with its artifacts as `KIND/VERSION`: base model, evaluations, server.
 
     digest: of the model's or adapter's content.
     base: the model that an adapter belongs to; None for a model. description, scores, data: for people who look at
@@ -73,8 +73,9 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
 
 
 def registration_of(version: Any) -> Registration:
-    """Return the registration that the tags of a version in MLflow's registry describe, without scores and description.
+    """Return a registered model's record as the tags of its version in MLflow's registry describe it.
 
+    Scores and description, which are for people, are left out.
     Raises StoreError for a version that somebody registered by other means.
     """
     tags = version.tags

@@ -28,7 +28,7 @@ CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
-"""Tags about the last promotion, which a version keeps when registered again without becoming champion."""
+"""Names of tags about a version's last promotion, which stay when the version is registered again without one."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's error codes for a missing model, and for a missing alias of a model."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -110,7 +110,7 @@ class Registry:
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make `candidate` champion after version `champion`, with which it was compared.
+        """Make a candidate champion, if `champion`, with which it was compared, is still the champion.
 
         If it is champion already, it stays. Raises OutdatedVerdictError when another has become champion since.
         """

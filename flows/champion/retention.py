@@ -46,7 +46,7 @@ class Housekeeping:
     """
 
     def __init__(self, policy: Policy | None, older_than_days: float) -> None:
-        """Find the garbage of this home.
+        """Find what can be removed from the lifecycle home.
 
         policy: None keeps all refreshes, and of their artifacts those that are needed.
         older_than_days: of leftovers.
@@ -106,7 +106,10 @@ class Housekeeping:
         return Collected(done.removed, (*done.failures, *failures))
 
     def _referred_to(self, keep: Keep) -> frozenset[str]:
-        """Return everything that registered versions refer to; only their artifacts if MLflow cannot be asked."""
+        """Return the artifacts, MLflow runs and promote attempts that registered versions refer to.
+
+        If MLflow cannot be asked, these are the artifacts of all models that were ever registered.
+        """
         if not registrations() and not any(_runs(ledger.folder.name) for ledger in ledgers()):
             return frozenset()
         try:

@@ -29,7 +29,8 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import working_directories
 
 IDENTITIES = ("process", "home")
-"""Keys in a server's JSON file that identify its process; files by earlier versions of this program lack `home`."""
+"""Keys that identify the process in a running server's JSON file; files by earlier versions of this program lack
+`home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 PREFIX = "serving-"
 """Prefix of the folder of a `serve --follow` process. Earlier versions of this program made such folders without a

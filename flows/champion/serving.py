@@ -39,7 +39,7 @@ process ended."""
 MAX_UNWELL = 2
 """Number of bad health answers in a row after which an engine counts as dead; its process may end only later."""
 BUSY_S = 30.0
-"""Seconds after which an engine that does not answer is known to be busy or dead."""
+"""Longest time, in seconds, in which an engine turns out busy or dead after it has failed to load an adapter."""
 T = TypeVar("T")
 
 
@@ -105,7 +105,7 @@ def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None
 
 
 def unload_adapter(former: Serving) -> None:
-    """Unload an adapter that gets no requests any more from an engine that goes on serving others."""
+    """Unload an adapter that gets no more requests; its engine goes on serving other adapters."""
     if former.died.is_set():
         return
     server, naming = former.server, former.backend.naming

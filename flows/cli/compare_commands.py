@@ -110,7 +110,7 @@ def compare(
     default="llm-lifecycle",
     show_default=True,
     metavar="NAME",
-    help="MLflow experiment whose runs are fitted to.",
+    help="MLflow experiment whose training runs are used for the fit.",
 )
 @click.option("--where", metavar="FILTER", help="MLflow search filter of the runs; default: all runs of this machine.")
 @click.option(

@@ -41,7 +41,7 @@ def print_look(look: DataLook) -> None:
 
 
 def portion_lines(portion: ShownPortion) -> list[str]:
-    """Return text about one portion of a stage's data: counts, rows left out and why, warnings, document lengths."""
+    """Return text about a stage's training or held-out data: counts, rows left out and why, document lengths."""
     lines = [f"{portion.name}: {summary(portion)}"]
     if portion.unread_after:
         lines.append(f"  there was no time for the rows after {visible(portion.unread_after)}")
@@ -62,7 +62,7 @@ def span(bar: Bar) -> str:
 
 
 def summary(portion: ShownPortion) -> str:
-    """Return one line with a portion's numbers of rows, documents and tokens, and the share that is learned."""
+    """Return one line with the numbers of rows, documents and tokens, and the share of tokens that the loss counts."""
     if portion.sequence_length is None:
         return f"{counted(portion.num_source_rows, 'row')}, {portion.num_tokens:,} tokens"
     visited = "" if portion.share is None else f"; {portion.share:.1%} of what is learned, {portion.epochs:.3g} epochs"
@@ -104,7 +104,7 @@ def heading(row: ShownRow) -> str:
 
 
 def document_heading(document: ShownDocument) -> str:
-    """Return the heading of a shown document: its name, its tokens, and how many of them are learned."""
+    """Return the heading of a shown document: its name, its tokens, and how many of them the loss counts."""
     counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
     return ": ".join(filter(None, [document.name, counts]))
 

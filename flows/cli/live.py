@@ -53,7 +53,7 @@ SHOWN_CHARACTERS = 120
 
 
 class StageFeed:
-    """Reader of the progress events and metrics that a running stage appends to its files, from now on."""
+    """Reader of the new progress events and metrics of one running stage, for the progress display."""
 
     def __init__(self, work: Path):
         self._events = Tail(work / "events.jsonl", at_end=True)
@@ -126,7 +126,7 @@ class View(ABC):
 
     @abstractmethod
     def show(self, record: RefreshRecord) -> None:
-        """Show the present progress of all stages, in place of what was shown before."""
+        """Show the present progress of all stages, replacing what was shown before."""
 
     def _follow(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -165,7 +165,7 @@ class View(ABC):
             self.line(f"{name:<16} waiting  for {entry.waits_for}")
 
     def _is_repeated(self, message: str) -> bool:
-        """Return whether a warning was shown before for another stage; the summary of the refresh names all stages."""
+        """Return whether another stage has already had the same warning; the final summary names all such stages."""
         known = message in self._warnings
         if message.startswith(WARNING):
             self._warnings.add(message)

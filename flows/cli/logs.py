@@ -22,14 +22,14 @@ CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True)
 class StageLog:
-    """Log file of a stage, with the run of the stage that may still be writing it."""
+    """Log file of one run of a stage, which may still be growing."""
 
     folder: Path
     ledger: Ledger | None = None
     attempt: str = ""
 
     def is_growing(self) -> bool:
-        """Return whether the stage whose log it is still runs."""
+        """Return whether the stage that writes the log still runs."""
         if not self.ledger:
             return False
         record = self.ledger.read()
@@ -71,7 +71,7 @@ class StageLog:
 
 
 def find_log(name: str, refresh: str | None) -> StageLog:
-    """Return the log of the latest run of a stage, or of an artifact, by name.
+    """Return the log of a stage's latest run, or of an artifact, by the stage's or artifact's name.
 
     refresh: beginning of the id of the refresh whose attempts count; default: any. Raises `StoreError` when there is
     neither.

@@ -127,7 +127,7 @@ COMMANDS = (
     *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
-"""Commands that run for long, so that their output often goes to a log: there each line begins with its time."""
+"""Commands that run for long, whose output is often read in a log: each line has its time, error messages included."""
 for command in COMMANDS:
     cli.add_command(command)
 

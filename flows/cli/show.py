@@ -59,7 +59,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a JSON value with secrets such as keys masked in all its strings; keys of objects are kept."""
+    """Return a JSON value in which secrets, such as API keys, are masked in all strings; field names are kept."""
     if isinstance(value, dict):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -303,7 +303,7 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 
 
 def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
-    """Turn this process into the supervisor of one that serves with the same command line."""
+    """Turn this process into a supervisor that runs the same `serve` command in another process and restarts it."""
     from flows.champion import champions
     from flows.champion.kept import keep_serving
 
@@ -350,7 +350,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """Observer of a stage run outside any refresh, which reports only that it waits."""
+    """Observer of a stage that runs outside any refresh; it prints only that the stage waits."""
 
     def __init__(self) -> None:
         self._has_reported_wait = False

@@ -24,9 +24,9 @@ from stages.core.metric_series import metrics_size
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Ticks between two queries of the cluster's controller (which all its users share), and between two heartbeats."""
+"""Ticks of 0.5 s between two queries of the cluster's controller, which all users share, and between heartbeats."""
 COMPLETING_PATIENCE_TICKS = 60
-"""Ticks to wait until the cluster reports the end of a job whose processes have already ended.
+"""Ticks of 0.5 s to wait until the cluster reports the end of a job whose processes have already ended.
 
 A node that does not answer keeps such a job in the state COMPLETING.
 """

@@ -252,7 +252,7 @@ class Pulse:
         self._heard_s = time.monotonic()
 
     def is_lost(self) -> bool:
-        """Return whether the job's submitter is lost: no heartbeat for longer than the patience."""
+        """Return whether no heartbeat has come for so long that the job's submitter counts as dead."""
         beat = self._folder.last_beat()
         if beat != self._beat:
             self._beat, self._heard_s = beat, time.monotonic()

@@ -1,4 +1,4 @@
-"""Local launcher: runs the processes of a stage on this machine, under the supervisor."""
+"""Local launcher: runs the processes of a stage on this machine, under a process that ends all of them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Program that starts a stage in place of its own process, by stage kind; it also runs after the commit (`hook.py`).
+"""Programs that run before a stage's process and after its commit, by stage kind (promote asks and updates MLflow).
 
 The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
 """

@@ -28,7 +28,7 @@ class Process(Protocol):
     token: str
 
     def poll(self) -> int | None:
-        """Return a stage process's exit code, or None while it runs; with a code, no descendant is left."""
+        """Return the stage's exit code, or None while it runs. With an exit code, none of its processes is left."""
 
     def stop(self) -> None:
         """End a stage process and all its descendants; return when none is left."""

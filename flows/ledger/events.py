@@ -84,7 +84,7 @@ class FlowRunKnown(Event):
 
 
 class StageWaits(Event):
-    """Event: a stage cannot continue yet, for `reason`."""
+    """Event: a stage cannot start or continue yet, because it waits for `reason`."""
 
     event: Literal["stage_waits"] = "stage_waits"
     stage: str

@@ -79,7 +79,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """Return what the client must send next, `head` or `body`, and of which request; None while it waits."""
+        """Return which part of which request the client must send next, head or body; None if it awaits an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
@@ -168,10 +168,18 @@ def main() -> None:
     parser.add_argument("server", choices=APPLICATIONS)
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument(
-        "--descriptor", type=int, help="number of the descriptor of a socket that listens on the loopback"
+        "--descriptor",
+        type=int,
+        help="File descriptor number of a socket that already listens on the loopback interface.",
     )
     place.add_argument("--listen", metavar="ADDRESS:PORT")
-    parser.add_argument("--host", action="append", default=[], metavar="NAME:PORT", help="name of the server")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME:PORT",
+        help="Host name and port by which browsers and clients call the server; repeatable.",
+    )
     options = parser.parse_args()
     try:
         public = _socket(options.descriptor, options.listen)

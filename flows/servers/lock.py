@@ -43,7 +43,7 @@ class Lock:
         return None
 
     def take(self) -> Plan | None:
-        """Take the lock and return it with the commands that the previous supervisor kept running, which then ends.
+        """Take over the lock from the previous supervisor, which ends; return the lock and the supervised commands.
 
         The holder hands them over and ends; one that hangs is killed. None when the lock is held on another machine or
         in another container.

@@ -42,7 +42,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 def keep(kept: Kept, public: socket.socket) -> NoReturn:
-    """Turn this process into the supervisor of one command in the foreground, which listens on the socket `public`.
+    """Turn this process into the foreground supervisor of one command, whose listening socket is `public`.
 
     The command ends when this process does, however that ends. After SIGTERM and SIGINT it gets a SIGTERM, and all the
     time that it wants to end; the exit code is its own. So it is when the command ends before it has ever answered.
@@ -189,7 +189,7 @@ class Supervisor:
                     self.plan.release()
 
     def _stop_home(self) -> int:
-        """Run `lifecycle down`, which stops the local servers and first takes them over from this supervisor."""
+        """Stop the local servers with `lifecycle down`, which first takes them over from this supervisor."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main(['down'])"]
         stopping = subprocess.Popen(command, env=self._environment())
         while stopping.poll() is None:

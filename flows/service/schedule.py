@@ -90,7 +90,7 @@ def schedule(spec: ScheduleSpec) -> Schedule:
 
 
 def schedules() -> list[Schedule]:
-    """Return all schedules, by name. Raises `ServerError` when Prefect does not answer."""
+    """Return the schedules of all recipes, by name. Raises `ServerError` when Prefect does not answer."""
     with prefect_client() as client:
         tagged = filters.DeploymentFilter(tags=filters.DeploymentFilterTags(all_=[SCHEDULE_TAG]))
         deployments = client.read_deployments(deployment_filter=tagged)
@@ -114,7 +114,7 @@ def pause(name: str) -> Schedule:
 
 
 def resume(name: str) -> Schedule:
-    """Resume a schedule. Raises `RecipeError` when there is none of this name."""
+    """Resume a recipe's paused schedule. Raises `RecipeError` when there is none of this name."""
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
         client.resume_deployment(deployment.id)
@@ -165,7 +165,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
 
 
 def _runs_backwards(first: str, last: str) -> bool:
-    """Return whether a range of a cron expression, such as `5-1`, ends before it begins; Prefect reads it as `*`."""
+    """Return whether a range of a cron expression runs backwards, as in `1-0`, which Prefect reads as every minute."""
     numbers = [int(end) if end.isdecimal() else NUMBERS.get(end, -1) for end in (first, last)]
     if last == "sun":
         numbers[1] = 7  # Sunday is 0 and 7

@@ -24,7 +24,7 @@ RESUME_KEY_LENGTH = 12
 
 @dataclass(frozen=True)
 class Verification:
-    """Files of one artifact that differ from their recorded hashes, are missing, or were added."""
+    """Result of verifying one artifact: its files with wrong hashes, missing files and extra files."""
 
     artifact: Artifact
     damaged: tuple[str, ...]

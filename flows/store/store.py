@@ -122,8 +122,9 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock for building one artifact, named by its resume key, so that no other process builds it.
+        """Hold the lock for building one artifact, so that no other process builds it at the same time.
 
+        Its name is the stage's resume key.
         waiting: called every 0.2 s while another process holds it; may raise.
         """
 
@@ -139,7 +140,7 @@ class Store:
             yield
 
     def is_locked(self, kind: str, resume_key: str) -> bool:
-        """Return whether a process currently holds the lock for building an artifact, named by its resume key."""
+        """Return whether some process holds the lock for building an artifact at this moment."""
         lock = self._lock_of(kind, resume_key)
         if not Path(lock.lock_file).exists():
             return False
