@@ -1,4 +1,4 @@
-"""Model card (`README.md`) of a promoted model, from records and licences, with the metadata that hubs read at its top.
+"""Model card (`README.md`) of a published model, written from the records of how the model was made and scored.
 
 The same records give the same card: no clock, no paths, no names of machines.
 """
@@ -46,7 +46,7 @@ SETTINGS = (
     "gguf_type",
     "combination",
 )
-"""Fields of a stage's config that the card shows, in this order.
+"""Names of the stage settings that a model card shows, in this order.
 
 All other fields, such as addresses of judges, are not published.
 """
@@ -59,12 +59,12 @@ LOSSES = (
     "mean_abs_logprob_difference",
 )
 RELATIONS: dict[str, Relation] = {"train": "finetune", "merge": "merge", "quantize": "quantized"}
-"""Kind of a stage → its `RELATION`, for records, which hold the name of a kind and not its config class."""
+"""Relation of a stage's model to its base model (as Hugging Face names it), by the kind of stage."""
 
 
 @dataclass(frozen=True)
 class Licence:
-    """Licence of a model or dataset.
+    """Licence of a model or dataset, as its card or the recipe states it.
 
     name: as hubs know it, such as `apache-2.0`, or `other`; then `own_name` and `link` describe it.
     """
@@ -79,7 +79,7 @@ class Licence:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """Origin of a model or dataset, and its use.
+    """Row of the model card about a base model or dataset: its origin, licence, size and use.
 
     place: address on a hub; for local files, only that they are files.
     """
@@ -95,7 +95,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Stage between base model and published model, as the card shows it."""
+    """Row of the model card about one stage between the base model and the published model."""
 
     label: str
     kind: str
@@ -105,7 +105,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class LossRow:
-    """Distance of a quantized or merged model from the one before it."""
+    """Row of the model card with a metric of how far a quantized or merged model is from the model before it."""
 
     label: str
     name: str
@@ -114,7 +114,7 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Score:
-    """`TASK.METRIC` with its standard error, where the harness gave one."""
+    """Evaluation score in the model card, named `TASK.METRIC`, with its standard error if known."""
 
     name: str
     value: float
@@ -123,7 +123,7 @@ class Score:
 
     @property
     def interval(self) -> str:
-        """95% interval, as `score_interval` computes it."""
+        """Confidence interval (95%) of the score as text, or `not known`."""
         if self.standard_error is None:
             return "not known"
         low, high = score_interval(self.value, self.standard_error, self.num_samples)
@@ -131,7 +131,7 @@ class Score:
 
 
 def model_card(promoted: Promoted, licence: str | None) -> str:
-    """Return the text of a model card. licence: from the recipe; None for the base's own."""
+    """Return the text of the model card. licence: from the recipe; None takes the base model's."""
     stated = stated_licence(promoted, licence)
     sources = [_source(made, promoted) for made in promoted.lineage if made.is_source]
     scores = [score for evaluation in promoted.evaluations for score in _scores(evaluation)]
@@ -167,7 +167,7 @@ def _render(**values: Any) -> str:
 
 
 def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
-    """Return the metadata at the top of a model card, as the hub's own library writes it."""
+    """Return the YAML metadata at the top of a model card, which the Hugging Face hub reads."""
     is_adapter = promoted.model.record.product == "adapter"
     bases = [name for base in promoted.bases if (name := repository_of(base))]
     made_of = [made for made in promoted.lineage if made.record.product == "dataset"]
@@ -207,13 +207,13 @@ def _evaluation(score: Score) -> EvalResult:
 
 
 def repository_of(made: Made) -> str | None:
-    """Return `owner/name` of what was downloaded from the Hugging Face hub; None for other artifacts."""
+    """Return the repository `owner/name` on the Hugging Face hub that an artifact was downloaded from, else None."""
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(@.*)?", made.result.tags.get("source", ""))
     return match[1] if match and made.is_source else None
 
 
 def _source(made: Made, promoted: Promoted) -> SourceRow:
-    """Describe a model's or dataset's source without local paths, which say nothing to others, and maybe too much."""
+    """Describe the origin of a base model or dataset for the card, without local paths."""
     source, revision = (made.result.tags.get(name, "") for name in ("source", "revision"))
     licence = licence_of([made])
     files = [entry for name, entry in made.record.files.items() if name.startswith(f"{made.content.name}/")]
@@ -229,7 +229,7 @@ def _source(made: Made, promoted: Promoted) -> SourceRow:
 
 
 def _use(user: Made, dataset: Made) -> str:
-    """Describe a stage's use of a dataset; in a mixture, rows and tokens are counted by dataset."""
+    """Describe a stage's use of a dataset for the card: the stage's name, and how many rows and tokens it read."""
     metrics = user.result.metrics
     is_mixture = f"num_rows.{dataset.record.stage}" in metrics
     end = f".{dataset.record.stage}" if is_mixture else ""
@@ -265,7 +265,7 @@ def _scores(evaluation: Made) -> Iterator[Score]:
 def _limits(
     promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
 ) -> Iterator[str]:
-    """Yield limitations of the published model that a reader could overlook."""
+    """Yield sentences for the model card about the model's limitations, such as tasks that were not evaluated."""
     tasks = ", ".join(dict.fromkeys(score.name.partition(".")[0] for score in scores)) or "no task"
     yield f"It was evaluated on {tasks} only; nothing is known of its safety, its biases and all other tasks."
     if licence is None:
@@ -282,17 +282,17 @@ def _limits(
 
 
 def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
-    """Return the licence of the published model. licence: from the recipe; None for the base's own."""
+    """Return the licence of the published model. licence: from the recipe; None takes the base model's."""
     return Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
 
 
 def licence_of(made: Iterable[Made]) -> Licence | None:
-    """Return the licence of the first of these artifacts whose card states a valid one."""
+    """Return the licence that the first of these artifacts states in its card; None if no card states a valid one."""
     return next((found for one in made if (found := _read(one.content / "README.md"))), None)
 
 
 def licence_files(made: Iterable[Made]) -> dict[str, Path]:
-    """Return name → path of the licences, notices and policies of the first of these artifacts that has some."""
+    """Return the licence and notice files of the first artifact that has some, by file name."""
     for one in made:
         found = {path.name: path for path in sorted(one.content.iterdir()) if LICENCE_FILES.fullmatch(path.name)}
         if found:

@@ -1,4 +1,4 @@
-"""Check of the place that a model will be published to, made when the refresh begins."""
+"""Early check of publish stages: whether the target can be written to, before the refresh trains anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 
 
 def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
-    """Raise PublishError for a target folder in a store that the inputs, `STORE/KIND/ARTIFACT`, lie in."""
+    """Raise PublishError if a target folder lies in the artifact store, whose files must not change.
+
+    inputs: artifact folders, `STORE/KIND/ARTIFACT`.
+    """
     address = parse_address(config.to)
     if address.scheme == "file":
         for store in {folder.parent.parent for folder in inputs.values()}:
@@ -21,7 +24,7 @@ def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield dotted field and error of a publication, or a text if the target does not answer now."""
+    """Yield errors of a publish stage's target with the config field, or a text if the target does not answer now."""
     config = PublishConfig.model_validate(stage_input.config)
     if config.dry_run:
         return

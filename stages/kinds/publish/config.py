@@ -1,4 +1,4 @@
-"""Config of a publish stage."""
+"""Config of the publish stage, which sends a promoted model to a hub, bucket, registry or folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stages.kinds.publish.targets.registry import forms, parse_address, token_of
 
 
 class PublishConfig(StageConfig):
-    """Send a promoted model to where others find it, with a model card written from the records."""
+    """Config of the publish stage: sends a promoted model, with a model card, to a hub, bucket, registry or folder."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("publication",)
@@ -25,25 +25,26 @@ class PublishConfig(StageConfig):
 
     kind: Literal["publish"]
     promotion: Annotated[str, Reference(("verdict",))] = Field(
-        description="Promote stage of the model; a candidate that was not promoted is not published."
+        description="Promote stage whose candidate is published; a candidate that was not promoted is not."
     )
     to: Annotated[str, AfterValidator(lambda text: str(parse_address(text)))] = Field(
         description=f"Place to publish to: {forms()}."
     )
-    private: bool = Field(True, description="Make a repository on a hub visible only to its owner.")
+    private: bool = Field(True, description="Make the repository private (visible only to its owner); only for hubs.")
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][\w.+-]{0,63}$",
-        description="Licence of the model, for the card; default: the licence in the card of its base.",
+        description="Licence of the model for its card, such as apache-2.0. Default: the licence in the card of the "
+        "base model.",
     )
-    dry_run: bool = Field(False, description="Only write the card and the list of files; send nothing.")
+    dry_run: bool = Field(False, description="Only write the model card and the list of files; send nothing.")
 
     @property
     def devices(self) -> int:
         return 0
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield why the target cannot take what the stage publishes.
+        """Yield reasons why the target cannot be published to from here, such as a missing token.
 
         Of a stage on a cluster only the store is checked, which the cluster shares; its environment and other folders
         are checked there by the stage itself.

@@ -1,4 +1,4 @@
-"""Records of a publication's inputs: the promotion, its model, and all artifacts that the model was made from.
+"""Records that a publication reads: of the promotion, its model, and all artifacts that the model was made from.
 
 A stage gets the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
 another by kind and version, also where an artifact was built under another name.
@@ -20,31 +20,31 @@ from stages.core.fields import Product
 
 FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
 VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
-"""Tags and file that the promote stage leaves."""
+"""Result tags and file of a promote stage, from which a publication reads its outcome."""
 
 
 class _Recorded(BaseModel):
-    """Base of the parts of an artifact's record that are read here; the store owns the others."""
+    """Base class for the fields of an artifact's `record.json` that a publication reads; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class UpstreamEntry(_Recorded):
-    """An artifact that another one was built from."""
+    """Reference to an artifact from which another one was built."""
 
     kind: str
     version: str
 
 
 class FileEntry(_Recorded):
-    """Size in bytes and sha256 of one file."""
+    """Size in bytes and sha256 of one file of an artifact."""
 
     size: int
     sha256: str
 
 
 class Record(_Recorded):
-    """Parts of an artifact's `record.json` that a publication reads."""
+    """Fields of an artifact's `record.json` that a publication reads."""
 
     recipe: str | None
     stage: str
@@ -60,7 +60,7 @@ class Record(_Recorded):
 
 @dataclass(frozen=True)
 class Made:
-    """Artifact of a publication's lineage: its record, and the result of its stage."""
+    """Artifact in a published model's lineage: its folder, its record, and the result of its stage."""
 
     folder: Path
     record: Record
@@ -68,45 +68,48 @@ class Made:
 
     @property
     def label(self) -> str:
-        """Name of the artifact for people."""
+        """Name of the artifact in texts: its stage and its version."""
         return f"{self.record.stage}-{self.record.version}"
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of an artifact with defaults, without `execution`, references and paths."""
+        """Config of the stage that made the artifact, defaults included, without `execution`, references and paths."""
         config = self.record.identity.get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def is_source(self) -> bool:
-        """True if the artifact came from outside: it was made from no other."""
+        """True if the artifact was downloaded rather than made from other artifacts."""
         return not self.record.upstream
 
     @property
     def content(self) -> Path:
-        """Folder of the model, adapter or dataset."""
+        """Folder with the artifact's model, adapter or dataset."""
         return self.folder / FOLDERS[self.record.product]
 
     def stands_on(self, other: Made) -> bool:
-        """Return whether a field of the artifact's config refers to another given artifact."""
+        """Return whether the artifact was built directly from another given artifact."""
         entry = UpstreamEntry(kind=other.record.kind, version=other.record.version)
         return entry in self.record.upstream.values()
 
 
 class Inputs:
-    """Artifacts that a publication stands on."""
+    """Artifacts that a publish stage can read: its inputs, and all that those were made from."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self.named = {name: _read(folder) for name, folder in folders.items()}
         self._made = {(one.record.kind, one.record.version): one for one in self.named.values()}
 
     def upstream(self, made: Made, *fields: str) -> list[Made]:
-        """Return the artifacts that `made` refers to in these fields, or in items of these lists."""
+        """Return the artifacts to which the given config fields of an artifact's stage refer."""
         entries = made.record.upstream.items()
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
     def lineage(self, made: Made) -> list[Made]:
-        """Return all artifacts that an artifact was made from, each once, inputs first, itself last."""
+        """Return all artifacts that an artifact was made from, each once.
+
+        Inputs come before what uses them, and the artifact itself is last.
+        """
         made_by_folder: dict[Path, Made] = {}
 
         def visit(one: Made) -> None:
@@ -119,7 +122,7 @@ class Inputs:
         return list(made_by_folder.values())
 
     def bases(self, made: Made) -> Iterator[Made]:
-        """Yield the model that a model was made from, the one before, and so on to the first."""
+        """Yield the base model of a model, then the base model's own base model, and so on."""
         while made.record.upstream.keys() & {"base", "model"}:
             made = self._find(nearest_base(made.record.upstream))
             yield made
@@ -141,7 +144,7 @@ def _read(folder: Path) -> Made:
 
 @dataclass(frozen=True)
 class Promoted:
-    """A promotion's model with its evidence.
+    """Promoted model with everything that its card needs: promotion, evaluations, lineage, base models.
 
     lineage: artifacts that it was made from; the model last.
     bases: its own base first, the oldest last.
@@ -157,12 +160,12 @@ class Promoted:
 
     @property
     def table(self) -> str:
-        """Verdict of a promotion as Markdown, with gates and the comparison with the earlier champion."""
+        """Result of the promotion as Markdown: gates, and the comparison with the earlier champion."""
         return (self.promotion.folder / TABLE_FILE).read_text(encoding="utf-8")
 
 
 def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> Promoted:
-    """Read the records of a promotion. Raises StoreError if they do not fit together."""
+    """Read the records of a promotion and its lineage. Raises StoreError if they do not fit together."""
     inputs = Inputs(folders)
     promotion = inputs.named[promotion_stage]
     (model,) = inputs.upstream(promotion, "model")

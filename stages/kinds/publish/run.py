@@ -1,4 +1,4 @@
-"""The publish stage: a promotion → its model where others find it, with a card, a list of checksums and the licences.
+"""Publish stage: sends a promoted model with its model card, checksums and licence files to a publishing target.
 
 Out: `files/` (files written for it) and `publication.json`. Only missing files are sent, and the content of the target
 is compared by checksums afterwards. A promotion is complete before this begins: nothing here undoes it.
@@ -31,7 +31,7 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 from stages.kinds.publish.targets.target import Held, LocalFile, Target
 
 SUMS_FILE = "SHA256SUMS"
-"""List of checksums, as `sha256sum --check` reads it.
+"""Name of the published list of checksums, in the format of `sha256sum --check`.
 
 A later publication recognises the files of this one by it.
 """
@@ -40,12 +40,12 @@ NOT_PROMOTED = "not promoted"
 NUM_NAMED = 3
 
 Bundle = Mapping[str, LocalFile]
-"""Files of a publication: name → local file."""
+"""Files to publish, by the names that they get at the target."""
 State = Literal["published", "was there", "dry run", "not promoted"]
 
 
 def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[str, LocalFile]:
-    """Return name → file; files that are not in the artifact are written into `folder`.
+    """Collect the files to publish, by name: the model's, and new ones (card, checksums) written into `folder`.
 
     Raises ModelError for a damaged artifact.
     """
@@ -67,7 +67,7 @@ def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[
 
 
 def names_in(sums: str) -> set[str]:
-    """Return the names in a list of checksums."""
+    """Return the file names in a list of checksums."""
     return {name for _, _, name in (line.partition("  ") for line in sums.splitlines()) if name}
 
 
@@ -78,7 +78,7 @@ def _write(texts: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
-    """Raise ModelError unless the files to publish are those that were judged, to the byte."""
+    """Raise ModelError unless the model's files still have the checksums that were recorded when they were built."""
     made = promoted.model
     prefix = f"{made.content.name}/"
     files = made.record.files.items()
@@ -92,7 +92,7 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
 
 
 def _adapter_config(promoted: Promoted, file: Path) -> str:
-    """Return the adapter's config with its base's name on the hub, instead of an artifact's."""
+    """Return the adapter's config with its base model's repository on the hub in place of a local artifact's name."""
     config, base = read_json_object(file), promoted.bases[0]
     if name := repository_of(base):
         config |= {"base_model_name_or_path": name, "revision": base.result.tags["revision"]}
@@ -100,7 +100,7 @@ def _adapter_config(promoted: Promoted, file: Path) -> str:
 
 
 class PublishedFile(StrictModel):
-    """A file of the publication. sent: whether this stage had to send it."""
+    """Published file. sent: False if the target had it already."""
 
     size_bytes: int
     sha256: str
@@ -108,7 +108,7 @@ class PublishedFile(StrictModel):
 
 
 class Publication(StrictModel):
-    """Content of `publication.json`: where the model was published, and its files.
+    """Content of `publication.json`: where the model was published, and which files.
 
     revision: the target's name for this content; for files and buckets, the hash of the list.
     """
@@ -118,11 +118,13 @@ class Publication(StrictModel):
     state: State
     revision: str | None = None
     files: dict[str, PublishedFile] = Field(default_factory=dict)
-    removed: tuple[str, ...] = Field((), description="Files of an earlier publication that the new one does not have.")
+    removed: tuple[str, ...] = Field(
+        (), description="Files of an earlier publication that were removed, since the new one does not have them."
+    )
 
 
 def run(config: PublishConfig, context: StageContext) -> StageResult:
-    """Publish a promoted model, and record what was sent.
+    """Publish the promoted model, and record what was sent in `publication.json`.
 
     Raises PublishError, ModelError for a damaged artifact, TransientError if the target does not answer.
     """
@@ -146,7 +148,7 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
 
 
 def _publish(target: Target, bundle: Bundle, planned: Publication, context: StageContext) -> Publication:
-    """Send missing files, and compare the target's content again."""
+    """Send the files that the target lacks, remove outdated ones, and verify the target's checksums."""
     held = target.held(bundle)
     missing = _differing(bundle, held)
     # Only files that an earlier publication listed are removed: others at the target are not ours.

@@ -1,4 +1,4 @@
-"""Checks of a quantization before anything slow: the model by config, file headers and modules, and the rows."""
+"""Early check of quantize stages: the model's config, file headers and layers, and the calibration rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stages.models.model_folder import check_model_folder, check_unquantized
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield dotted field and error for layers that cannot be quantized or served, and for splits and rows.
+    """Yield errors of a quantize stage, with the config field of each: about its layers, or its calibration rows.
 
     The model may be the one that training starts from: its layers are the same.
     """
@@ -36,7 +36,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
 
 @dataclass(frozen=True)
 class QuantizedLayers:
-    """Summary of the layers that are about to be quantized."""
+    """Summary of the layers that will be quantized: number, and share of the model's weights."""
 
     model_class: str
     num_layers: int
@@ -44,7 +44,10 @@ class QuantizedLayers:
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError for what cannot work by config and file headers, within milliseconds."""
+    """Raise ModelError or RecipeError if config and file headers show that quantizing or serving will fail.
+
+    It takes milliseconds.
+    """
     facts = ModelFacts(source)
     check_model_folder(facts)
     check_unquantized(facts, str(source))
@@ -60,7 +63,7 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
-    """Return the layers to quantize.
+    """Build the model without weights, and return a summary of the layers that will be quantized.
 
     Raises ModelError or RecipeError for what the model's modules do not allow, within seconds.
     """

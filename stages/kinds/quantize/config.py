@@ -1,4 +1,4 @@
-"""Config of a quantize stage."""
+"""Config of the quantize stage, which makes a model smaller for serving."""
 
 from __future__ import annotations
 
@@ -24,28 +24,35 @@ if TYPE_CHECKING:
 else:
     Method = Literal[tuple(METHODS)]
 ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
-"""Layers that are never quantized: routers of mixtures.
+"""Patterns of mixture-of-experts routers, which are never quantized.
 
 The choice of an expert hangs on small differences, and the matrix is tiny.
 """
 
 
 class CalibrationConfig(StrictModel):
-    """Rows that show the quantizer what activations look like, and held-out rows that judge it."""
+    """Rows of a quantization: calibration rows for the quantizer, and others on which the quality loss is measured."""
 
     dataset: DatasetReference
-    split: SplitName = Field("train", description="Files of the dataset whose name or folder begins with this.")
-    evaluation_split: SplitName | None = Field(
-        None, description="Split of the rows that the KL is measured on; default: `split`, after the calibration rows."
+    split: SplitName = Field(
+        "train", description="Split of the calibration rows: files whose name or folder begins with this text."
     )
-    num_samples: PositiveInt = Field(128, description="Number of rows that the quantizer sees.")
-    num_evaluation_samples: PositiveInt = Field(128, description="Number of rows that the KL is measured on.")
+    evaluation_split: SplitName | None = Field(
+        None,
+        description="Split of the rows on which the KL divergence is measured. Default: the rows of `split` "
+        "after the calibration rows.",
+    )
+    num_samples: PositiveInt = Field(128, description="Number of calibration rows.")
+    num_evaluation_samples: PositiveInt = Field(
+        128, description="Number of rows on which the KL divergence from the unquantized model is measured."
+    )
     evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
         "all",
-        description="Tokens over whose predictions the KL is averaged. assistant: only tokens that training learns "
-        "from; a model that was never trained on the others predicts them at random, quantized or not.",
+        description="Tokens over whose predictions the KL divergence is averaged. all: every token; assistant: only "
+        "those that training learns from, since a model predicts tokens that it was never trained on at "
+        "random, quantized or not.",
     )
-    sequence_length: int = Field(512, ge=2, description="Largest number of tokens of a row.")
+    sequence_length: int = Field(512, ge=2, description="Largest number of tokens of a row; longer rows are cut off.")
 
     @model_validator(mode="after")
     def _judged_by_other_rows(self) -> Self:
@@ -58,7 +65,10 @@ class CalibrationConfig(StrictModel):
 
 
 class QuantizeConfig(StageConfig):
-    """Quantize a model (→ `model/`)."""
+    """Config of the quantize stage: stores a model's weights in fewer bits, and measures how its predictions change.
+
+    Output: `model/`.
+    """
 
     STAGE_VERSION: ClassVar[int] = 2
     PRODUCTS = ("model",)
@@ -68,24 +78,36 @@ class QuantizeConfig(StageConfig):
     kind: Literal["quantize"]
     model: ModelReference
     method: Method = Field(
-        description="Method of quantization. awq, gptq: W4A16 in groups; int8: W8A8; fp8: W8A8 with dynamic activation "
-        "scales; gguf: one file for llama.cpp."
+        description="Quantization method. awq, gptq: 4-bit weights in groups (W4A16); int8: weights and activations "
+        "in 8 bits (W8A8); fp8: the same in FP8, with dynamic activation scales; gguf: one file for "
+        "llama.cpp, in `gguf_type`."
     )
     gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
         None,
-        description="With `method: gguf`, the type that matrices are stored in, embeddings included. Types with `_k` "
-        "are K-quants, which llama.cpp's own library makes.",
+        description="Only with `method: gguf`: format in which matrices are stored, embeddings included. Formats with "
+        "`_k` are K-quants, which llama.cpp's own library writes.",
     )
-    group_size: PositiveInt = Field(128, description="Number of input channels that share a scale (awq and gptq).")
-    symmetric: bool = Field(False, description="Quantize without zero points (awq and gptq).")
-    ignore: tuple[str, ...] = Field(("lm_head",), description="Modules that stay unquantized; `re:` begins a pattern.")
+    group_size: PositiveInt = Field(
+        128, description="Number of input channels that share a scale; only for awq and gptq."
+    )
+    symmetric: bool = Field(False, description="Quantize without zero points; only for awq and gptq.")
+    ignore: tuple[str, ...] = Field(
+        ("lm_head",), description="Names of modules to leave unquantized, or patterns of names that begin with `re:`."
+    )
     calibration: CalibrationConfig
     max_kl: NatsPerToken | None = Field(
-        None, description="Largest allowed KL from the unquantized model, in nats per token."
+        None,
+        description="Largest allowed KL divergence from the unquantized model, in nats per token; above it the "
+        "stage fails. Default: no limit.",
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="Tensor parallelism with which the model will be served.")
-    trust_remote_code: bool = Field(False, description="Run Python files that come with the model.")
-    seed: int = Field(0, ge=0, description="Seed of the quantizer's random numbers.")
+    tensor_parallel_size: PositiveInt = Field(
+        1,
+        description="Number of GPUs that will share each layer when the "
+        "model is served; it is checked that the quantized "
+        "layers can be split so.",
+    )
+    trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
+    seed: int = Field(0, ge=0, description="Random seed of the quantizer.")
 
     @field_validator("ignore")
     @classmethod
@@ -125,7 +147,7 @@ class QuantizeConfig(StageConfig):
 
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
-        """Refuse options of other methods.
+        """Refuse options that belong to other methods than the chosen one.
 
         In `config.json` of a stage every field is set, so a field with its default counts as unset.
         """
@@ -152,8 +174,9 @@ class QuantizeConfig(StageConfig):
             )
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield why the serving engine could not load the quantized model, as far as the model's config shows it.
+        """Yield the reasons why the serving engine could not load the quantized model.
 
+        Only reasons that the model's config shows are found.
         What only the headers of its files show is found after its download. The devices of a cluster may accept what
         those of this machine do not.
         """
@@ -173,15 +196,13 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the inputs from outside the store, with llama.cpp's version if its library makes the K-quant
-        blocks.
-        """
+        """Return what the result depends on outside the store; for K-quants also llama.cpp's version."""
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 
     @property
     def weight_files(self) -> WeightFiles:
-        """Kind of weight files that the stage writes."""
+        """Kind of weight files that the stage writes: safetensors or gguf."""
         return self.serving_engine.capabilities.weights
 
     @property
@@ -197,7 +218,7 @@ class QuantizeConfig(StageConfig):
 
     @property
     def quantization(self) -> Quantization:
-        """Facts of the quantization that the serving engine must know."""
+        """Description of the quantization for the engine that will serve the model."""
         return Quantization(
             method=self.method,
             weights=self._weights,

@@ -1,4 +1,4 @@
-"""Divergence of a quantized model's predictions from the unquantized model's, on tokens not used for calibration.
+"""Comparison of a quantized model's predictions with the unquantized model's, on tokens not used for calibration.
 
 Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as one
 of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
@@ -24,13 +24,13 @@ from stages.models.recorded import Differences, Predicted, RecordedDocument, dif
 
 BATCH_TOKENS = 4096
 CHUNK_TOKENS = 512
-"""Number of predictions compared at a time, so that float32 [tokens, vocabulary] stays small beside the models."""
+"""Number of predictions compared at a time, so that float32 [tokens, vocabulary] needs little memory."""
 NUM_WORST = 5
 
 
 @dataclass(order=True, frozen=True)
 class TokenDivergence:
-    """KL divergence of one prediction, in nats, and the token that followed."""
+    """KL divergence of one prediction, in nats, and the token that actually followed."""
 
     kl_nats: float
     token: int
@@ -38,7 +38,7 @@ class TokenDivergence:
 
 @dataclass
 class Divergence:
-    """Sums over predictions of the next token."""
+    """Sums of KL divergence, losses and equal greedy choices over the compared predictions."""
 
     num_tokens: int = 0
     kl_nats: float = 0.0
@@ -47,10 +47,10 @@ class Divergence:
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
     from_training: Differences | None = None
-    """Differences from what training recorded, where the original has such a record."""
+    """Differences from the log-probabilities that training recorded; None if the unquantized model has no record."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the measurements by their names in MLflow."""
+        """Return KL divergence, perplexities and share of equal greedy choices as MLflow metrics, by metric name."""
         return {
             "kl_nats_per_token": self.kl_nats / self.num_tokens,
             "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
@@ -60,12 +60,15 @@ class Divergence:
         }
 
     def worst_in_words(self, tokenizer_folder: Path) -> str:
-        """Return the tokens that followed the most different predictions, with their divergence."""
+        """Return, as text for an error, the tokens whose predictions differ most, with their KL divergence."""
         tokenizer = load_tokenizer(tokenizer_folder)
         return ", ".join(f"{tokenizer.decode([worst.token])!r} ({worst.kl_nats:.3f} nats)" for worst in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        """Add predictions: [tokens, vocabulary] logits of each model, and the int64 [tokens] that followed."""
+        """Add predictions of both models to the sums, as logits [tokens, vocabulary].
+
+        next_tokens: int64 [tokens], the tokens that actually followed.
+        """
         reference = reference_logits.float().log_softmax(-1)
         quantized = quantized_logits.float().log_softmax(-1)
         kl_nats = (reference.exp() * (reference - quantized)).sum(-1)
@@ -88,8 +91,9 @@ def measure_divergence(
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
-    """Run both models over `samples` and compare predictions: KL(reference ‖ quantized), exact over the vocabulary.
+    """Run both models on `samples`, and return the divergence of their predictions: KL(reference ‖ quantized).
 
+    It is exact over the vocabulary.
     evaluated: of each sample, the tokens whose prediction counts (the first one's is never made).
     recorded: documents with predictions of training, which the quantized model runs over, too.
     report: called as report(done, total), in tokens.
@@ -135,7 +139,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _of_gguf(folder: Path) -> dict[str, Any]:
-    """Return the arguments with which Transformers reads a GGUF file, dequantized.
+    """Return the arguments by which Transformers loads a GGUF file, dequantized; none for other models.
 
     It uses the model's own config, as GGUF's leaves sizes of heads out.
     """
@@ -148,7 +152,7 @@ def _of_gguf(folder: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    """Return logits [rows × (tokens − 1), vocabulary] for every token but the first of each row."""
+    """Run a model; return logits [rows × (tokens − 1), vocabulary] that predict every token but each row's first."""
     return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
 
 

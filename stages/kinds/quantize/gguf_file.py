@@ -1,4 +1,4 @@
-"""Conversion of a model folder to a GGUF file by the package `gguf`: config, tokenizer and safetensors → `model.gguf`.
+"""Quantization to GGUF: converts a model's config, tokenizer and safetensors to one `model.gguf` for llama.cpp.
 
 Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. K-quants are
 made by llama.cpp's library (`k_quantizer`). Everything else in the folder stays beside the file: evaluations read the
@@ -55,20 +55,21 @@ HEADER = struct.Struct("<3q")
 IN_A_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
 HEADS = ("output.weight", "token_embd.weight")
 SMALLER_BLOCKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-"""Replacement type for rows that K-quant blocks of 256 do not divide: the next better one with blocks of 32."""
+"""Fallback GGUF type for matrices whose rows K-quant blocks of 256 do not divide: the next larger one with blocks of
+32."""
 NUM_FIRST_VALUES = 4
 MAX_MODEL_LEN = 512
-"""Context length of a llama.cpp server that only tokenizes."""
+"""Context length of the llama.cpp server that is started only to tokenize rows."""
 NUM_SHOWN = 60
 ROTARY_BUFFER = ".rotary_emb.inv_freq"
-"""End of the name of a buffer in old Llama folders, which is computed, not learned."""
+"""Suffix of a rotary-embedding buffer in old Llama models, which is skipped, as it can be computed."""
 ROTARY_FACTORS = "rope_freqs.weight"
 NUM_NAMED = 3
 NUM_NAMED_MATRICES = 6
 
 
 def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) -> Type:
-    """Return the GGUF type in which a matrix is stored.
+    """Return the GGUF type in which a matrix is stored, when the recipe asks for a K-quant mix.
 
     name: in the file.
     row_size: its number of inputs.
@@ -87,19 +88,22 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
 
 
 def _gets_more(layer: int, num_layers: int) -> bool:
-    """Return whether a K-quant mix gives a layer more bits: the first and last eighth, every third between."""
+    """Return whether a K-quant mix gives a layer more bits than others.
+
+    It does for the first and last eighth of the layers, and every third between.
+    """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 class KQuantizer:
-    """Running program that makes K-quant blocks."""
+    """Running subprocess in which llama.cpp's library quantizes matrices to K-quants."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]):
         self._process, self._log = process, log
 
     def quantize(self, values: np.ndarray[Any, Any], stored_as: Type) -> np.ndarray[Any, Any]:
-        """Quantize float32 [rows, columns] to uint8 [rows, bytes of a row].
+        """Quantize a matrix, float32 [rows, columns], to a K-quant, uint8 [rows, bytes of a row].
 
         Raises ResourceError if the program ends.
         """
@@ -128,7 +132,7 @@ class KQuantizer:
 
 @contextmanager
 def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
-    """Provide a running quantizer; None for a `gguf_type` that is no K-quant.
+    """Provide the subprocess that quantizes to K-quants; None if the recipe's `gguf_type` is no K-quant.
 
     The program ends with its input, and so with us, however we end. Raises ResourceError if llama.cpp is not installed.
     """
@@ -150,7 +154,7 @@ def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the model folder, with its name and type in the file."""
+    """Tensor of the model folder, with the name and type that it gets in the GGUF file."""
 
     file: Path | None
     name: str
@@ -165,7 +169,10 @@ class Source:
 
 
 def quantize(job: QuantizationJob) -> list[ModelError]:
-    """Write the model as GGUF, as the protocol `Quantizer` says; the samples are rows whose token ids are compared."""
+    """Write the quantized model as a GGUF file; returns problems found in the result.
+
+    The job's samples are rows that llama.cpp must tokenize as the model's tokenizer does.
+    """
     source, target, quantization = job.source, job.target, job.quantization
     facts = ModelFacts(source)
     config = facts.config
@@ -199,7 +206,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 
 @dataclass(frozen=True)
 class StoredTypes:
-    """Types of the matrices in a GGUF file.
+    """Types of all matrices in a GGUF file, to report which ones differ from the recipe's.
 
     A K-quant file also holds other types, where blocks of 256 do not divide a row.
 
@@ -211,17 +218,20 @@ class StoredTypes:
     mix: str
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of matrices by GGUF type; for K-quants also how many have another type than the mix has."""
+        """Return the number of matrices of each GGUF type as metrics.
+
+        For K-quants, matrices in a fallback type are counted too.
+        """
         counts = {f"num_matrices_{name.lower()}": float(count) for name, count in self._counts().items()}
         smaller = {"num_matrices_of_smaller_blocks": float(len(self._fallen_back()))} if is_k_quant(self.mix) else {}
         return {**counts, **smaller}
 
     def in_words(self) -> str:
-        """Return a phrase such as `stored as 12 Q4_K, 3 Q6_K`."""
+        """Return a phrase for the log, such as `stored as 12 Q4_K, 3 Q6_K`."""
         return "stored as " + ", ".join(f"{count} {name}" for name, count in self._counts().items())
 
     def caveats(self) -> Iterator[str]:
-        """Yield a warning that names the matrices stored with more bits than requested."""
+        """Yield a warning that names matrices which are stored in more bits than requested, if there are any."""
         larger = self._fallen_back()
         if not larger:
             return
@@ -238,13 +248,13 @@ class StoredTypes:
         return Counter(dict(sorted(counts.items())))
 
     def _fallen_back(self) -> list[tuple[str, int, str]]:
-        """Return the matrices in a type of smaller blocks, which a K-quant mix has only where rows do not fit."""
+        """Return the matrices that are stored in a fallback type, since K-quant blocks do not divide their rows."""
         smaller = {fallback.name for fallback in SMALLER_BLOCKS.values()}
         return [matrix for matrix in self.matrices if is_k_quant(self.mix) and matrix[2] in smaller]
 
 
 def stored_types(file: Path, mix: str) -> StoredTypes:
-    """Read the types of the matrices in a GGUF file. mix: type that the recipe names."""
+    """Read the types of the matrices in a GGUF file. mix: type that the recipe asks for."""
     tensors = (one for one in GGUFReader(file).tensors if len(one.shape) > 1)
     return StoredTypes(tuple((one.name, int(one.shape[0]), one.tensor_type.name) for one in tensors), mix)
 
@@ -252,7 +262,7 @@ def stored_types(file: Path, mix: str) -> StoredTypes:
 def _sources(
     source: Path, config: Mapping[str, Any], architecture: str, quantization: Quantization
 ) -> Iterator[Source]:
-    """Yield the tensors of the GGUF file. Raises ModelError for a tensor that GGUF has no name for."""
+    """Yield the tensors for the GGUF file. Raises ModelError for a tensor that has no name in GGUF."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
@@ -286,14 +296,14 @@ def _stored_as(
 def _stored(
     values: np.ndarray[Any, Any], stored_as: gguf.GGMLQuantizationType, of_llama_cpp: KQuantizer | None
 ) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor in the file, as an array."""
+    """Return a tensor's values quantized to its GGUF type, as an array of bytes."""
     if of_llama_cpp and stored_as.name.endswith("_K"):
         return of_llama_cpp.quantize(values, stored_as)
     return gguf.quants.quantize(values, stored_as)
 
 
 def _values(tensor: Source, source: Path, config: Mapping[str, Any], architecture: str) -> np.ndarray[Any, Any]:
-    """Read a GGUF tensor's values as float32."""
+    """Read a tensor's values from the model folder as float32, reordered where GGUF has another order."""
     if tensor.file is None:
         return _rotary_factors(source)
     with safe_open(tensor.file, framework="pt") as stored:
@@ -308,7 +318,7 @@ def _values(tensor: Source, source: Path, config: Mapping[str, Any], architectur
 
 
 def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Reorder the rows of each head for llama.cpp's rotary embedding of Llamas.
+    """Reorder the rows of each head of a query or key matrix, as llama.cpp's rotary embedding of Llamas needs.
 
     It rotates pairs (2i, 2i + 1), Transformers (i, i + half).
     """
@@ -317,7 +327,7 @@ def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any
 
 
 def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
-    """Return the divisors of Llama 3.1's rotary frequencies in llama.cpp: float32 [head_dim / 2]."""
+    """Return the factors by which llama.cpp divides Llama 3.1's rotary frequencies: float32 [head_dim / 2]."""
     config = load_config(source)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     dim = 2 * len(scaled)
@@ -347,7 +357,10 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
-    """Return an error unless the file holds exactly these tensors. The KL judges their values."""
+    """Return an error unless a GGUF file holds exactly the expected tensors, by name, shape and type.
+
+    The KL divergence judges their values.
+    """
     written = {
         tensor.name: (tuple(map(int, reversed(tensor.shape))), tensor.tensor_type)  # GGUF has the fastest axis first
         for tensor in gguf.GGUFReader(path).tensors
@@ -362,7 +375,7 @@ def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None
 
 
 def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> ModelError | None:
-    """Return an error for the first row that llama.cpp tokenizes differently.
+    """Return an error if llama.cpp tokenizes a sample row differently from the model's tokenizer, else None.
 
     model: folder with a GGUF file and the tokenizer that it was made of.
     samples: token ids, a list a row.

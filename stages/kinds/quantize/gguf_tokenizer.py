@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face tokenizer to the keys of a GGUF file: byte-level BPE with a text split llama.cpp knows.
+"""Conversion of a Hugging Face tokenizer (byte-level BPE) to the metadata of a GGUF file.
 
 llama.cpp has no regular expressions in files, only names of those that it was compiled with. A tokenizer that splits in
 another way is refused; if it seems known, token ids of real rows are compared (`gguf_file.py`).
@@ -26,13 +26,16 @@ SPLITS = {
     # Groups of digits, whose digits no merge joins: those of such a tokenizer were apart when it was trained.
     r"\d": "superbpe",
 }
-"""Regular expression in `tokenizer.json` → llama.cpp's name."""
+"""llama.cpp's name of a pre-tokenizer, by the regular expression in `tokenizer.json`."""
 NORMALIZERS = (None, "NFC")
-"""Accepted normalizers. llama.cpp normalizes nothing, but most text is in NFC."""
+"""Unicode normalizers that a tokenizer may have; llama.cpp normalizes nothing, but most text is in NFC already."""
 
 
 def splitting_of(folder: Path) -> str:
-    """Return llama.cpp's name of how a model folder's tokenizer splits text. Raises ModelError if it has none."""
+    """Return llama.cpp's name of the pre-tokenizer in a model folder.
+
+    Raises ModelError if llama.cpp has none like it.
+    """
     tokenizer = read_json_object(folder / "tokenizer.json")
     model, normalizer = tokenizer.get("model") or {}, tokenizer.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
@@ -51,7 +54,7 @@ def splitting_of(folder: Path) -> str:
 
 
 def write_tokenizer(writer: GGUFWriter, facts: ModelFacts) -> None:
-    """Write the tokenizer's keys. The file needs a name for each row of the embedding."""
+    """Write a model's tokenizer into a GGUF file; every row of the embedding gets a token name."""
     from gguf import TokenType
 
     folder = facts.folder
@@ -92,7 +95,7 @@ def _parts(pre_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ends(facts: ModelFacts) -> list[int]:
-    """Return the tokens that end an answer (end-of-text and end-of-turn), by the model's files."""
+    """Return the ids of the tokens that end an answer (end of text, end of turn), from the model's config files."""
     path = facts.folder / "generation_config.json"
     found = read_json_object(path).get("eos_token_id") if path.is_file() else None
     if found is None:

@@ -1,4 +1,4 @@
-"""Linear layers of a Transformers model, by their names in memory and in files, and which of them are quantized.
+"""Linear layers of a Transformers model, by module name and by name in files, and which of them are quantized.
 
 The two names differ: Transformers renames modules as it reads a file, and merges the experts of a layer into one
 tensor, which a quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
@@ -29,14 +29,14 @@ from stages.models.loading import model_without_weights
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
-"""One expert's layer in a file, as Transformers' mapping of names has it."""
+"""Pattern of one expert's layer in a model file, in Transformers' mapping of weight names."""
 MERGED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-"""Merged tensor of a layer's experts in Transformers → the layers of one expert in it, in order."""
+"""Layers of one expert that Transformers merges into each expert tensor, in order, by the tensor's name."""
 NUM_NAMED = 3
 
 
 def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the modules of a model folder on the meta device, without reading a weight.
+    """Build a model folder's modules on the meta device, without reading weights, to look at its layers.
 
     Raises ModelError if Transformers does not know the model.
     """
@@ -51,7 +51,7 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
-    """Return name in memory, with experts taken apart → the layer by its name in files.
+    """Return the linear layers (sizes and name in files) by module name, each expert's layers separately.
 
     Experts that files hold merged are left out.
     """
@@ -69,7 +69,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return `gate_proj`, `up_proj` and `down_proj` → the name of this expert layer in files (Mixtral: `w1`…).
+    """Return the file names of an expert's `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`…), by these names.
 
     Empty where files hold the experts of a layer as one tensor, and where there are no experts.
     """
@@ -83,14 +83,17 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def merges_experts(conversion: WeightTransform) -> bool:
-    """Return whether a conversion merges the experts of a layer into one tensor."""
+    """Return whether one of Transformers' weight conversions merges the experts of a layer into one tensor."""
     merged = conversion.target_patterns[0].rpartition(".")[2]
     separate = all(EXPERT_SOURCE.search(source) for source in conversion.source_patterns)
     return isinstance(conversion, WeightConverter) and merged in MERGED_EXPERTS and separate
 
 
 def name_experts_as_stored(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` name expert layers as files do; call it before experts are taken apart."""
+    """Make `save_pretrained` write expert layers under their original file names.
+
+    Call it before experts are unmerged.
+    """
     renamings = [
         WeightRenaming(rf"\.experts\.(\d+)\.{stored}\.", rf".experts.\1.{name}.")
         for name, stored in expert_names(model).items()
@@ -101,13 +104,13 @@ def name_experts_as_stored(model: PreTrainedModel) -> None:
 
 
 def weight_conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return Transformers' conversions from names in files to names in memory, for a model as it was read."""
+    """Return the conversions by which Transformers renames and merges weights when it loads this model."""
     found: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
     return get_model_conversion_mapping(model, add_legacy=False) if found is None else found
 
 
 def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict[str, Projection]:
-    """Return the linear layers that are quantized: not a router, and in `ignore` by neither of their names."""
+    """Return the layers to quantize by module name: all linear layers but routers and the recipe's `ignore`."""
     ignore = (*quantization.ignore, *_routers(model))
     if "lm_head" in ignore:
         ignore = (*ignore, *_output_layer(model))
@@ -116,7 +119,7 @@ def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization, patterns: tuple[str, ...]) -> None:
-    """Raise an error for what this model's modules do not allow, before anything slow.
+    """Raise ModelError or RecipeError if the model's layers cannot be quantized as the recipe says.
 
     patterns: `ignore` of the recipe.
     """
@@ -143,19 +146,19 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization, patter
 
 
 def _transposed_layers(model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """Return the layers of GPT-2's class Conv1D, which the quantizer silently skips."""
+    """Return layers of Transformers' class Conv1D (as in GPT-2), which llm-compressor silently skips."""
     found = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
     return [name for name in found if not matches(name, quantization.ignore)]
 
 
 def _derived_layers(model: PreTrainedModel, layers: dict[str, Projection]) -> list[str]:
-    """Return layers of subclasses of Linear, such as Falcon's: compressed-tensors does not pack their weights."""
+    """Return layers of subclasses of Linear, such as Falcon's, which compressed-tensors cannot store quantized."""
     modules = dict(model.named_modules())
     return [name for name in layers if name in modules and type(modules[name]) is not nn.Linear]
 
 
 def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
-    """Raise RecipeError for a pattern that matches nothing; `lm_head` is also meant for models without one."""
+    """Raise RecipeError if a pattern in `ignore` matches no module; `lm_head` may be missing in the model."""
     layers = linear_layers(model)
     names = (
         {name for name, _ in (*model.named_modules(), *model.named_parameters())}
@@ -171,7 +174,7 @@ def _check_patterns(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
 
 
 def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: dict[str, Projection]) -> None:
-    """Raise an error for experts that Transformers could not read back; it reads some forms only."""
+    """Raise an error if Transformers could not load the model's experts again once they are quantized."""
     experts = [name for name, _ in _expert_modules(model)]
     merged = not expert_names(model)
     if merged and (named := [name for name in experts if not matches(f"{name}.", quantization.ignore)]):
@@ -189,7 +192,7 @@ def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: d
 
 
 def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Return name and module of those that hold all experts of a layer as tensors of three dimensions."""
+    """Return name and module of each module that holds the experts of a layer in three-dimensional tensors."""
     if not any(parameter.ndim == 3 for parameter in model.parameters()):
         return []
     from llmcompressor.modeling.moe.linearize import get_non_linearized_moes  # takes seconds to import
@@ -199,7 +202,10 @@ def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _routers(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the linear layers beside experts with an output for each; their names differ by architecture."""
+    """Yield the names of router layers: linear layers beside experts, with one output for each expert.
+
+    Their names differ by architecture.
+    """
     for name, experts in _expert_modules(model):
         beside, num_experts = name.rpartition(".")[0], len(experts.down_proj)
         for child, module in model.get_submodule(beside).named_modules(prefix=beside):
@@ -208,7 +214,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
-    """Return a quantized linear layer by its name in files."""
+    """Return a linear layer's sizes under the name that its weight has in files."""
     (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
     return Projection(stored.removesuffix(".weight"), output_size, input_size)
 

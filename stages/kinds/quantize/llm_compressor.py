@@ -1,4 +1,4 @@
-"""Quantization of a model folder with llm-compressor into a compressed-tensors folder, by calibration samples.
+"""Quantization with llm-compressor (AWQ, GPTQ, int8, fp8) into a folder in compressed-tensors' format.
 
 Not AutoAWQ (`awq`, `autoawq`): it is archived, names llm-compressor as its successor, and on a CPU its default
 `duo_scaling` silently corrupts the weights (a copy that it restores them from aliases the live tensor; the KL to the
@@ -54,12 +54,12 @@ from stages.models.model_folder import follow_file_mask
 from stages.serving.engine import Quantization
 
 SMOOTHING_STRENGTH = 0.8
-"""Strength of SmoothQuant's smoothing, as its authors use it for models with many outliers."""
+"""Strength of SmoothQuant's smoothing, the value that its authors use for models with many outliers."""
 CALIBRATION_BATCH_TOKENS = 8192
 
 
 def quantize(job: QuantizationJob) -> list[ModelError]:
-    """Write the model in compressed-tensors' format, as the protocol `Quantizer` says."""
+    """Quantize a model with llm-compressor into compressed-tensors' format; returns problems found in the result."""
     source, quantization = job.source, job.quantization
     torch.manual_seed(job.seed)
     # float32 on a CPU: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
@@ -90,7 +90,10 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """Return the layers that AWQ and int8's smoothing scale. Raises ModelError if AWQ finds nothing to scale."""
+    """Return the pairs of layers that AWQ, or SmoothQuant for int8, may scale.
+
+    Raises ModelError if there are none for AWQ.
+    """
     if quantization.method not in ("awq", "int8"):
         return []
     with norm_calibration_context(model), moe_calibration_context():
@@ -106,7 +109,10 @@ def _scalings(
 
 
 def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
-    """Return llm-compressor's modifiers of a method, in their order. ignore: names in memory."""
+    """Return llm-compressor's modifiers for a quantization method, in order.
+
+    ignore: module names of layers to leave out.
+    """
     groups = {"group_0": _four_bit_groups(quantization)}
     match quantization.method:
         case "awq":
@@ -138,7 +144,7 @@ def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
 
 
 class AWQByName(AWQModifier):
-    """AWQ modifier whose mappings name modules: the original searches the model for each pattern."""
+    """AWQ modifier that gets its layers by module name; the original searches the whole model for patterns."""
 
     def _set_resolved_mappings(self, model: nn.Module) -> None:
         modules, resolved = dict(model.named_modules()), dict[str, ResolvedMapping]()
@@ -157,7 +163,7 @@ class AWQByName(AWQModifier):
 
 
 class SmoothQuantByName(SmoothQuantModifier):
-    """SmoothQuant modifier whose mappings, (readers, source), name modules."""
+    """SmoothQuant modifier that gets its layers by module name, as pairs (readers, source)."""
 
     def _resolve_mappings(self, model: nn.Module) -> list[SmoothQuantMapping]:
         modules = dict(model.named_modules())
@@ -169,14 +175,14 @@ class SmoothQuantByName(SmoothQuantModifier):
 
 @contextmanager
 def _experts_as_they_are() -> Iterator[None]:
-    """Keep llm-compressor from taking apart experts that are not quantized: it could not write them then."""
+    """Keep llm-compressor from splitting experts that stay unquantized, since it could not write them afterwards."""
     with patch_attr(sys.modules[oneshot.__module__], "get_non_linearized_moes", lambda _: []):
         yield
 
 
 @contextmanager
 def _fast_search(quantization: Quantization) -> Iterator[None]:
-    """Use oneDNN instead of MKL for the matrix products of AWQ's search on a CPU, which take most of its time.
+    """Use oneDNN instead of MKL on a CPU for the matrix products of AWQ's search, which take most of its time.
 
     `medium` is how torch 2.13 is asked for that: a product of 512 × 1536 by 1536 × 576 took 2.0 ms instead of 8.4 on
     AVX512, with errors of 2e-4 in sums of 40. Where there are units for it (AMX), factors are rounded to bf16, sums are
@@ -193,7 +199,7 @@ def _fast_search(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def _without_pinned_memory() -> Iterator[None]:
-    """Keep llm-compressor 0.14 from pinning calibration batches without a device to copy them to, which fails."""
+    """Keep llm-compressor 0.14 from pinning calibration batches in memory, which fails on a machine without a GPU."""
     if torch.accelerator.is_available():
         yield
         return
@@ -203,7 +209,7 @@ def _without_pinned_memory() -> Iterator[None]:
 
 @contextmanager
 def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -> Iterator[None]:
-    """Report how many of the model's blocks calibration has reached; it takes them one after the other."""
+    """Report progress: how many of the model's transformer blocks have been calibrated."""
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     reached = 0
 
@@ -235,7 +241,10 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
 
 
 def _serving_dtype(source: Path) -> torch.dtype:
-    """Return the source's dtype, but bfloat16 for float32, which vLLM's 4-bit kernels do not take."""
+    """Return the dtype for the weights that stay unquantized: the source's, but bfloat16 for float32.
+
+    vLLM's 4-bit kernels do not take float32.
+    """
     config = ModelFacts(source).config
     text_config = config.get("text_config", config)
     name = text_config.get("dtype") or text_config.get("torch_dtype")
@@ -243,7 +252,7 @@ def _serving_dtype(source: Path) -> torch.dtype:
 
 
 def _complete_config(folder: Path, dtype: torch.dtype, ignored: set[str]) -> None:
-    """Set the dtype in the written config, and name the ignored layers both as in memory and as in files.
+    """Set the dtype in the quantized model's config, and list the ignored layers by module name and by name in files.
 
     llm-compressor writes the source's config, which may say float32; vLLM computes in what it says, and looks ignored
     layers up by their names in files.

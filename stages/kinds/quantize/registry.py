@@ -1,4 +1,4 @@
-"""Methods of quantization, and the protocol of a quantizer with its job.
+"""Registry of the quantization methods, and the protocol of a quantizer.
 
 A new method is a line here, and a module if its quantizer is new.
 """
@@ -17,7 +17,7 @@ from stages.serving.engine import Quantization, WeightFormat
 
 @dataclass(frozen=True)
 class QuantizationJob:
-    """A model to quantize. source, target: folders of the model and of the quantized one, which does not exist yet.
+    """Job for a quantizer: the model folder `source`, the new folder `target`, and how to quantize.
 
     samples: token ids, a list a row.
     report: called as report(done, total), with layers that were calibrated.
@@ -33,10 +33,10 @@ class QuantizationJob:
 
 
 class Quantizer(Protocol):
-    """Protocol of a module's function `quantize`."""
+    """Protocol of a quantizer: the function `quantize` of a method's module."""
 
     def __call__(self, job: QuantizationJob) -> Sequence[ModelError]:
-        """Write the quantized model of `source` to `target`, with everything else that `source` holds.
+        """Quantize the model in `job.source` into the folder `job.target`, and copy all other files.
 
         The same folder, samples and seed give the same weights, bit for bit, on the same machine.
 
@@ -46,7 +46,7 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method of quantization.
+    """Quantization method: its weight format, the module that implements it, and the engine that serves the result.
 
     weights: format of the weights; None: the recipe names it.
     module: has the function `quantize`; imported when it is used.
@@ -68,6 +68,6 @@ METHODS: dict[str, MethodEntry] = {
 
 
 def quantizer_of(method: str) -> Quantizer:
-    """Return the function that quantizes by a method."""
+    """Return the function that implements a quantization method."""
     quantizer: Quantizer = importlib.import_module(METHODS[method].module).quantize
     return quantizer

@@ -1,4 +1,4 @@
-"""The quantize stage: a model and calibration rows → a smaller model that can be served, and how much it lost.
+"""Quantize stage: makes a model smaller, and measures how much its predictions changed.
 
 Problems of the recipe and the model are found without reading a weight; then the method's quantizer works, and its
 result is read back and judged by its KL divergence from the original. Training's record of the original is compared
@@ -31,7 +31,10 @@ MIB = 2**20
 
 
 def run(config: QuantizeConfig, context: StageContext) -> StageResult:
-    """Check, quantize, reload, compare. A quantized model that is wrong or differs by more than `max_kl` is refused."""
+    """Quantize the model, load the result again, and compare its predictions with the original's.
+
+    The stage fails if the result is damaged or differs by more than `max_kl`.
+    """
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
@@ -74,7 +77,10 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
 
 
 def _stored_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
-    """Log the types in a GGUF file, which need not be the one that the recipe names; returns their metrics."""
+    """Log the types of a GGUF file's matrices, and return their counts as metrics.
+
+    Some may differ from the recipe's type.
+    """
     from stages.kinds.quantize.gguf_file import stored_types
 
     found = stored_types(file, config.quantization.weights)
@@ -86,7 +92,7 @@ def _stored_types(file: Path, config: QuantizeConfig, context: StageContext) -> 
 
 @contextmanager
 def _library_errors_explained(doing: str) -> Iterator[None]:
-    """Turn the errors of llm-compressor and Transformers about an unknown model into a ModelError."""
+    """Turn errors of llm-compressor and Transformers about an unsupported model into a ModelError."""
     try:
         yield
     except (LifecycleError, OSError, MemoryError, AssertionError):
@@ -121,7 +127,10 @@ def _mebibytes(folder: Path) -> float:
 def _judged(
     source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
 ) -> dict[str, float]:
-    """Return the metrics of a quantization's comparison; an incomparable or too different model is refused."""
+    """Compare the quantized model with the original, and return the metrics.
+
+    The stage fails if they differ too much or cannot be compared.
+    """
     try:
         with _library_errors_explained(f"reading the quantized {model_class} back with Transformers"):
             divergence = _compare(source, target, samples, config, context)

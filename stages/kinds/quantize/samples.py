@@ -1,4 +1,4 @@
-"""Rows of a quantization: a dataset → token ids to calibrate and, from other rows, to judge with → batches."""
+"""Calibration and evaluation rows of a quantization: reading, tokenizing and batching."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids, a list a row; rows differ in length and have at least two tokens.
+    """Token ids of the calibration and the evaluation rows, one list for each row; every row has at least two tokens.
 
     evaluated: of each row of `evaluation`, whether the prediction of the token counts; never that of the first one.
     """
@@ -31,8 +31,9 @@ class Samples:
 
 
 def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
-    """Render and tokenize rows as training does; without `evaluation_split`, rows after the calibration rows judge.
+    """Read and tokenize calibration and evaluation rows as training would.
 
+    Without `evaluation_split`, the rows after the calibration rows are evaluated.
     warn: gets the number of bad rows that were left out, and the first of them.
 
     Raises DataError if either kind has no usable rows.
@@ -75,8 +76,9 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, 
 
 
 def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield [rows, tokens] of rows of one length, with at most `max_tokens` in all (or one row), in a fixed order.
+    """Yield batches [rows, tokens] of rows of equal length, without padding, in a fixed order.
 
+    A batch has at most `max_tokens` tokens, or one row.
     No padding: it would count as activations that a quantizer has to represent.
     """
     import torch
@@ -91,7 +93,7 @@ def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> 
 
 
 def _predictable(samples: list[list[int]], what: str) -> list[list[int]]:
-    """Return the calibration rows with at least two tokens: a single token predicts nothing."""
+    """Return the rows with at least two tokens, as a single token leaves nothing to predict."""
     rows = [sample for sample in samples if len(sample) > 1]
     if not rows:
         raise DataError(f"no row of the {what} split has two tokens or more; raise sequence_length or take other rows")

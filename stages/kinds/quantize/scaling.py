@@ -1,4 +1,4 @@
-"""Scalable pairs of layers: which layers may be scaled against each other without changing the model's results.
+"""Search for layers that AWQ and SmoothQuant may scale against each other without changing a model's results.
 
 AWQ and SmoothQuant divide the outputs of one layer, channel by channel, by the factors with which they multiply the
 weights after it: a norm and the layers that read it, or the last product before another. Which these are differs by
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 PROBE_TOKENS = 8
 POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
-"""Powers of two by which layers are scaled in a trial that shows whether scaling is exact.
+"""Scale factors for testing a pair of layers: powers of two, by which scaling is exact in floating point.
 
 The period divides no size of a head: each channel of a head has another factor than the same one of the next head.
 """
@@ -31,8 +31,9 @@ The period divides no size of a head: each channel of a head has another factor 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scalable pair: a source layer and the layers that read its output; modules by name.
+    """Pair of a source layer and the layers that read its output, which may be scaled against each other.
 
+    All are module names.
     source: a norm, or a linear layer whose last outputs are read.
     readers: all that reads them.
     scope: a module that holds both and was called.
@@ -47,7 +48,7 @@ class Scaling:
 
 @dataclass
 class _Calls:
-    """Record of one forward pass by module name: arguments, outputs and order of the modules.
+    """Record of one forward pass: every module's arguments and output by module name, and the order of the calls.
 
     Tensors are kept, so that an address in memory identifies one of them.
     """
@@ -58,8 +59,10 @@ class _Calls:
 
 
 def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list[Scaling]:
-    """Return the scalings with a reader that is `quantized` (names): norms first, and only one for a reader.
+    """Return the pairs of layers that AWQ or SmoothQuant may scale against each other.
 
+    At least one reader of each pair is `quantized` (module names); each set of readers is in one pair, with a norm if
+    possible.
     tokens: int64 [1, tokens], of which a few are used.
     """
     calls = _watch(model, tokens[:1, :PROBE_TOKENS])
@@ -94,7 +97,7 @@ def _watch(model: nn.Module, tokens: Tensor) -> _Calls:
 
 
 def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield norms and the layers that read their output: a norm has a weight a channel, a reader a matrix."""
+    """Yield each norm with the linear layers that read its output, as candidates for scaling."""
     modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
     for name in calls.order:
         if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
@@ -109,7 +112,10 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
 
 
 def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield pairs of layers in one module: the first as wide as the second's input, or wider with that part last."""
+    """Yield pairs of linear layers in one module that may be scalable.
+
+    The first has as many outputs as the second has inputs, or more, of which the last are read.
+    """
     modules = dict(model.named_modules())
     siblings = defaultdict[str, list[str]](list)
     for name in calls.order:
@@ -126,7 +132,7 @@ def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Itera
 
 @torch.no_grad()
 def _is_exact(model: nn.Module, scalings: list[Scaling], scope: str, calls: _Calls) -> bool:
-    """Return whether a module computes the same numbers when these scalings are applied with powers of two."""
+    """Return whether a module computes exactly the same numbers after its layers are scaled by powers of two."""
     module = model.get_submodule(scope)
     args, kwargs = calls.arguments[scope]
     before = _tensors(module(*args, **kwargs))
@@ -161,7 +167,7 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
 
 
 def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that scaling changes: weight and bias of the source, weights of the readers."""
+    """Yield the tensors that scaling a pair changes: weight and bias of the source, weights of the readers."""
     yield source.weight
     if isinstance(getattr(source, "bias", None), Tensor):
         yield source.bias
@@ -169,7 +175,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the smallest module around all of these modules that was called, and is none of them itself."""
+    """Return the name of the smallest enclosing module of all the named modules that was called in the forward pass."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

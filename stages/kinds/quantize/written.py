@@ -1,4 +1,4 @@
-"""Files that quantizers write: those beside the weights, and a check of the layers in compressed-tensors' format."""
+"""Checks of a quantized model folder in compressed-tensors' format, and copying of the files beside its weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stages.core.errors import ModelError
 from stages.models.facts import ModelFacts
 
 PACKED_TYPES = {"I32", "I8", "F8_E4M3"}
-"""Stored types of quantized weights: eight 4-bit numbers in an int32, or 8 bits each."""
+"""Types of quantized weights in files: eight 4-bit numbers in an int32, or 8 bits each."""
 NUM_NAMED = 3
 
 
 def quantized_in_files(folder: Path) -> set[str]:
-    """Return the names of the layers whose weights are packed and have scales beside them."""
+    """Return the names of the layers that are stored quantized: packed weights with scales."""
     types = dict[str, str]()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="np") as weights:
@@ -31,7 +31,10 @@ def quantized_in_files(folder: Path) -> set[str]:
 
 
 def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
-    """Yield an error unless exactly these layers (names in files) are quantized, and the config says so."""
+    """Yield an error for each way in which the written model differs from the plan.
+
+    Planned: exactly the `expected` layers (names in files) are quantized, and the config says so.
+    """
     quantized = quantized_in_files(folder)
     if missing := sorted(expected - quantized):
         yield ModelError(
@@ -50,7 +53,7 @@ def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the tokenizer, chat template, generation config and all other files beside the weights."""
+    """Copy the tokenizer, chat template, generation config and all other files except weights and `config.json`."""
     for path in source.iterdir():
         weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
         if path.is_file() and not weights and path.name != "config.json":

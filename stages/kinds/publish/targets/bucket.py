@@ -1,4 +1,4 @@
-"""Publishing target in object storage (`s3://`, `gs://`, `az://`): objects below a prefix, as downloads read them.
+"""Publishing target in object storage (`s3://`, `gs://`, `az://`): one object for each file, below a prefix.
 
 Credentials come from the environment, as for downloads. An object whose upload was cut off does not exist.
 """
@@ -21,7 +21,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class Prefix:
-    """Publishing target: objects below a prefix in a bucket.
+    """Publishing target below a prefix in a bucket of object storage.
 
     They are read back to be hashed: for an object that came in parts, storage has no checksum of ours.
     """
@@ -34,7 +34,7 @@ class Prefix:
             self._filesystem = FILESYSTEMS[address.scheme](self._bucket)
 
     def check(self) -> None:
-        """Check that the target bucket exists and may be listed; only writing shows whether it may be written to."""
+        """Check that the bucket exists and can be listed; whether it can be written to shows only when it is."""
         from pyarrow.fs import FileType
 
         with self._explained():
@@ -45,7 +45,7 @@ class Prefix:
             )
 
     def prepare(self, licence: str | None) -> None:
-        """Do nothing: a prefix exists once something lies below it."""
+        """Do nothing: a prefix in a bucket need not be created before an object is written."""
 
     def held(self, expected: LocalFiles) -> Held:
         from pyarrow.fs import FileSelector, FileType
@@ -98,5 +98,8 @@ class Prefix:
 
 
 def open_target(address: Address, *, private: bool) -> Prefix:
-    """Open a prefix. The bucket's policy decides who may read, whatever `private` says."""
+    """Open a prefix in a bucket as publishing target.
+
+    The bucket's policy decides who may read, whatever `private` says.
+    """
     return Prefix(address)

@@ -1,4 +1,4 @@
-"""Publishing target in a folder (`file:///PATH`), such as a file server's: each file appears whole, under its name."""
+"""Publishing target in a folder (`file:///PATH`), such as a network share; a file appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def check_outside(folder: Path, store: Path) -> None:
-    """Raise PublishError for a folder of the store, and for one that holds it: artifacts would be overwritten.
+    """Raise PublishError for a folder in the artifact store or around it, where publishing could overwrite artifacts.
 
     Links and mounts that lead there are followed.
     """
@@ -39,7 +39,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 class Folder:
-    """Publishing target: a folder whose files are hashed at each request."""
+    """Publishing target in a folder, whose files are hashed whenever its content is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -104,5 +104,5 @@ class Folder:
 
 
 def open_target(address: Address, *, private: bool) -> Folder:
-    """Open a folder. Its owner decides who may read it, whatever `private` says."""
+    """Open a folder as publishing target. The folder's owner decides who may read it, whatever `private` says."""
     return Folder(Path(address.place))

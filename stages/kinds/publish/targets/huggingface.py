@@ -1,4 +1,4 @@
-"""Publishing target on the Hugging Face hub (`hf://owner/name`): a model repository, one commit a publication.
+"""Publishing target on the Hugging Face hub (`hf://owner/name`): a model repository, with one commit per publication.
 
 Respects HF_ENDPOINT (a mirror) and HF_TOKEN. Large files go to the hub's storage first, where the next attempt finds
 them by their sha256; the commit that names them comes last, so that no reader sees half a model.
@@ -24,7 +24,7 @@ from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 
 
 class HuggingFaceRepository:
-    """Publishing target: a model repository on the Hugging Face hub.
+    """Publishing target in a model repository on the Hugging Face hub.
 
     name: `owner/name`.
     private: visibility of a new repository, and required of an existing one.
@@ -91,7 +91,7 @@ class HuggingFaceRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn the library's errors, which hold addresses with signatures, into ones with only the hub's message."""
+        """Translate the library's errors into short ones with only the hub's message, without its signed URLs."""
         try:
             yield
         except HfHubHTTPError as error:

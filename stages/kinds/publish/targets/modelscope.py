@@ -1,4 +1,4 @@
-"""Publishing target on the ModelScope hub (`modelscope://owner/name`): a model repository, one commit a publication.
+"""Publishing target on the ModelScope hub (`modelscope://owner/name`): a model repository, one commit per publication.
 
 Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. Large files go to the hub's storage first, where the next attempt
 finds them by their sha256; the commit that names them comes last, so that no reader sees half a model. Written from the
@@ -41,11 +41,11 @@ from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalF
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
-"""Empty fields of a file in a ModelScope commit, where each field is required."""
+"""Empty values for a file's fields in a ModelScope commit, which requires all of them."""
 
 
 class ModelScopeRepository:
-    """A model repository, created if it does not exist.
+    """Publishing target in a model repository on ModelScope, which is created if it does not exist.
 
     name: `owner/name`.
     private: required visibility.
@@ -87,7 +87,7 @@ class ModelScopeRepository:
         self.check()  # before anything is sent, check that the hub created it as requested
 
     def _found(self) -> RepoInfo | None:
-        """Return the model repository on ModelScope; None if there is none that this token may see."""
+        """Return the model repository on ModelScope; None if it does not exist or the token may not see it."""
         with self._explained():
             try:
                 return self._api.get_repo(self._name, KIND)
@@ -114,7 +114,10 @@ class ModelScopeRepository:
             self._hub.create_commit(self._name, KIND, actions, "Publish a promoted model", DEFAULT_REVISION)
 
     def _uploaded(self, name: str, file: LocalFile) -> dict[str, Any]:
-        """Return a commit's entry for a file, whose content goes to the hub's storage or into the commit."""
+        """Upload a large file to the hub's storage; return the commit's entry for the file.
+
+        A small file's content is in the entry.
+        """
         action = {"action": "create", "path": name, "size": file.size_bytes}
         if not _is_large(name, file.size_bytes):
             content = base64.b64encode(file.path.read_bytes()).decode()
@@ -127,7 +130,7 @@ class ModelScopeRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn the library's errors, which hold addresses with signatures, into ones with only the hub's message."""
+        """Translate the library's errors into short ones with only the hub's message, without its signed URLs."""
         try:
             yield
         except (NetworkError, requests.RequestException) as error:
@@ -153,7 +156,7 @@ class ModelScopeRepository:
 
 
 def _is_large(name: str, size_bytes: int) -> bool:
-    """Return whether the hub keeps a file in its storage, by the rule of its own client."""
+    """Return whether ModelScope keeps a file in its storage for large files, by the rule of its own client."""
     path = PurePosixPath(name)
     named = path.suffix.lower() in MODEL_LFS_SUFFIX or size_bytes > UPLOAD_LFS_FORCE_THRESHOLD_BYTES
     return named and path.name.upper() not in UPLOAD_INLINE_METADATA_PATHS

@@ -1,4 +1,4 @@
-"""Publishing target in an OCI registry (`oci://host/name:tag`), in the layout of ORAS: a layer a file, titled by name.
+"""Publishing target in an OCI registry (`oci://host/name:tag`), with one layer for each file, as ORAS stores them.
 
 Speaks the distribution API (OCI Distribution Specification 1.1) itself: blobs by digest, then the manifest, which makes
 all files visible at once. Credentials: OCI_USERNAME and OCI_PASSWORD, or none. Plain HTTP is for the loopback only.
@@ -36,32 +36,32 @@ CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 MAX_MANIFEST_BYTES = 4 << 20
-"""Largest OCI manifest in bytes, by the specification."""
+"""Largest allowed OCI manifest in bytes, as in the specification."""
 MAX_SHOWN_CHARACTERS = 200
 
 
 class _Token(AnswerModel):
-    """Answer of a registry's token server to a password."""
+    """Answer of a registry's token server to a login."""
 
     token: str | None = None
     access_token: str | None = None
 
 
 class _Layer(AnswerModel):
-    """File (layer) of an OCI manifest. annotations: its name among them."""
+    """Layer of an OCI manifest: one file, whose name is among the annotations."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
     annotations: dict[str, str] = Field(default_factory=dict)
 
 
 class _Manifest(AnswerModel):
-    """OCI manifest: the files that a tag stands for."""
+    """OCI manifest: the list of files behind a tag."""
 
     layers: list[_Layer] = Field(default_factory=list)
 
 
 class OciRegistry:
-    """Publishing target: a tag of a repository in an OCI registry, whose manifest has a layer for each file."""
+    """Publishing target under a tag in an OCI registry; the tag's manifest has a layer for each file."""
 
     def __init__(self, address: Address) -> None:
         match = PLACE.fullmatch(address.place)
@@ -77,11 +77,11 @@ class OciRegistry:
         self._client = httpx.Client(timeout=TIMEOUT, auth=auth)
 
     def check(self) -> None:
-        """Check write access: begin an upload, which registries allow to those who may write, and cancel it."""
+        """Check write access by beginning an upload, which needs write permission, and cancelling it."""
         self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:
-        """Do nothing: a repository exists once something is in it."""
+        """Do nothing: a repository in an OCI registry need not be created before something is pushed."""
 
     def held(self, expected: LocalFiles) -> Held:
         answer = self._ask(
@@ -99,7 +99,7 @@ class OciRegistry:
         return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
-        """Return None: a manifest names all files again, so no file of an earlier one is left."""
+        """Return None: a new manifest lists all files, so no outdated file of an earlier publication can remain."""
         return None
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
@@ -139,7 +139,7 @@ class OciRegistry:
         return self._ask("HEAD", f"{self._root}/blobs/{digest}", accepted=(200, 404)).status_code == httpx.codes.OK
 
     def _begin_upload(self) -> httpx.URL:
-        """Begin the upload of a blob; returns the address that it is sent to."""
+        """Begin the upload of a blob; returns the URL that its content must be sent to."""
         begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
         try:
             return begun.url.join(begun.headers["Location"])
@@ -148,13 +148,16 @@ class OciRegistry:
             raise self._expected.wrong(f"began an upload at {location}; expected an address") from None
 
     def _put_blob(self, digest: str, size_bytes: int, content: Iterator[bytes]) -> None:
-        """Send a blob in one request; the registry compares the content with its digest."""
+        """Upload a blob in one request; the registry checks its content against the digest."""
         url = self._begin_upload().copy_merge_params({"digest": digest})
         headers = {"Content-Type": LAYER_TYPE, "Content-Length": str(size_bytes)}
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
     def _ask(self, method: str, url: str, *, accepted: Collection[int], **request: Any) -> httpx.Response:
-        """Send a request to an OCI registry; redirects are followed for reads, while uploads name their address."""
+        """Send a request to the OCI registry; raises an error for any status that is not in `accepted`.
+
+        Redirects are followed for reads only, as uploads name their address.
+        """
         with self._explained():
             answer = self._client.request(method, url, follow_redirects=method in ("GET", "HEAD"), **request)
         if answer.status_code in accepted:
@@ -182,7 +185,7 @@ class OciRegistry:
 
 
 class _Auth(httpx.Auth):
-    """Basic authentication, or the bearer token that a registry's token server issues.
+    """Authentication to an OCI registry: Basic, or a bearer token that the registry's token server issues.
 
     Only the registry itself gets it, as it may have blobs uploaded elsewhere.
     """
@@ -198,7 +201,10 @@ class _Auth(httpx.Auth):
         self._header = ""
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Authenticate as in the Distribution Specification and Docker's token protocol."""
+        """Send a request with credentials; after a 401, log in as the registry asks, and send the request again.
+
+        The login follows the Distribution Specification and Docker's token protocol.
+        """
         if (request.url.scheme, request.url.netloc) != self._registry:
             yield request
             return
@@ -234,5 +240,8 @@ def _chunks(file: LocalFile) -> Iterator[bytes]:
 
 
 def open_target(address: Address, *, private: bool) -> OciRegistry:
-    """Open a tag. The registry decides who may read it, whatever `private` says."""
+    """Open a tag in an OCI registry as publishing target.
+
+    The registry decides who may read it, whatever `private` says.
+    """
     return OciRegistry(address)

@@ -1,4 +1,4 @@
-"""Registry of publishing targets. A new kind of target is a module with `open_target`, and one line here.
+"""Registry of publishing targets, by URL scheme; a new kind is a module with `open_target` and one line here.
 
 Light, since every recipe is read with it: a target's module is imported when something is to be published there.
 """
@@ -17,7 +17,7 @@ MAX_SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class TargetEntry:
-    """Entry of a publishing target in the registry: form of its addresses, module, and token variable.
+    """Kind of publishing target: the form of its addresses, its module, and the variable with its token.
 
     form: text after the scheme, for messages.
     pattern: the same, as a regular expression.
@@ -47,7 +47,7 @@ TARGETS: dict[str, TargetEntry] = {
 
 
 def parse_address(text: str) -> Address:
-    """Parse the address in a recipe's `to`. Raises ValueError with the allowed forms."""
+    """Parse the address in a recipe's field `to`. Raises ValueError that names the allowed forms."""
     scheme, separator, place = text.partition("://")
     entry = TARGETS.get(scheme) if separator else None
     match = entry.pattern.fullmatch(place) if entry else None
@@ -62,18 +62,18 @@ def parse_address(text: str) -> Address:
 
 
 def forms() -> str:
-    """Return the forms of publishing addresses, in words."""
+    """Return the allowed forms of publishing addresses, for messages."""
     written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
     return f"{', '.join(written[:-1])} or {written[-1]}"
 
 
 def token_of(address: Address) -> str | None:
-    """Return the environment variable with the token that a target requires; None if there is none."""
+    """Return the name of the environment variable with the target's token; None if the target needs none."""
     return TARGETS[address.scheme].token
 
 
 def target_of(address: Address, *, private: bool) -> Target:
-    """Open the target at an address."""
+    """Open the publishing target at an address."""
     module = importlib.import_module(f"stages.kinds.publish.targets.{TARGETS[address.scheme].module}")
     target: Target = module.open_target(address, private=private)
     return target

@@ -1,4 +1,4 @@
-"""Protocol of a publishing target, with its address and the files it takes.
+"""Protocol that every publishing target implements, with its address and file types.
 
 A new kind of target is a module here and a line in `registry.py`.
 """
@@ -15,7 +15,7 @@ from stages.hubs.listing import Digest
 
 @dataclass(frozen=True)
 class Address:
-    """Parsed address of a target.
+    """Address of a publishing target, parsed from a recipe.
 
     scheme: key of the registry.
     place: text after the scheme.
@@ -32,7 +32,7 @@ class Address:
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file to be published. sha256: hex digits."""
+    """Local file to be published, with its size and sha256 (hex digits)."""
 
     path: Path
     size_bytes: int
@@ -41,7 +41,7 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Held:
-    """Files that a publishing target holds.
+    """Files that a publishing target holds at the moment, with their checksums.
 
     files: name → digest; None for a file that cannot be the expected one, so that it was not hashed.
     revision: the target's own name for this content, if it has one.
@@ -55,33 +55,33 @@ LocalFiles = Mapping[str, LocalFile]
 """Files to be published, by the names that they get at the target."""
 Names = Collection[str]
 Sent = Callable[[int], None]
-"""Callback that gets numbers of bytes as they are sent."""
+"""Callback for progress: gets the number of bytes that were just sent."""
 
 
 class Target(Protocol):
-    """Protocol of a publishing target, whose credentials are in the environment.
+    """Protocol of a publishing target; credentials are read from the environment.
 
     Every method may ask the network, and raises PublishError if the target refuses, TransientError if it does not
     answer.
     """
 
     def check(self) -> None:
-        """Check that the target can be published to, without changing anything there."""
+        """Check that the target accepts publications, without changing anything there."""
 
     def prepare(self, licence: str | None) -> None:
-        """Create the repository or folder if it does not exist; private where we decide that.
+        """Create the target's repository or folder if it does not exist, private if the recipe says so.
 
         licence: of the publication, as its card states it; a new repository may have to state one.
         """
 
     def held(self, expected: LocalFiles) -> Held:
-        """Return the target's files with checksums, which it computed, or which are computed from what it returns."""
+        """Return the target's files with checksums, as the target states them or as computed from its content."""
 
     def read_text(self, name: str) -> str | None:
-        """Return the text of one small file of `held` that an earlier publication left."""
+        """Return the text of a small file at the target, such as an earlier publication's list of checksums."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
-        """Send the `missing` of `files` to the target, and remove the `stale` names there.
+        """Upload the `missing` ones of `files` to the target, and delete the files with `stale` names there.
 
         Files that were sent before an interruption are found by checksum, and not sent again.
         """
