@@ -1,4 +1,4 @@
-"""Protocol of a harness: tasks and a served model → scores of tasks and of every sample, in one schema.
+"""Protocol of evaluation harnesses: from tasks and a served model to scores and samples, in one schema.
 
 A new harness is a room here and a line in `registry.py`. The schema is that of lm-eval's results, so that evaluations
 of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
@@ -26,18 +26,18 @@ from stages.serving.served_models import ServedModel
 
 
 class GenerationConfig(StrictModel):
-    """Generation settings for questions whose task does not set them."""
+    """Generation settings for questions of a task that sets none itself."""
 
     max_tokens: PositiveInt = Field(
         512, description="Largest number of tokens in an answer; longer answers are cut off."
     )
     temperature: float = Field(0.0, ge=0, le=100, description="Sampling temperature; 0: always the likeliest token.")
-    stop: StopTexts = Field((), description="Stop texts, which end an answer and are not part of it.")
+    stop: StopTexts = Field((), description="Texts that end an answer and are not part of it.")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Request of an evaluation: harness, tasks and settings, as the recipe states them.
+    """Request to a harness for an evaluation: tasks and settings, as the recipe states them.
 
     limit: samples of each task; None for all.
     num_fewshot: None leaves it to the task.
@@ -59,7 +59,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Results:
-    """Scores and samples of an evaluation, in the schema of this module.
+    """Scores and samples that an evaluation gives, in the schema that this module describes.
 
     scores: content of `scores.json`.
     samples: task → rows.
@@ -73,7 +73,7 @@ class Results:
 
 @dataclass(frozen=True)
 class TaskItem:
-    """Texts of one sample of a benchmark task.
+    """Texts of one benchmark sample, which no training row should contain.
 
     number: its `doc_id`.
     questions: the question as the task writes it, in words of this sample alone, also with its answer.
@@ -101,46 +101,47 @@ class Harness(Protocol):
     unused: Mapping[str, str]
 
     def version(self) -> str:
-        """Return the version of the harness that is installed, or will be. Raises ResourceError where it is unknown."""
+        """Return the harness's version that is installed, or will be. Raises ResourceError where it is unknown."""
 
     def to_install(self) -> str | None:
-        """Describe packages that `prepare` will install first, where, and how large they are; None if all are there.
+        """Describe the packages that `prepare` will install, with folder and size; None if all are installed.
 
         Raises ResourceError if that cannot be installed.
         """
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
-        """Yield problems of an evaluation request, as `field: problem, and what to do`."""
+        """Yield problems of an evaluation's settings, as `field: problem, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return facts outside the store that determine the scores, such as the commits of datasets.
+        """Return what determines the scores besides the recipe and artifacts, such as commits of datasets on a hub.
 
         May ask the network; with limit_s, once, for this long. Raises EvaluationError for tasks that do not exist, or
         have code that is not trusted; DownloadError or TransientError if a hub gives no answer.
         """
 
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
-        """Return a description of each piece of code in the task folder that the evaluation runs.
+        """Describe each piece of code in the task folder that the evaluation would run.
 
         Raises EvaluationError for tasks that do not exist.
         """
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether a task may give the score `TASK.METRIC` or `TASK.FILTER.METRIC`; True if it is not known."""
+        """Return whether the evaluation may give a score, `TASK.METRIC` or `TASK.FILTER.METRIC`; True if unknown."""
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
-        """Return the tasks that need log-likelihoods of given texts, as far as that is known before."""
+        """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
-        """Prepare a harness: install missing packages, check the tasks, set variables that libraries read at import.
+        """Prepare an evaluation: install missing packages, check the tasks, and set environment variables.
 
+        Libraries read these variables when they are imported.
         doing: gets a description of what takes long.
 
         Raises EvaluationError, or ResourceError for what cannot be installed.
         """
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
-        """Check the tasks for every mistake that can be found without a server, before the model is made.
+        """Check the tasks for every mistake that shows without a server, before the model is trained.
 
         evaluation: with `apply_chat_template` if the model will be asked so.
         model: folder of that model, or of one with the same tokenizer; None for a model that is not known yet.
@@ -149,7 +150,7 @@ class Harness(Protocol):
         """
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
-        """Yield all samples of the tasks, whatever `limit` says, task by task: texts that no training row should hold.
+        """Yield the texts of all samples of the tasks, also beyond `limit`, to compare training rows with them.
 
         Raises EvaluationError as `prepare` does, and for samples that their task cannot write down.
         """
@@ -157,8 +158,9 @@ class Harness(Protocol):
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]
     ) -> Results:
-        """Run an evaluation: load the tasks while the server starts, call `await_model` once, ask, and score.
+        """Run an evaluation: load the tasks while the server starts, ask the model, and score its answers.
 
+        await_model: waits for the server; called once.
         Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing. Raises
         EvaluationError, TransientError, and whatever a lost connection raises.
         """

@@ -1,4 +1,4 @@
-"""Question sets: files `TASK.jsonl` of a folder, a row a question, in any format that has prompts.
+"""Question sets, the user's own benchmarks: files `TASK.jsonl` in a folder, with one question per row.
 
 In: rows as `stages/data/any_rows.py` reads them. Out: what is asked as plain words, the right answer where there is
 one, and the hashes by which samples of two evaluations are paired.
@@ -25,7 +25,10 @@ from stages.harnesses.harness import Evaluation, Harness, TaskItem
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
-    """Yield the questions of a task, up to `limit`. Raises EvaluationError for a missing file and for a bad row."""
+    """Yield the questions of a set, up to the evaluation's `limit`.
+
+    Raises EvaluationError for a missing file and for a bad row.
+    """
     folder = question_folder(evaluation)
     try:
         files = find_files(folder, task)
@@ -42,20 +45,20 @@ def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
 
 
 def question_folder(evaluation: Evaluation) -> Path:
-    """Return the folder of question sets. Raises EvaluationError if the recipe names none."""
+    """Return the recipe's folder of question sets. Raises EvaluationError if the recipe names none."""
     if evaluation.task_folder is None:
         raise EvaluationError("there are no question sets: name their folder as `task_folder`")
     return evaluation.task_folder
 
 
 def question_sets(evaluation: Evaluation) -> list[str]:
-    """Return the tasks that are files of the task folder."""
+    """Return those of an evaluation's tasks that are question sets: files in the task folder."""
     folder = evaluation.task_folder
     return [task for task in evaluation.tasks if folder and (folder / f"{task}.jsonl").is_file()]
 
 
 class QuestionSetHarness(Harness, Protocol):
-    """Harness whose tasks are question sets: they have no code, no log-likelihoods and nothing to resolve outside."""
+    """Base class of harnesses whose tasks are question sets, which have no code, log-likelihoods or data on a hub."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
         return {}
@@ -79,7 +82,7 @@ class QuestionSetHarness(Harness, Protocol):
 
 
 def question_text(document: Document) -> str:
-    """Return the question as a person reads it, without the special tokens of any model."""
+    """Return a question as plain text, without the special tokens of any model."""
     if isinstance(document, PlainText):
         return document.prompt
     if len(document.messages) == 1:
@@ -88,7 +91,10 @@ def question_text(document: Document) -> str:
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """Return `doc_hash`, `prompt_hash` and `target_hash` of a question, independent of any model's chat template."""
+    """Return hashes of a question's row, prompt and right answer, by which two evaluations are paired.
+
+    They do not depend on a model's chat template.
+    """
     texts = {
         "doc": json.dumps(prompt.row, sort_keys=True),
         "prompt": question_text(prompt.document),
@@ -98,7 +104,10 @@ def asked_hashes(prompt: Prompt) -> dict[str, str]:
 
 
 def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `samples/TASK.jsonl`. scores: the sample's value of each metric, and other fields to keep."""
+    """Return a sample of a question set as a row of `samples/TASK.jsonl`.
+
+    scores: the sample's value of each metric, and other fields to keep.
+    """
     return {
         "doc_id": number,
         "filter": "none",

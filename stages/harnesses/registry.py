@@ -1,4 +1,4 @@
-"""Registry of the harnesses. A new harness is a room beside `lm_eval/` and one line here."""
+"""Registry of evaluation harnesses. A new harness is a package beside `lm_eval/` and one line here."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ HarnessName = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"e
 
 
 def harness_of(evaluation: Evaluation) -> Harness:
-    """Return the harness that an evaluation request names."""
+    """Return the harness that an evaluation asks for."""
     return HARNESSES[evaluation.harness]

@@ -1,4 +1,4 @@
-"""Scores and samples in an evaluation's artifact: `scores.json`, and `samples/TASK.jsonl` with prompts and answers."""
+"""Scores and samples that an evaluation's artifact holds: `scores.json`, and `samples/TASK.jsonl` with the answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ NO_FILTER = "none"
 
 
 def zero_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Return the names of scores that are 0 where higher is better: most often the model does not know the prompt.
+    """Return the names of scores that are 0 where higher is better, to warn of them.
 
+    Most often the model does not know the prompt's format.
     scores: of a harness (`stages/harnesses/harness.py`).
     """
     names: list[str] = []
@@ -29,7 +30,7 @@ def zero_scores(scores: Mapping[str, Any]) -> list[str]:
 
 
 def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return `TASK.METRIC` and `TASK.METRIC_stderr` → value for every task and group.
+    """Return the scores of all tasks and groups by the names of metrics, `TASK.METRIC` and `TASK.METRIC_stderr`.
 
     results: such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}.
 
@@ -46,12 +47,15 @@ def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def samples_file(evaluation: Path, task: str) -> Path:
-    """Return the file of a task's samples; slashes in names of tasks become underscores."""
+    """Return the file of a task's samples; slashes in the task's name become underscores."""
     return evaluation / "samples" / f"{task.replace('/', '_')}.jsonl"
 
 
 def samples_by_score(evaluation: Path) -> dict[str, int]:
-    """Return score name (as in the metrics of the stage) → number of samples, of scores that are known to have some."""
+    """Return the number of samples behind each score, by the score's name in the stage's metrics.
+
+    Scores with an unknown number are left out.
+    """
     try:
         scores = json.loads((evaluation / "scores.json").read_bytes())
     except (OSError, ValueError):
@@ -64,7 +68,7 @@ def samples_by_score(evaluation: Path) -> dict[str, int]:
 
 
 def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | None:
-    """Return the number of documents of a task; None for a group, which has no samples.
+    """Return the number of a task's documents; None for a group, which has no samples itself.
 
     Rows would count a document several times: a task has a row for each filter.
     """
@@ -76,24 +80,27 @@ def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | N
 
 
 def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
-    """Return the rows of a task (schema in `stages/harnesses/harness.py`). Raises OSError or ValueError."""
+    """Return the samples of a task as rows (schema in `stages/harnesses/harness.py`). Raises OSError or ValueError."""
     return read_json_lines(samples_file(evaluation, task))
 
 
 def asked(row: dict[str, Any]) -> str:
-    """Return the prompt of an evaluated sample; for a choice, which has a prompt for each option, the first."""
+    """Return the prompt of an evaluated sample; of a multiple-choice question, the prompt of the first option."""
     requests = _requests(row)
     return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
 
 
 def answered(responses: Any) -> Any:
-    """Return the answer's text of a sample; for a choice, (log-likelihood, whether it is likeliest) by option."""
+    """Return the text of a sample's answer.
+
+    For a multiple-choice question: (log-likelihood, whether it is the likeliest text) of each option.
+    """
     texts = [response[0] if isinstance(response, list) and len(response) == 1 else response for response in responses]
     return texts[0] if len(texts) == 1 else texts
 
 
 def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the texts of answer and target; for a choice, those of the likeliest and the right option."""
+    """Return the texts of answer and right answer; for multiple choice, of the likeliest and the right option."""
     answer, target = answered(row["resps"]), row.get("target")
     expected = "" if target is None else str(target)
     choices = [request[1].strip() for request in _requests(row)]
@@ -107,7 +114,7 @@ def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _requests(row: dict[str, Any]) -> list[list[str]]:
-    """Return each lm-eval request's prompt, and what follows it; nothing for other harnesses."""
+    """Return each lm-eval request of a sample as its prompt and what follows it; empty for other harnesses."""
     arguments = row.get("arguments", ())
     requests = arguments.values() if isinstance(arguments, dict) else arguments
     return [[str(part) for part in (one.values() if isinstance(one, dict) else one)] for one in requests]

@@ -1,4 +1,4 @@
-"""Reward by tests: 1 where a completion's code passes the tests of its row within limits, else 0.
+"""Reward by tests: 1 where the code in a completion passes the tests of its row within limits, else 0.
 
 This is the parent of the sandbox, which starts and watches `code_program.py`, the child that confines itself.
 """
@@ -34,15 +34,15 @@ MIB, GIB = 1 << 20, 1 << 30
 FILE_BYTES = 16 * MIB
 FOLDER_BYTES = 64 * MIB
 WRITTEN_BYTES = 256 * MIB
-"""Limit on all written bytes: of deleted files, of pipes and of discarded output as well."""
+"""Limit on all bytes that model-written code writes, also to deleted files, pipes and discarded output."""
 NUM_FILES = 1000
-"""Limit on the number of files in the folder of model-written code."""
+"""Limit on the number of files that model-written code may have in its folder."""
 LOOK_EVERY_S = 0.05
 ANSWER_BYTES = 4096
-"""Limit on the bytes of the sandbox child's answer."""
+"""Largest number of bytes that are read from the sandbox's process as its answer."""
 PROGRAM = ("-m", "stages.rewards.code_program")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that keep NumPy from starting threads, which would fail in the sandbox."""
+"""Environment variables that keep NumPy from starting threads, which would fail in the sandbox."""
 PROBE = """
 import fcntl, mmap, os, signal, socket
 
@@ -62,19 +62,21 @@ for refused, *arguments in (
         continue
     raise AssertionError("this was not refused")
 """
-"""Code that tries what the sandbox must refuse, run once to prove that it does."""
+"""Code that tries everything that the sandbox must refuse; it is run once, to prove that the sandbox works."""
 
 
 class CodeReward(CompletionReward):
-    """1 where the completion's code (its last block of Python, or all of it) passes every test of the row, else 0.
+    """Reward of 1 where the completion's code (last Python block, or all of it) passes all tests of its row, else 0.
 
     The code runs in its own process: no network, no other process or thread, no file outside its own folder, no keys.
     """
 
     type: Literal["code"]
-    tests: str = Field("tests", min_length=1, description="Column of the tests: Python code, or a list of it.")
-    timeout_s: Seconds = Field(10.0, description="Time limit of the code and all its tests, in seconds.")
-    memory_gib: float = Field(1.0, ge=0.125, le=1024, description="Limit on the address space of the code's process.")
+    tests: str = Field("tests", min_length=1, description="Dataset column of the tests: Python code, or a list of it.")
+    timeout_s: Seconds = Field(10.0, description="Time limit of a completion's code with all its tests, in seconds.")
+    memory_gib: float = Field(
+        1.0, ge=0.125, le=1024, description="Limit on the address space of the process that runs the code, in GiB."
+    )
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         content = row.get(self.tests)
@@ -97,7 +99,10 @@ class CodeReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Yield the scoring function. Raises ResourceError where the machine cannot confine code."""
+        """Prove that the sandbox works, and yield the function that scores completions.
+
+        Raises ResourceError where the machine cannot confine code.
+        """
         passed, answer = self._passes(PROBE, ("assert True",))
         if not Path("/proc/self/io").is_file():
             passed, answer = False, "its kernel does not count what a process writes, in /proc/PID/io"
@@ -117,7 +122,7 @@ class CodeReward(CompletionReward):
         return "code in the model's answers, within limits"
 
     def _passes(self, code: str, tests: tuple[str, ...]) -> tuple[bool, str]:
-        """Return whether all tests passed in time, and the child's answer."""
+        """Run code with its tests in the sandbox; return whether all passed in time, and the sandbox's answer."""
         word = secrets.token_hex()  # the child repeats it when all tests pass; the tested code cannot know it
         limits = {
             "cpu_s": math.ceil(self.timeout_s),
@@ -142,7 +147,7 @@ class CodeReward(CompletionReward):
         return ended and answer == word, answer
 
     def _await_end(self, process: subprocess.Popen[bytes], folder: Path) -> bool:
-        """Return whether the sandbox's child ended by itself, within its time and its share of the disk."""
+        """Return whether the sandbox's process ended by itself, within its limits of time and disk."""
         end_s = time.monotonic() + self.timeout_s
         while time.monotonic() < end_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,7 +159,7 @@ class CodeReward(CompletionReward):
 
 
 def _code_in(text: str) -> str:
-    """Return the last block of Python in a completion; where there is none, all of the text.
+    """Return the last block of Python in a completion, or all of the text where there is none.
 
     Line by line: a regular expression for a whole block takes quadratic time.
     """
@@ -177,7 +182,7 @@ def _tests_in(content: object) -> tuple[str, ...]:
 
 
 def _is_small(folder: Path) -> bool:
-    """Return whether the folder's files are within the limits; the code cannot make folders in it."""
+    """Return whether the files of model-written code are within the limits; it cannot make folders in its folder."""
     num_bytes = 0
     for num_files, file in enumerate(folder.iterdir(), 1):
         with contextlib.suppress(FileNotFoundError):  # the code has removed it meanwhile
@@ -188,7 +193,7 @@ def _is_small(folder: Path) -> bool:
 
 
 def _num_written(pid: int) -> int:
-    """Return the bytes that a process has written to whatever it has open; 0 where it has ended."""
+    """Return the number of bytes that a process has written to files, pipes and streams; 0 once it has ended."""
     try:
         fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Child of the code sandbox: runs a model's code with tests in a confined process.
+"""Program of the code sandbox: confines its own process, then runs a model's code with tests in it.
 
 `python -m stages.rewards.code_program LIMITS`; LIMITS is JSON: `cpu_s`, `memory_bytes`, `file_bytes`. Standard input is
 JSON: `code`, `tests` (texts), and `word`, which is written to the original standard output when all tests have
@@ -38,7 +38,7 @@ PERMITTED = """
     rt_sigsuspend rt_sigtimedwait sched_getaffinity sched_yield select sendfile set_robust_list setitimer sigaltstack
     stat statfs statx symlink symlinkat sysinfo time times umask uname unlink unlinkat write writev
 """
-"""System calls of programs that compute, and read and write files.
+"""System calls that model-written code may make: those of programs that compute, and read and write files.
 
 Left out are those that open connections, start processes or threads, make folders, touch other processes or the rights
 of files, or let files grow without being written (`fallocate`, shared mappings).
@@ -47,21 +47,23 @@ FCNTL_COMMANDS = (
     *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
 )
-"""Permitted commands of fcntl, beside F_SETFL without O_ASYNC.
+"""Commands of the system call fcntl that the sandbox permits, besides F_SETFL without O_ASYNC.
 
 Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) make the kernel send signals, SIGKILL included, to any process of the
 user.
 """
 IOCTL_COMMANDS = (0x5450, 0x5451, 0x5421)
-"""Permitted ioctl commands: FIONCLEX, FIOCLEX, FIONBIO, by which Python sets flags of descriptors.
+"""Commands of the system call ioctl that the sandbox permits: FIONCLEX, FIOCLEX, FIONBIO, by which Python sets flags of
+descriptors.
 
 FIOSETOWN and FIOASYNC do what F_SETOWN does.
 """
 NAMELESS = os.O_TMPFILE & ~os.O_DIRECTORY
 WRITING = os.O_ACCMODE | NAMELESS
-"""Flags of open(2) that the sandbox compares; a nameless file (O_TMPFILE) would escape the folder's limits."""
+"""Flags of the system call open(2) that the sandbox checks; a nameless file (O_TMPFILE) would escape the limits on its
+folder."""
 READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
-"""Flags compared when opening to read: Landlock before Linux 6.2 does not refuse truncation."""
+"""Flags that the sandbox checks when a file is opened to read: Landlock before Linux 6.2 does not refuse truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -69,7 +71,10 @@ EQUAL, MASKED_EQUAL = 4, 7
 
 
 class Comparison(ctypes.Structure):
-    """`struct scmp_arg_cmp`: argument `arg` of a call & `first` == `second` for MASKED_EQUAL, == `first` for EQUAL."""
+    """Condition on an argument of a system call, in libseccomp's layout (`struct scmp_arg_cmp`).
+
+    For MASKED_EQUAL the call's argument `arg` & `first` must equal `second`; for EQUAL it must equal `first`.
+    """
 
     _fields_ = [
         ("arg", ctypes.c_uint),
@@ -80,7 +85,7 @@ class Comparison(ctypes.Structure):
 
 
 def permit_computing_only() -> None:
-    """Let every system call but those of computing fail with EPERM from now on.
+    """Make every system call that computing does not need fail with EPERM in this process from now on.
 
     Raises OSError where there is no seccomp or no libseccomp.
     """
@@ -135,9 +140,9 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_DEVICE = 1 << 11
 READING = EXECUTE | READ_FILE | READ_FOLDER
 NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
-"""Number of rights on files by Landlock's version; later versions have as many as the last."""
+"""Number of Landlock's rights on files, by Landlock's version; later versions have as many as the last."""
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
-"""First versions of Landlock with rights of the network, and with scopes of signals."""
+"""First versions of Landlock that restrict network connections, and signals to other processes."""
 BIND_AND_CONNECT = 0b11
 ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
@@ -145,12 +150,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where there is none."""
+    """Return the version of Landlock in this kernel; 0 where there is none."""
     return max(int(_libc.syscall(CREATE_RULESET, None, 0, VERSION_ONLY)), 0)
 
 
 def hide_other_processes() -> None:
-    """Hide the memory and the environment of all running processes from this one.
+    """Keep this process from reading the memory and environment of all other running processes.
 
     Raises OSError where there is no Landlock.
     """
@@ -159,7 +164,7 @@ def hide_other_processes() -> None:
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """Allow opening files only beneath these paths; missing paths are ignored.
+    """Restrict this process by Landlock to files beneath these paths; missing paths are ignored.
 
     Where the kernel can, no TCP port is opened either, and no signal is sent to processes outside this restriction.
     Landlock does not cover owners, modes and times of files, nor before Linux 6.2 their length: system calls that
@@ -218,7 +223,10 @@ READABLE = (
 
 
 def main(limits: str) -> None:
-    """Confine this process, run the code and its tests, and answer once."""
+    """Confine this process, run the code and its tests, and write the secret word if all passed.
+
+    limits: JSON of `cpu_s`, `memory_bytes` and `file_bytes`.
+    """
     asked = json.load(sys.stdin)
     answers = os.dup(1)  # the code gets /dev/null as its standard streams
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -10,12 +10,12 @@ from stages.rewards.reward import Completion, CompletionReward
 
 
 class ExactMatchReward(CompletionReward):
-    """1 where the completion is the reference answer, but for white space around them, else 0."""
+    """Reward of 1 where the completion equals the reference answer, but for white space around them, else 0."""
 
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["exact_match"]
-    ignore_case: bool = Field(False, description="Compare without regard to case.")
+    ignore_case: bool = Field(False, description="Ignore the difference between upper and lower case.")
 
     def score(self, completion: Completion) -> float:
         assert completion.reference is not None

@@ -1,4 +1,4 @@
-"""Reward by format: 1 where the completion consists of the given tags in their order, else 0."""
+"""Reward by format: 1 where the completion consists of the given tags in their order and nothing else, else 0."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from stages.rewards.reward import Completion, CompletionReward
 
 
 class FormatReward(CompletionReward):
-    """1 where the completion is `<think>…</think><answer>…</answer>` and nothing else, with the given tags, else 0."""
+    """Reward of 1 where the completion is just `<think>…</think><answer>…</answer>`, with the given tags, else 0."""
 
     type: Literal["format"]
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
-        ("think", "answer"), min_length=1, description="Tags in their order, each once and not empty."
+        ("think", "answer"),
+        min_length=1,
+        description="Names of the tags in their order; each must occur once and hold some text.",
     )
 
     def score(self, completion: Completion) -> float:

@@ -1,4 +1,4 @@
-"""Reward by JSON Schema: 1 where the completion is JSON that the schema describes, else 0."""
+"""Reward by JSON Schema: 1 where the completion is JSON that conforms to the schema, else 0."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from stages.core.program import Program
 from stages.rewards.reward import AskingReward, Completion
 
 LIMIT_S = 2.0
-"""CPU time of one comparison with a JSON Schema."""
+"""Seconds of CPU time for checking one completion against a JSON Schema."""
 GRACE_S = 2.0
-"""Seconds beyond LIMIT_S before the program that compares with the schema is ended."""
+"""Seconds beyond LIMIT_S after which the process that checks a completion is killed."""
 
 
 class JsonSchemaReward(AskingReward):
-    """1 where the completion is JSON that the schema describes, and nothing else, else 0."""
+    """Reward of 1 where the completion is JSON that conforms to the schema, and nothing else, else 0."""
 
     type: Literal["json_schema"]
-    json_schema: dict[str, JsonValue] = Field(description="JSON Schema, without references to other files.")
+    json_schema: dict[str, JsonValue] = Field(
+        description="JSON Schema that completions must conform to, without references to other files."
+    )
 
     @field_validator("json_schema")
     @classmethod

@@ -1,4 +1,4 @@
-"""Program that compares texts with a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
+"""Program that checks texts against a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
 
 A question has `schema` and `text`; the answer is whether the text is JSON that the schema describes. Patterns of a
 schema, its references to itself, and long lists of unique items may take any amount of time.
@@ -17,7 +17,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def begin() -> Callable[[dict[str, Any]], bool]:
-    """Import the library of JSON Schema and return the function that answers questions."""
+    """Import the JSON Schema library, and return the function that checks a text against a schema."""
     from jsonschema.validators import validator_for
 
     def is_described(question: dict[str, Any]) -> bool:

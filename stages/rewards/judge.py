@@ -1,4 +1,4 @@
-"""Language model as a judge, on any server with OpenAI's API: its config, its questions, and its kept answers.
+"""Language model as a judge of answers, on any server with OpenAI's API: config, requests, and the file of its answers.
 
 Every answer is appended to a file; after a kill the file is read first, so that nothing is asked twice.
 """
@@ -61,7 +61,7 @@ Answer B:
 Say in a few sentences what is good and bad about them. Then end with one line: "Better: A", "Better: B", or "Better:
 equal"."""
 PLACE = re.compile(r"\{([a-z]+)\}")
-"""Placeholder in a judge's template."""
+"""Pattern of a placeholder, such as {prompt}, in the question to a judge."""
 
 
 Scale = tuple[float, float]
@@ -69,7 +69,7 @@ Scale = tuple[float, float]
 
 
 class JudgeConfig(StrictModel, ABC):
-    """A judge: server and model, question, and limits of its cost."""
+    """Config of a language model as a judge: its server, the question, and limits on its cost."""
 
     url: str = Field(
         pattern=r"^https?://[^\s/@]+(/\S*)?$", description="Address of the judge's server, including `/v1`."
@@ -82,23 +82,25 @@ class JudgeConfig(StrictModel, ABC):
         None,
         min_length=1,
         description="Question to the judge: a text with {prompt} and {completion}, or with {prompt}, {first} and "
-        "{second}; also {reference}, {least}, {largest}. It asks for an answer that ends with `Rating: NUMBER` or "
-        "`Better: A`; default: a built-in one.",
+        "{second} to compare; also {reference}, {least}, {largest}. It must ask for an answer that ends "
+        "with `Rating: NUMBER` or `Better: A`; default: a built-in question.",
     )
     max_requests: PositiveInt = Field(
-        10_000, description="Limit on requests to the judge; work that needs more is refused before the first."
+        10_000,
+        description="Limit on the number of requests to the judge; judging that needs more is refused before "
+        "the first request.",
     )
-    max_tokens: PositiveInt = Field(512, description="Token limit of one answer of the judge.")
+    max_tokens: PositiveInt = Field(512, description="Largest number of tokens in one answer of the judge.")
     timeout_s: Seconds = Field(120.0, description="Time limit of one request to the judge, in seconds.")
 
     @property
     @abstractmethod
     def scale(self) -> Scale | None:
-        """Scale of ratings; None for a judge that compares two answers."""
+        """Least and largest rating that the judge may give; None for a judge that compares two answers."""
 
     @property
     def asked(self) -> str:
-        """Text of the question to the judge, with placeholders: the recipe's or ours."""
+        """Text of the question to the judge, with placeholders: the recipe's, or a built-in one."""
         return self.template or (RATE if self.scale else COMPARE)
 
     @model_validator(mode="after")
@@ -118,12 +120,15 @@ class JudgeConfig(StrictModel, ABC):
 
 
 class RatingConfig(JudgeConfig):
-    """A judge that rates each answer on a scale."""
+    """Config of a judge that rates each answer on a scale."""
 
-    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the judge's scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the judge's scale.")
+    least: float = Field(1.0, allow_inf_nan=False, description="Lowest rating that the judge can give.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Highest rating that the judge can give.")
     max_unjudged_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Largest share of answers without a number from the judge; more is an error."
+        0.02,
+        ge=0,
+        lt=1,
+        description="Largest share of answers for which the judge may give no rating; more is an error.",
     )
 
     @property
@@ -132,10 +137,13 @@ class RatingConfig(JudgeConfig):
 
 
 class PairsConfig(JudgeConfig):
-    """A judge that compares two answers, asked in both orders."""
+    """Config of a judge that compares two answers, and is asked about them in both orders."""
 
     max_unjudged_fraction: float = Field(
-        0.02, ge=0, lt=1, description="Largest share of pairs without a verdict from the judge; more is an error."
+        0.02,
+        ge=0,
+        lt=1,
+        description="Largest share of pairs for which the judge may name no better answer; more is an error.",
     )
 
     @property
@@ -144,16 +152,18 @@ class PairsConfig(JudgeConfig):
 
 
 class JudgeReward(JudgeConfig, Reward):
-    """Rating of the completion by a model; with `compare`, whether it is better than the reference answer.
+    """Rating of the completion by a language model; with `compare`, whether it is better than the reference answer.
 
     A comparison gives 1, 0.5 where they are equal, 0 where it is worse; asked in both orders, it is the mean of the
     two.
     """
 
     type: Literal["judge"]
-    compare: bool = Field(False, description="Have the judge compare with the reference answer, instead of rating.")
-    least: float = Field(1.0, allow_inf_nan=False, description="Least number of the judge's scale.")
-    largest: float = Field(10.0, allow_inf_nan=False, description="Largest number of the judge's scale.")
+    compare: bool = Field(
+        False, description="Have the judge compare the completion with the reference answer, instead of rating it."
+    )
+    least: float = Field(1.0, allow_inf_nan=False, description="Lowest rating that the judge can give.")
+    largest: float = Field(10.0, allow_inf_nan=False, description="Highest rating that the judge can give.")
 
     @property
     def scale(self) -> Scale | None:
@@ -170,7 +180,7 @@ class JudgeReward(JudgeConfig, Reward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Try the judge out and yield the function that scores completions.
+        """Ask the judge about a trivial answer, to see that it works, and yield the function that scores completions.
 
         Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for a
         server that does not answer; RecipeError for an environment variable that is not set.
@@ -182,29 +192,30 @@ class JudgeReward(JudgeConfig, Reward):
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
-"""Requests for a number to a judge that answers with prose."""
+"""Number of times that a judge is asked for a rating as long as it answers without one."""
 RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(
     r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
     r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Verdict of a comparison. Like RATING it needs the colon: "Answer B is better. A is wrong." is no verdict for A.
+"""Pattern of a judge's verdict in a comparison, such as "Better: A". It needs the colon, as RATING does: "Answer B is
+better. A is wrong." is no verdict for A.
 
 At the beginning of a line a remark may follow the verdict; within a line it must be the end.
 """
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
-"""Question and answer that any judge can rate, to try it out."""
+"""Question and answer that any judge can rate, by which a judge is tried out."""
 TOKENS = ("prompt", "completion")
-"""Kinds of tokens in a response's `usage`, as the API calls them."""
+"""Kinds of tokens in the `usage` of a judge's response, as the API names them."""
 Messages = list[dict[str, str]]
 Tokens = dict[str, int]
-"""Number of tokens by kind (`TOKENS`); 0 where the server does not say."""
+"""Number of tokens in a judge's request and response, by kind (`TOKENS`); 0 where the server does not say."""
 
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """One answer of a judge.
+    """One answer of a judge: its text, and the rating in it.
 
     number: its rating or verdict; None where it has none, though the judge was asked again.
     """
@@ -215,7 +226,7 @@ class JudgeAnswer:
 
 @dataclass(frozen=True)
 class Opinion:
-    """Opinion of a judge on a completion: score, with the answers behind it.
+    """Judge's score for one completion, with the texts of the answers that it is computed from.
 
     score: None where the judge gave no number.
     answers: the judge's texts, one for each question.
@@ -227,7 +238,7 @@ class Opinion:
 
 @dataclass
 class AskedJudge:
-    """A judge with its connection and its answers so far.
+    """Judge in use: the connection to its server, and the answers that it has given so far.
 
     answered: answers by the messages asked, as JSON.
     """
@@ -244,7 +255,7 @@ class AskedJudge:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, config: JudgeConfig, file: Path) -> Iterator[Self]:
-        """Connect to the judge and read its earlier answers from `file`, where new ones are kept.
+        """Connect to the judge's server and read the answers in `file`, to which new answers are appended.
 
         Raises RecipeError for an environment variable that is not set.
         """
@@ -259,12 +270,15 @@ class AskedJudge:
                 pool.shutdown(cancel_futures=True)
 
     def try_out(self) -> None:
-        """Ask the judge about a trivial answer, without keeping it. Raises as `JudgeReward.opened`."""
+        """Ask the judge about a trivial answer, to see that it works; nothing is stored.
+
+        Raises as `JudgeReward.opened` does.
+        """
         for messages in self._questions(TRIAL):
             self._number(messages, keep=False)
 
     def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Return the judge's score of each completion.
+        """Return the judge's score of each completion, asking for those that it has not judged yet.
 
         Raises DataError for more requests than `max_requests`, and at a completion that the judge gives no number;
         ServerError, TransientError.
@@ -273,7 +287,10 @@ class AskedJudge:
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Return the judge's opinion on each completion. Raises as `scores`, but not for missing numbers."""
+        """Return the judge's score of each completion with its answers; a missing score is no error.
+
+        Otherwise raises as `scores` does.
+        """
         self._check_cost(completions)
         return self.pool.map(self._opinion, completions)
 
@@ -295,7 +312,7 @@ class AskedJudge:
         return self._combined([self._number(messages) for messages in self._questions(completion)])
 
     def _combined(self, numbers: Sequence[float]) -> float:
-        """Return the score from a judge's numbers: the one rating, or the mean of a comparison in both orders."""
+        """Return the score from a judge's numbers: the one rating, or the mean over both orders of a comparison."""
         if self.config.scale:
             return numbers[0]
         first, second = numbers  # as A, then as B
@@ -319,7 +336,10 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """Return the judge's number. Raises DataError when it gives none after several requests."""
+        """Return the judge's rating or verdict as a number.
+
+        Raises DataError if it gives none after several requests.
+        """
         answer = self._answer_to(messages, keep=keep)
         if answer.number is None:
             raise DataError(
@@ -330,7 +350,7 @@ class AskedJudge:
         return answer.number
 
     def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
-        """Return the judge's first answer with a number, or the last one without."""
+        """Ask the judge until it gives a number, or for the last time; return that answer."""
         question, asked, text = json.dumps(messages), messages, ""
         if known := self.answered.get(question):
             return known
@@ -353,7 +373,7 @@ class AskedJudge:
         return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
     def read_number(self, answer: str) -> float | None:
-        """Return a judge's rating or, of a comparison, 1 for A, 0 for B and 0.5 for equal; None where there is none."""
+        """Return the rating in a judge's answer, or its verdict: 1 for A, 0 for B, 0.5 for equal; None without one."""
         if self.config.scale is None:
             verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
@@ -362,7 +382,7 @@ class AskedJudge:
         return ratings[-1] if ratings and least <= ratings[-1] <= largest else None
 
     def _answer(self, messages: Messages) -> tuple[str, Tokens]:
-        """Send one request to the judge, again while it is busy; return its text and token usage.
+        """Send one request to the judge, repeating it while the server is busy; return its text and token usage.
 
         Raises ServerError for a refusal, TransientError when the server is gone, DataError for more requests than
         `max_requests`.
@@ -394,7 +414,7 @@ class AskedJudge:
         return redact(answer.choices[0].message.content or "", [self.key] if self.key else []), usage
 
     def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
-        """Append a judge's answer to its file, also one of prose, since its tokens count as cost."""
+        """Append a judge's answer to its file, even one without a number, since its tokens count as cost."""
         with self.lock:
             if question in self.answered:
                 return
@@ -407,7 +427,7 @@ class AskedJudge:
 
 
 def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
-    """Yield a judge's opinions on all completions, within the limit on missing numbers.
+    """Yield a judge's scores of all completions, as long as few enough of them are missing.
 
     Raises DataError as soon as more than `max_fraction` of them have no number.
     """
@@ -424,14 +444,14 @@ def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max
 
 
 def cost_metrics(file: Path) -> dict[str, float]:
-    """Return the number of requests to a judge and its tokens over all attempts, from the file of its answers."""
+    """Return the cost of a judge over all attempts, its requests and tokens, from the file of its answers."""
     lines = kept_lines(file)
     tokens = {f"judge_{name}_tokens": float(sum(line["tokens"][name] for line in lines)) for name in TOKENS}
     return {"judge_requests": float(len(lines)), **tokens}
 
 
 def _end_of(answer: str) -> str:
-    """Return the last line of a judge's answer, which should be a number or a verdict, for a message."""
+    """Return the last line of a judge's answer, where a rating or verdict should be, for an error message."""
     return quoted(answer.strip().rpartition("\n")[2], 200)
 
 
@@ -440,12 +460,12 @@ def _filled(template: str, values: dict[str, str]) -> str:
 
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of judge's answers, without a last line that a kill cut off."""
+    """Return the lines of a judge's file of answers; a last line that a kill cut off is removed."""
     remove_cut_off_line(file)
     return read_json_lines(file) if file.exists() else []
 
 
 def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
-    """Return a judge's answers with a number by the messages asked, as JSON."""
+    """Return a judge's answers that have a number, by the messages that it was asked (as JSON)."""
     numbered = (line for line in lines if line["number"] is not None)
     return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

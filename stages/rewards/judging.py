@@ -10,12 +10,12 @@ from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
-"""Completion with the name by which errors mention it."""
+"""Place of a completion, as error messages name it, with the completion."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Judgement of a completion: each reward's number and the weighted sum.
+    """Rewards of one completion, by name, and their weighted sum.
 
     rewards: each reward by the recipe's name for it.
     total: their weighted sum.
@@ -30,7 +30,7 @@ Judge = Callable[[Sequence[Named]], list[Judgement]]
 
 @contextlib.contextmanager
 def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[Judge]:
-    """Open all rewards and yield the function that scores completions, which may be called repeatedly.
+    """Open all rewards of a recipe, and yield the function that scores completions by them.
 
     Raises a LifecycleError that names the reward which cannot work. The function raises DataError for a completion that
     cannot be judged, and for a number that is not finite or not within the reward's bounds.
@@ -50,7 +50,7 @@ def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[J
 
 
 def opening_problems(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield name and error of each reward that cannot work, such as a file that cannot be imported.
+    """Open each reward once, and yield the name and error of those that cannot work, such as with a missing file.
 
     Each reward is opened once.
     """

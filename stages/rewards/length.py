@@ -1,4 +1,4 @@
-"""Penalty on long completions, which grows with their length."""
+"""Reward by length: a penalty on long completions, which grows with their length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from stages.rewards.reward import Completion, CompletionReward
 
 
 class LengthReward(CompletionReward):
-    """0 for a short completion, -1 beyond `max_tokens`, linear in between (DAPO, Yu et al. 2025, equation 13)."""
+    """Penalty of 0 for a short completion and -1 beyond `max_tokens`, linear in between (DAPO, Yu et al.
+
+    2025, equation 13).
+    """
 
     type: Literal["length"]
-    max_tokens: PositiveInt = Field(description="Length in tokens beyond which the penalty is full.")
-    soft_tokens: NonNegativeInt = Field(0, description="Tokens before `max_tokens` at which the penalty begins.")
+    max_tokens: PositiveInt = Field(
+        description="Length of a completion, in tokens, beyond which it gets the full penalty."
+    )
+    soft_tokens: NonNegativeInt = Field(
+        0, description="Number of tokens before `max_tokens` at which the penalty begins to grow."
+    )
 
     @model_validator(mode="after")
     def _begins_somewhere(self) -> Self:

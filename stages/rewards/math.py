@@ -1,4 +1,4 @@
-"""Reward by mathematical equality of the completion's answer with the reference."""
+"""Reward by mathematical equality: 1 where the answer in a completion has the value of the reference answer, else 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stages.core.redaction import quoted
 from stages.rewards.reward import AskingReward, Completion, RowCheck
 
 GRACE_S = 1.0
-"""Seconds beyond the math program's own limit, for a step that it cannot interrupt."""
+"""Seconds beyond the math program's own time limit before it is killed, for a step that it cannot interrupt."""
 MAX_ENDLESS_ROWS = 5
-"""Right answers that may time out while rows are checked, since each costs the full time limit."""
+"""Number of rows whose right answer may time out when rows are checked, since each costs the full time limit."""
 
 
 class MathReward(AskingReward):
-    r"""1 where the completion's answer (in `\boxed{}`, in LaTeX, or a number) equals the reference in value, else 0.
+    r"""Reward of 1 where the completion's answer (in `\boxed{}`, LaTeX, or a number) has the reference's value, else 0.
 
     `\frac{1}{2}` equals 0.5; `no_answer` where the completion has no answer.
     """
@@ -29,8 +29,10 @@ class MathReward(AskingReward):
     NEEDS_REFERENCE: ClassVar[bool] = True
 
     type: Literal["math"]
-    no_answer: float = Field(-1.0, lt=1, allow_inf_nan=False, description="Score of a completion without an answer.")
-    timeout_s: Seconds = Field(5.0, description="Time limit of one comparison; beyond it the answer counts as wrong.")
+    no_answer: float = Field(-1.0, lt=1, allow_inf_nan=False, description="Reward of a completion that has no answer.")
+    timeout_s: Seconds = Field(
+        5.0, description="Time limit of comparing one answer, in seconds; beyond it the answer counts as wrong."
+    )
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
         with self.row_checks() as check:
@@ -38,7 +40,7 @@ class MathReward(AskingReward):
 
     @contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield the check that rows' right answers are mathematics.
+        """Yield a function that checks whether a row's right answer is a number or formula.
 
         It raises DataError at the row after `MAX_ENDLESS_ROWS` that cannot be read in time.
         """
@@ -77,5 +79,5 @@ class MathReward(AskingReward):
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
     def _answer(self, program: Program, **question: str | None) -> Any:
-        """Return the math program's answer about a completion. Raises TimeoutError."""
+        """Ask the math program about a completion or a right answer. Raises TimeoutError."""
         return program.ask_hostile(question, self.timeout_s + GRACE_S)

@@ -21,7 +21,7 @@ WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{3,}")
 
 
 def begin() -> Callable[[dict[str, str]], str | bool]:
-    """Import the math library, which takes a second, use it once, and return the function that answers questions."""
+    """Import the math library, which takes a second, and return the function that compares answers."""
     logging.disable()
     compared("$1$", "1")
 
@@ -38,7 +38,7 @@ def begin() -> Callable[[dict[str, str]], str | bool]:
 
 
 def reference_in(text: str) -> list[Any]:
-    """Return the values that a right answer may be read as; empty for one that is no mathematics.
+    """Return the values that a right answer may be read as; empty if it is no number or formula.
 
     The library looks for formulas between marks, and for numbers elsewhere: a bare formula is put between marks.
     """
@@ -49,7 +49,7 @@ def reference_in(text: str) -> list[Any]:
 
 
 def compared(text: str, reference: str) -> str:
-    """Compare a model's answer with the right one: `right`, `wrong` or `no answer`."""
+    """Compare a model's answer with the right one; return `right`, `wrong` or `no answer`."""
     from math_verify import parse, verify
 
     answers = parse(text, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""Reward by number: 1 where the last numbers of completion and reference answer agree, else 0."""
+"""Reward by number: 1 where the last number in a completion equals the last one in the reference answer, else 0."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NUMBER = re.compile(
         (?:[eE][-+]?\d{1,3}\b)?""",
     re.VERBOSE,
 )
-"""Pattern of numbers such as 1,234.5, -7, .5 and 6e3; a period that ends a sentence is not part of one."""
+"""Pattern of numbers in texts, such as 1,234.5, -7, .5 and 6e3; a period that ends a sentence is not part of one."""
 
 
 class NumberReward(CompletionReward):
-    """1 where the last number in the completion is within `tolerance` of the last in the reference answer, else 0."""
+    """Reward of 1 where the completion's last number is within `tolerance` of the reference answer's, else 0."""
 
     NEEDS_REFERENCE: ClassVar[bool] = True
 

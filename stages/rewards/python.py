@@ -1,4 +1,4 @@
-"""Reward by a Python function of the recipe's author, run in its own process."""
+"""Reward by a Python function that the recipe's author wrote, run in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ class PythonReward(CompletionReward):
     """Value of a function in the recipe's Python file: `score(prompt, completion, reference, row) -> float`."""
 
     type: Literal["python"]
-    file: OutsidePath = Field(description="Python file with the reward function; its content is identity.")
+    file: OutsidePath = Field(
+        description="Python file with the reward function; a change of its content builds the stage again."
+    )
     function: str = Field("score", pattern=r"^[A-Za-z_]\w*$", description="Name of the reward function.")
     timeout_s: PositiveFloat = Field(
-        60.0, description="Time limit of one call of the reward function; the first call also imports the file."
+        60.0,
+        description="Time limit of one call of the reward function, in seconds; the first call also imports the file.",
     )
     minimum: Annotated[float | None, AddedLater()] = Field(
         None, allow_inf_nan=False, description="Least number that the reward function may return; default: any."
@@ -42,7 +45,7 @@ class PythonReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Start the process of the author's reward function and yield the function that scores completions.
+        """Start the process that runs the author's reward function, and yield the function that scores completions.
 
         Raises DataError for a file that cannot be imported, or has no such function.
         """
@@ -87,7 +90,10 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Return the reward function's number. Raises DataError for an error, and for no answer in time."""
+        """Return what the reward function's process answers.
+
+        Raises DataError for an error, and for no answer in time.
+        """
         try:
             return answered()
         except TimeoutError as error:

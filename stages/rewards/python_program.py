@@ -21,7 +21,10 @@ ARGUMENTS = ("prompt", "completion", "reference", "row")
 
 
 def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the author's file and return its scoring function. Raises RefusedError if there is none."""
+    """Import the author's file and return a function that calls its reward function.
+
+    Raises RefusedError if there is none.
+    """
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
@@ -43,7 +46,7 @@ def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
 
 
 def _unlike_a_score(score: object) -> str | None:
-    """Return why a reward function cannot be called with our arguments, as far as its signature shows."""
+    """Return the reason why an author's reward function cannot take the expected arguments, judged by its signature."""
     if not callable(score):
         return f"is {type(score).__name__}; expected a function"
     with contextlib.suppress(ValueError):  # some of C have no signature

@@ -11,7 +11,7 @@ from stages.rewards.reward import AskingReward, Completion
 
 
 class RegexReward(AskingReward):
-    r"""1 where the pattern is found in the completion, else 0; `\A` and `\Z` are its beginning and end."""
+    r"""Reward of 1 where the pattern is found in the completion, else 0; `\A` and `\Z` are its beginning and end."""
 
     type: Literal["regex"]
     pattern: str = Field(

@@ -39,4 +39,4 @@ else:
     AnyReward = Annotated[Union[REWARDS], Field(discriminator="type")]  # noqa: UP007
 
 RewardName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
-"""Name of a reward, as recipes and metrics have it."""
+"""Name of a reward as recipes and metrics use it: a letter, then letters, digits, `_` or `-`."""

@@ -1,5 +1,6 @@
-"""Protocol of rewards: configs that judge completions by a number. A module a reward, a line in `registry.py`.
+"""Protocol of rewards: recipe configs that judge a model's answers by a number.
 
+A new reward is a module and a line in `registry.py`.
 A reward's config is light, as all configs are; what it needs to judge is opened when it judges.
 """
 
@@ -21,7 +22,7 @@ from stages.data.messages import Document
 
 @dataclass(frozen=True)
 class Completion:
-    """A model's answer, as rewards get it.
+    """A model's answer with its prompt and dataset row, as rewards judge it.
 
     prompt: text that the model was asked, special tokens included.
     reference: the right answer, where the dataset has one.
@@ -38,18 +39,19 @@ class Completion:
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]
-"""Function from completions to a reward for each, in their order.
+"""Function that yields the reward of each completion, in their order.
 
 Raises DataError at the completion that cannot be judged.
 """
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
-"""Function from a row's right answer and the row to the reason why no completion of it could be judged, or None."""
+"""Function that returns the reason why no answer to a row could be judged, or None. Arguments: the row's right answer,
+and the row."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Context of the stage in which rewards work: input artifacts, a folder of its own, warnings.
+    """Stage around a reward: its input artifacts, a folder for the reward's files, and a way to warn.
 
     inputs: stage name → folder of its artifact.
     kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
@@ -62,17 +64,17 @@ class RewardContext:
 
 
 class Reward(StrictModel, ABC):
-    """Base of all rewards: common fields, and the functions that check rows and judge."""
+    """Base class of all rewards: common config fields, the check of rows, and the opening of what judges."""
 
     NEEDS_REFERENCE: ClassVar[bool] = False
-    """True if the reward can judge only where the dataset has the right answer."""
+    """True if the reward compares with a right answer, so that the dataset must have it."""
 
     type: str
-    weight: float = Field(1.0, allow_inf_nan=False, description="Weight of the reward in the sum of all rewards.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="Weight of this reward in the sum of all rewards.")
 
     @abstractmethod
     def opened(self, name: str, context: RewardContext) -> contextlib.AbstractContextManager[Scores]:
-        """Open the programs or servers that a reward needs to judge many completions, and yield its scoring function.
+        """Open the programs or servers that the reward needs, and yield the function that scores completions.
 
         `name` is the recipe's name for it. Raises a LifecycleError for something missing, such as a server that does
         not answer.
@@ -80,20 +82,20 @@ class Reward(StrictModel, ABC):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and largest number that a reward gives."""
+        """Least and largest number that the reward can give."""
         return -math.inf, math.inf
 
     def row_problem(self, reference: str | None, row: Mapping[str, Any]) -> str | None:
-        """Return why no completion of a row's prompt could be judged, such as `has no tests`; None where it could."""
+        """Return the reason why no answer to a row could be judged, such as `has no tests`; None if it could."""
         return None
 
     @contextlib.contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield `row_problem` for many rows, with programs that it needs already open."""
+        """Yield the function that checks rows, `row_problem`. The programs that it needs stay open for many rows."""
         yield self.row_problem
 
     def custom_code(self) -> str | None:
-        """Return the name of the recipe's code that a reward runs, such as `rewards.py:score`; None if none."""
+        """Return the name of the recipe's code that the reward runs, such as `rewards.py:score`; None without code."""
         return None
 
     @model_validator(mode="after")
@@ -104,11 +106,11 @@ class Reward(StrictModel, ABC):
 
 
 class CompletionReward(Reward):
-    """Base of rewards that judge each completion by itself, and need nothing of the stage for it."""
+    """Base class of rewards that judge each completion by itself, without the stage's artifacts or folder."""
 
     @abstractmethod
     def score(self, completion: Completion) -> float:
-        """Return the reward of a completion. Raises DataError for a completion that cannot be judged."""
+        """Return the reward of one completion. Raises DataError for a completion that cannot be judged."""
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
@@ -116,20 +118,20 @@ class CompletionReward(Reward):
 
 
 class AskingReward(CompletionReward):
-    """Base of rewards that ask a program, which may take too long for a completion: it then counts as wrong."""
+    """Base class of rewards that a separate program computes; a completion on which it times out counts as wrong."""
 
     @abstractmethod
     def program(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the client of the program that judges, not yet started."""
+        """Return a client of the program that judges, which is not started yet."""
 
     @abstractmethod
     def asked(self, program: Any, completion: Completion) -> float:
-        """Return the reward of a completion by asking the program. Raises TimeoutError."""
+        """Ask the judging program for the reward of a completion. Raises TimeoutError."""
 
     @property
     @abstractmethod
     def limit_s(self) -> float:
-        """Time limit of one comparison by the judging program, in seconds."""
+        """Time limit of the judging program for one completion, in seconds."""
 
     def score(self, completion: Completion) -> float:
         with self.program() as program:

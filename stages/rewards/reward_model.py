@@ -1,4 +1,4 @@
-"""Reward by a trained reward model: a number for each completion, higher for the better one."""
+"""Reward by a reward model that another stage trained: a number for each completion, higher for the better one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ FOLDER = "reward_model"
 
 
 class RewardModelReward(Reward):
-    """Score of another stage's reward model for prompt and completion, rendered by its own chat template."""
+    """Score of another stage's reward model for prompt and completion, rendered by that model's chat template."""
 
     type: Literal["reward_model"]
     model: Annotated[str, Reference(("reward_model",))]
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Yield the reward model's scoring function; weights are read with the first completions and stay in memory.
+        """Yield the function that scores completions by the reward model.
 
+        Its weights are read with the first completions and stay in memory.
         Raises ModelError for a model without exactly one number per answer, or without a usable tokenizer.
         """
         folder = context.inputs[self.model] / FOLDER

@@ -1,4 +1,4 @@
-"""Scoring of completions in batches by a reward model in a folder."""
+"""Scoring of completions by a reward model in a folder, in batches on the GPU or CPU."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192
-"""Number of tokens in a batch of the reward model, padding included."""
+"""Number of tokens in a batch for the reward model, padding included."""
 
 
 class Scorer:
-    """Scores completions by a reward model, which is read when the first ones are there."""
+    """Function that scores completions by a reward model, whose weights are read at the first call."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of the model `folder`. Raises ModelError when there is no usable one."""
+        """Read the tokenizer in the reward model's folder. Raises ModelError when there is no usable one."""
         self._folder = folder
         self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         date = noted_date(folder) or DEFAULT_DATE
         self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
 
     def __call__(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Yield the reward model's score of each completion. Raises DataError for an unreadable completion."""
+        """Yield the reward model's score of each completion.
+
+        Raises DataError for a completion that cannot be encoded.
+        """
         encoded = [self._encoded(completion) for completion in completions]
         scores = iter(self._scores([tokens for tokens in encoded if not isinstance(tokens, DataError)]))
         for tokens in encoded:
@@ -53,7 +56,7 @@ class Scorer:
         return getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
 
     def _encoded(self, completion: Completion) -> list[int] | DataError:
-        """Return the token ids of prompt and answer, or the error of one that cannot be encoded."""
+        """Return the token ids of prompt and answer for the reward model, or the error of encoding them."""
         try:
             (tokens,) = self._tokenizer.encode([self._tokenizer.render(_answered(completion))])
         except RowError as error:
@@ -65,7 +68,7 @@ class Scorer:
         return [int(token) for token in tokens.ids]
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
-        """Return the reward model's scores in the order of the rows."""
+        """Return the reward model's scores of rows of token ids, in the order of the rows."""
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # equal lengths need little padding
         scores: dict[int, float] = {}
         while order:
@@ -91,7 +94,7 @@ class Scorer:
 
 
 def check_score_head(folder: Path) -> None:
-    """Raise ModelError unless the model gives one number per answer."""
+    """Raise ModelError unless the model is a reward model, with a head that gives one number per answer."""
     config = ModelFacts(folder).config
     architectures = config.get("architectures") or []
     num_labels = len(config.get("id2label") or ("LABEL_0", "LABEL_1"))  # Transformers' default is two

@@ -1,4 +1,4 @@
-"""Requests for completions to a server, many at a time, and sampling of a dataset's prompts into a file.
+"""Client that sends many completion requests to a server at a time, and sampling of answers to a dataset's prompts.
 
 By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time.
 """
@@ -23,7 +23,7 @@ from stages.rollouts.options import SamplingOptions
 from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]
-"""Body of a completion request to `/v1/completions`."""
+"""Body of an HTTP request for completions, to `/v1/completions`."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
 
@@ -35,8 +35,9 @@ def ask_all(
     keep: Callable[[Job, Request, Answer], None],
     stall_s: float | None = None,
 ) -> None:
-    """Send all requests and pass each answer to `keep` as it arrives, with the job that the request stands for.
+    """Send all requests, `concurrent` at a time, and pass each answer to `keep` with its job as it arrives.
 
+    requests: pairs of a job, which is any value that identifies the request, and the request's body.
     Raises ServerError for a request that is refused, TransientError when the server is gone, or gives no answer at all
     for `stall_s` seconds.
     """
@@ -80,7 +81,7 @@ async def _ask_all(
 
 
 async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
-    """Send one completion request, again a few times while the server is busy or does not answer."""
+    """Send one completion request, and repeat it a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
@@ -94,11 +95,14 @@ async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, req
 
 
 PromptSample = tuple[int, int]
-"""Key of a sampled completion: number of the prompt, number of the sample."""
+"""Key of a sampled completion: number of the prompt, and number of the sample among those of the prompt."""
 
 
 class Sample(StrictModel):
-    """A completion of the prompt with number `prompt`; truncated: it was cut off at `max_tokens`."""
+    """Sampled completion of a prompt, as it is stored.
+
+    prompt: number of the prompt; truncated: whether the completion was cut off at `max_tokens`.
+    """
 
     prompt: int
     sample: int
@@ -115,7 +119,7 @@ def sample_all(
     kept: Path,
     report: Callable[[int, int], None],
 ) -> list[Sample]:
-    """Return `num_samples` completions of each prompt (token ids), in the order of the prompts.
+    """Sample `num_samples` completions of each prompt (token ids), and return them in the order of the prompts.
 
     kept: file that each completion is appended to; completions in it are not asked for again. report(done, all): called
     after each.
@@ -139,7 +143,7 @@ def sample_all(
 
 
 def seed_of(options: SamplingOptions, prompt: int, sample: int) -> int:
-    """Return the seed of one completion, a function of the recipe's seed, the prompt's and the sample's number."""
+    """Return the seed of one completion, computed from the recipe's seed and the numbers of prompt and sample."""
     return int(np.random.SeedSequence((options.seed, prompt, sample)).generate_state(1)[0]) >> 1
 
 
@@ -170,7 +174,7 @@ def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int)
 
 
 def _read(kept: Path) -> Iterator[Sample]:
-    """Yield the samples in a file, without a last line that a kill cut off; that line is removed from the file."""
+    """Yield the samples that a file holds; a last line that a kill cut off is removed from it."""
     remove_cut_off_line(kept)
     for line in kept.read_bytes().splitlines() if kept.exists() else ():
         with suppress(ValidationError):

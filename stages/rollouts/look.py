@@ -1,4 +1,4 @@
-"""Preview of prompts for `lifecycle look`, before any model is asked."""
+"""Preview of a dataset's prompts for `lifecycle look`, before any model is asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 
 def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
-    """Return the first `num_rows` prompts with their right answers, and counts of all."""
+    """Return a preview of the first `num_rows` prompts with their right answers, and counts over all prompts."""
     lengths = np.array([len(prompt.token_ids) for prompt in prompts])
     tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant")
     portion = ShownPortion(
@@ -45,5 +45,5 @@ def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
 
 
 def _answer(reference: str) -> ShownDocument:
-    """Return the right answer as a document to show; the model is never given its tokens."""
+    """Return the right answer in the form that previews show; the model is never given its tokens."""
     return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(Piece(text=reference),))

@@ -1,4 +1,7 @@
-"""Options of asking a dataset's rows and of sampling answers. Light: configs import it without torch."""
+"""Options of making prompts from a dataset's rows, and of sampling completions.
+
+Importing them does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from stages.rewards.reward import Reward
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options of prompts: which rows are asked, and how. None: as the row and the model's folder say.
+    """Options of making prompts from a dataset's rows. None leaves an option to the row and to the model's folder.
 
     limit: number of rows, from the first on.
     reference: column of the right answer.
@@ -36,7 +39,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of sampling completions.
+    """Options of sampling completions of a dataset's prompts.
 
     max_tokens: of each completion.
     seed: of all completions; each gets its own seed from it.

@@ -1,4 +1,4 @@
-"""Prompts of a dataset's rows, rendered by the model's own chat template and checked before any is asked."""
+"""Prompts made from a dataset's rows, rendered by the model's chat template and checked before any model is asked."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
 
 NUM_NAMED = 10
-"""Number of rows that an error names."""
+"""Largest number of rows that an error message lists."""
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A prompt as the model is asked it.
+    """Prompt of a dataset row, rendered as the model gets it.
 
     place: of the row.
     text: rendered by the chat template.
@@ -38,13 +38,13 @@ class AskedPrompt:
     token_ids: list[int]
 
     def completion(self, text: str, num_tokens: int) -> Completion:
-        """Return a model's answer to the prompt as a completion, as rewards judge it."""
+        """Return a model's answer to this prompt in the form that rewards judge."""
         asked = self.prompt
         return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
 
 def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:
-    """Read and check the prompts of a dataset's `folder`.
+    """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
     tokenizer_folder: of the model that is asked. Raises DataError, with the bad rows, for rows that are no prompts or
     lack what a reward needs, such as the right answer, and for a dataset without rows; ModelError for a folder without
@@ -78,7 +78,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
 
 
 def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
-    """Raise DataError that names prompts which leave no room for an answer in the context length."""
+    """Raise DataError if prompts leave no room for an answer of `max_tokens` in the context; it names the prompts."""
     room = context_tokens - max_tokens
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
         named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])
@@ -90,12 +90,12 @@ def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: 
 
 
 class _Rows:
-    """Reader that makes prompts of a dataset's rows."""
+    """Maker of prompts from a dataset's rows."""
 
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
     ) -> None:
-        """Create the reader of prompts; checks: row checks by the names of the rewards."""
+        """Create the maker of prompts. checks: each reward's check of rows, by the reward's name."""
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer
@@ -103,7 +103,10 @@ class _Rows:
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
     def asked(self, place: Place, row: object) -> AskedPrompt:
-        """Return the prompt that a row asks. Raises RowError."""
+        """Return the rendered prompt of a row.
+
+        Raises RowError for a row that is no prompt or lacks what a reward needs.
+        """
         prompt = self._reader.read(row)
         for name, reward in self._options.rewards.items():
             if reward.NEEDS_REFERENCE and prompt.reference is None:

@@ -1,5 +1,6 @@
-"""Environment of EvalScope, `.venv-evalscope` beside ours: its place, and how uv makes it from the pins.
+"""Python environment of EvalScope, `.venv-evalscope` beside the project's own: its folder, and its installation by uv.
 
+The versions are pinned in a file.
 A stage makes it when a recipe first asks for EvalScope; `make evalscope`, which runs this module, before that, and
 again when the pins have changed. It is made under another name and renamed: an environment that exists is complete.
 """
@@ -30,7 +31,8 @@ PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
-"""File that is written last into EvalScope's environment; `make` compares its time with that of the pins."""
+"""Marker file that is written last into EvalScope's environment; `make` compares its time with that of the pinned
+versions."""
 LOG_FILE = "uv.log"
 ASKING_TIMEOUT_S = 30
 POLL_INTERVAL_S = 0.5
@@ -38,23 +40,26 @@ SHOWN_LINES, SHOWN_CHARACTERS = 4, 1000
 
 
 def place() -> Path:
-    """Return the folder of EvalScope's environment, which may not exist yet."""
+    """Return the folder of EvalScope's Python environment, which may not exist yet."""
     return Path(sys.prefix).parent / NAME
 
 
 def is_made(folder: Path) -> bool:
-    """Return whether EvalScope's environment is complete."""
+    """Return whether EvalScope's Python environment in this folder is completely installed."""
     return (folder / COMPLETE).is_file()
 
 
 def version_to_be_made() -> str:
-    """Return the version of EvalScope that `make` would install. Raises ResourceError without pins."""
+    """Return the pinned version of EvalScope, which `make` would install.
+
+    Raises ResourceError without a file of pins.
+    """
     return _pin(PINS).removeprefix(PINNED)
 
 
 @functools.cache
 def check_can_be_made(pins: Path, folder: Path) -> None:
-    """Raise ResourceError if EvalScope could not be installed: no uv, no right to write, no registry that answers."""
+    """Raise ResourceError if EvalScope could not be installed: without uv, right to write, or package registry."""
     pin = _pin(pins)
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
@@ -78,8 +83,9 @@ def _pin(pins: Path) -> str:
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
-    """Make EvalScope's environment unless it exists; a second caller waits. doing: gets the progress.
+    """Install EvalScope's Python environment unless it exists; a second caller waits for the first.
 
+    doing: gets descriptions of the progress.
     Raises ResourceError with uv's message.
     """
     folder = place()
@@ -122,12 +128,15 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
 
 
 def _mode_of_ours() -> int:
-    """Return our environment's permissions: its readers may read EvalScope's, whichever user's stage makes that."""
+    """Return the permissions of the project's own Python environment, which EvalScope's gets as well.
+
+    So those who can read the one can read the other, whichever user's stage installs it.
+    """
     return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
 def _uv() -> str:
-    """Return the path of uv in our environment, which uv also made."""
+    """Return the path of uv in the project's own Python environment."""
     uv = Path(sys.executable).with_name("uv")
     if not os.access(uv, os.X_OK):
         raise ResourceError(_cannot(f"{uv} does not exist, which installs it"))
@@ -135,7 +144,10 @@ def _uv() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables for uv. It does not read pip's settings, so pip's folder of wheels is passed on."""
+    """Return the environment variables for running uv.
+
+    It does not read pip's settings, so pip's folder of wheels is passed on.
+    """
     environment = inherited_environment()
     if "UV_FIND_LINKS" not in environment:
         folders = environment.get("PIP_FIND_LINKS") or _pip_setting("global.find-links")
@@ -145,7 +157,7 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _pip_setting(name: str) -> str:
-    """Return a setting of pip; empty if there is none."""
+    """Return the value of a setting of pip; empty if it is not set."""
     command = [sys.executable, "-m", "pip", "config", "get", name]
     return subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S, check=False).stdout
 
@@ -172,7 +184,7 @@ def _is_current(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class InstalledEvalScope:
-    """Interpreter and version of an installed EvalScope.
+    """An installed EvalScope: its interpreter, package folder and version.
 
     python: interpreter that can import it.
     package: folder of the package.
@@ -183,17 +195,17 @@ class InstalledEvalScope:
     version: str
 
     def benchmarks(self) -> list[str]:
-        """Return the names of EvalScope's own benchmarks."""
+        """Return the names of the benchmarks that EvalScope itself has."""
         return list(json.loads((self.package / "benchmarks" / "_index.json").read_bytes()))
 
 
 def is_missing() -> bool:
-    """Return whether EvalScope is neither named nor installed, so that its environment must be made."""
+    """Return whether EvalScope must be installed: no interpreter is named, and its environment does not exist."""
     return not os.environ.get(PYTHON_VARIABLE) and not is_made(place())
 
 
 def find_evalscope() -> InstalledEvalScope:
-    """Return the EvalScope of the interpreter in LIFECYCLE_EVALSCOPE, or of `.venv-evalscope` beside our environment.
+    """Return the EvalScope that LIFECYCLE_EVALSCOPE names an interpreter of, or that of `.venv-evalscope`.
 
     Raises ResourceError if there is none.
     """
@@ -215,7 +227,7 @@ def find_evalscope() -> InstalledEvalScope:
 
 
 def main() -> None:
-    """Make EvalScope's environment from the present pins."""
+    """Install EvalScope's Python environment by the current pins, for `make evalscope`."""
     try:
         make(lambda progress: print(progress, flush=True), _is_current)
     except ResourceError as error:

@@ -1,4 +1,4 @@
-"""EvalScope as a harness: question sets by exact match, and its own benchmarks by name, asked as a user of a chat.
+"""EvalScope as an evaluation harness: question sets by exact match, and EvalScope's own benchmarks, asked as chats.
 
 It runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the server
 over HTTP.
@@ -23,7 +23,7 @@ METRIC = "exact_match"
 
 
 class EvalScope(QuestionSetHarness):
-    """EvalScope as a harness (protocol `Harness`)."""
+    """EvalScope as an evaluation harness; implements `Harness`."""
 
     name = "evalscope"
     title = "EvalScope"
@@ -33,7 +33,7 @@ class EvalScope(QuestionSetHarness):
     )
 
     def version(self) -> str:
-        """Return the installed version of EvalScope, or the pinned one: reading existing scores needs no more."""
+        """Return the installed version of EvalScope, or the pinned one, which is enough for reading existing scores."""
         return environment.version_to_be_made() if is_missing() else find_evalscope().version
 
     def to_install(self) -> str | None:
@@ -48,7 +48,7 @@ class EvalScope(QuestionSetHarness):
         return iter(())
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether a task may give a score; metrics of EvalScope's own benchmarks are not known before."""
+        """Return whether a task may give a score; those of EvalScope's own benchmarks are known only after a run."""
         sets = question_sets(evaluation)
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)

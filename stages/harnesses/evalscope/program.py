@@ -1,4 +1,4 @@
-"""Program that runs EvalScope: `PYTHON program.py REQUEST.json`, with the server's key in EVALSCOPE_API_KEY.
+"""Program that runs EvalScope: `PYTHON program.py REQUEST.json`, with the served model's API key in EVALSCOPE_API_KEY.
 
 It runs in EvalScope's environment and imports nothing of ours. `running.py` reads what it writes below the request's
 `work` (`TASK/reviews/…`, `TASK/reports/…`). Answers that are there from an earlier attempt are not asked again.
@@ -26,7 +26,7 @@ QUESTION_SET = "question_set"
     BenchmarkMeta(
         name=QUESTION_SET,
         pretty_name="Question set",  # without a name and a description, writing the report fails
-        description="Metric of question sets: answers are right if they are the expected text.",
+        description="Question set whose answers are right if they equal the expected text.",
         dataset_id=QUESTION_SET,
         metric_list=["exact_match"],
         few_shot_num=0,
@@ -36,7 +36,7 @@ QUESTION_SET = "question_set"
     )
 )
 class QuestionSet(DefaultDataAdapter):
-    """Question set as a benchmark: rows of {"messages": […], "target": text}.
+    """EvalScope benchmark made of a question set, whose rows are {"messages": […], "target": text}.
 
     EvalScope's own `general_qa` knows only BLEU and Rouge.
     """
@@ -53,7 +53,10 @@ class QuestionSet(DefaultDataAdapter):
 
 
 def main() -> None:
-    """Run the tasks of an EvalScope request. Raises EvalScope's errors: an error in a sample is no score of 0."""
+    """Run the tasks of an EvalScope request.
+
+    Raises EvalScope's errors: a sample that fails must not count as a score of 0.
+    """
     request = json.loads(Path(sys.argv[1]).read_bytes())
     for task in request["tasks"]:
         _run(task, request)

@@ -1,4 +1,4 @@
-"""EvalScope at work: start its program for an evaluation, watch it, and read the scores and samples that it leaves.
+"""Run of EvalScope's program for an evaluation: start, progress, and the scores and samples that it writes.
 
 It leaves for each task `reviews/MODEL/BENCHMARK_SUBSET.jsonl`, a sample each, and `reports/MODEL/BENCHMARK.json`.
 """
@@ -36,13 +36,13 @@ SHOWN_CHARACTERS = 500
 
 USABLE = ("success", "fallback")
 SUBSET_SIZE = 1_000_000
-"""Distance between the first document numbers of two subsets, so that a `limit` does not change numbers."""
+"""Distance between the first sample numbers of a benchmark's subsets, so that a `limit` does not change the numbers."""
 
 
 def evaluated(
     installed: InstalledEvalScope, evaluation: Evaluation, context: StageContext, model: ServedModel
 ) -> Results:
-    """Run EvalScope's program and return its results.
+    """Run EvalScope's program against the served model and return scores and samples.
 
     Raises RuntimeError if the program fails, EvaluationError for a sample without a score.
     """
@@ -74,7 +74,10 @@ def evaluated(
 
 
 def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
-    """Return the questions of a set. Raises EvaluationError for an empty set, and a question without an answer."""
+    """Return the questions of a set, all with right answers.
+
+    Raises EvaluationError for an empty set, and for a question without a right answer.
+    """
     questions = list(read_questions(evaluation, task))
     unanswered = [number for number, question in enumerate(questions, 1) if question.reference is None]
     if not questions or unanswered:
@@ -87,7 +90,7 @@ def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
 
 
 def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | None:
-    """Write a question set as EvalScope's program reads it; returns None for a benchmark of EvalScope's own."""
+    """Write a question set to a file for EvalScope's program; return None for a benchmark of EvalScope's own."""
     if task not in question_sets(evaluation):
         return None
     folder.mkdir(exist_ok=True)
@@ -135,7 +138,7 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
 
 
 def read_results(folders: Mapping[str, Path], evaluation: Evaluation) -> Results:
-    """Read scores and samples of each task's folder, as EvalScope left them.
+    """Read the scores and samples that EvalScope has written for each task.
 
     Raises EvaluationError for a task without samples, and for samples that EvalScope could not score.
     """
@@ -163,7 +166,10 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(task: str, number: int, review: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one EvalScope sample as a row. Raises EvaluationError if its metric failed: failure is no score of 0."""
+    """Convert one EvalScope sample to a row of `samples/TASK.jsonl`.
+
+    Raises EvaluationError if its metric failed: that must not count as a score of 0.
+    """
     score = review["sample_score"]["score"]
     if score["status"] not in USABLE or not score["value"]:
         why = "; ".join(f"{name}: {value}" for name, value in (score["metadata"] or {}).items())
@@ -189,7 +195,10 @@ def _report(task: str, folder: Path) -> dict[str, Any]:
 
 
 def _scores(rows: list[dict[str, Any]], report: Mapping[str, Any]) -> dict[str, float]:
-    """Return means over samples with standard errors s / √n; EvalScope's own number where it aggregates otherwise."""
+    """Return each metric's mean over samples with its standard error s / √n.
+
+    Where EvalScope aggregates otherwise, its own number is returned.
+    """
     scores: dict[str, float] = {}
     for metric in report["metrics"]:
         name = _metric_name(metric)
@@ -205,6 +214,6 @@ def _directions(report: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _metric_name(metric: Mapping[str, Any]) -> str:
-    """Return the name of a metric; only a mean has the name of the samples' values."""
+    """Return the name of an EvalScope metric, with its aggregation unless that is the mean over samples."""
     name, aggregation = metric["identity"]["name"], metric["identity"]["aggregation"]
     return str(name if aggregation == "mean" else f"{name}_{aggregation}")

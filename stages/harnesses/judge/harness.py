@@ -1,4 +1,4 @@
-"""Harness of question sets whose answers a judge rates: any model of a server that speaks OpenAI's API."""
+"""Evaluation harness in which a judge, any model behind OpenAI's API, rates the answers to question sets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stages.harnesses.question_sets import QuestionSetHarness, read_questions
 from stages.serving.served_models import ServedModel
 
 VERSION = "1"
-"""Version of the harness; raise it when the same questions, answers and opinions would give other scores."""
+"""Version of the judge harness; raise it when the same questions, answers and ratings would give other scores."""
 METRIC = "rating"
 
 
 class Judge(QuestionSetHarness):
-    """Judge as a harness (protocol `Harness`)."""
+    """Judge as an evaluation harness; implements `Harness`."""
 
     name = "judge"
     title = "the judge"

@@ -1,4 +1,4 @@
-"""Rating of answers: a model is asked the questions of sets, and a judge rates its answers."""
+"""Evaluation by a judge: the served model answers the questions of sets, and the judge rates the answers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from stages.serving.served_models import ServedModel
 
 METRIC = "rating"
 JUDGE_FILE = "judge.jsonl"
-"""File of the artifact with every question to the judge, its answer, and the tokens of both."""
+"""File in the artifact with every question to the judge, its answer, and the number of tokens of both."""
 PROGRESS_EVERY = 10
 
 
 @dataclass(frozen=True)
 class AnsweredTask:
-    """Questions of one set, and the model's answers."""
+    """Questions of one set with the served model's answers."""
 
     prompts: Sequence[AskedPrompt]
     answers: Sequence[Sample]
 
     def completions(self) -> Iterator[Completion]:
-        """Yield a model's answers as the judge reads them, with the questions in plain words."""
+        """Yield the model's answers in the form that the judge rates, with the questions as plain text."""
         for asked, answer in zip(self.prompts, self.answers, strict=True):
             prompt = asked.prompt
             text = question_text(prompt.document)
@@ -45,13 +45,16 @@ class AnsweredTask:
 
 
 def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Try the judge on an answer that is easy to rate. Raises as `AskedJudge` does; nothing is kept."""
+    """Ask the judge about an answer that is easy to rate, to see that it works; nothing is stored.
+
+    Raises as `AskedJudge` does.
+    """
     with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
         judge.try_out()
 
 
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
-    """Ask a model all questions of the sets, have the judge rate the answers, and return the results.
+    """Ask the served model all questions of the sets, let the judge rate its answers, and return scores and samples.
 
     Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers; ServerError
     and TransientError of either server.
@@ -153,7 +156,7 @@ def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) ->
 
 
 def _means(ratings: Sequence[float | None]) -> dict[str, float]:
-    """Return the mean of ratings and its standard error, s / √n."""
+    """Return the mean of the ratings that the judge gave, and its standard error, s / √n."""
     values = [rating for rating in ratings if rating is not None]
     mean = {f"{METRIC},none": statistics.fmean(values)}
     if len(values) > 1:

@@ -1,4 +1,7 @@
-"""lm-eval as a harness. Light: lm-eval itself, whose imports take seconds, is imported while a server starts."""
+"""lm-eval as an evaluation harness.
+
+lm-eval itself, whose import takes seconds, is imported only while a server starts.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ from stages.serving.served_models import ServedModel
 
 PROGRESS_EVERY = 10
 DATASETS = "datasets"
-"""Cache folder of Hugging Face's `datasets`."""
+"""Name of the cache folder for Hugging Face's `datasets` library."""
 KEPT_RESULTS = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-"""Keys of lm-eval's results that `scores.json` keeps."""
+"""Keys of lm-eval's results that are written to `scores.json`."""
 
 
 class LmEval:
-    """lm-eval as a harness (protocol `Harness`)."""
+    """lm-eval as an evaluation harness; implements `Harness`."""
 
     name = "lm_eval"
     title = "lm-eval"
@@ -116,7 +119,7 @@ class LmEval:
 
 
 def _selection(evaluation: Evaluation) -> TaskSelection:
-    """Find an evaluation's lm-eval tasks, and check that their code is trusted. Raises EvaluationError."""
+    """Find the lm-eval tasks of an evaluation, and check that the recipe trusts their code. Raises EvaluationError."""
     selection = select_tasks(evaluation.tasks, evaluation.task_folder)
     if not evaluation.trust_task_code:
         check_trusted(selection)

@@ -1,4 +1,4 @@
-"""Rehearsal of an evaluation without a server: load the tasks, render their first samples, and score made-up answers.
+"""Rehearsal of an lm-eval evaluation without a server: load the tasks, render first samples, score made-up answers.
 
 What would fail after hours of training fails here. The imports take as long as those of `scoring`.
 """
@@ -27,19 +27,19 @@ from stages.harnesses.scores import score_metrics
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
-"""Number of samples of each task that a rehearsal renders. They take tenths of a second, also with a chat template."""
+"""Number of samples of each task that a rehearsal renders, which takes tenths of a second."""
 MADE_UP_ANSWER = "0"
-"""Answer with which most scoring code gets far: a number, JSON, and a word at once."""
+"""Made-up answer that most tasks can score, since it is a number, JSON and a word at once."""
 MADE_UP_LOG_PROBABILITY = -1.0
 
 
 class MadeUpModel(LM):
-    """A model whose answers are always the same. It refuses requests that a served model could not be asked."""
+    """Stand-in for a model, which gives the same answer always; it refuses requests that no server would take."""
 
     tokenizer_name = "none"
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        """Create the stand-in model with the template of the model that will be asked; None if it is not known yet."""
+        """Create the stand-in with the chat template of the model to evaluate; None if that is not known yet."""
         super().__init__()
         self._template = template
 
@@ -64,7 +64,7 @@ class MadeUpModel(LM):
 
 
 def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | None) -> None:
-    """Rehearse lm-eval tasks: load them, render and score their first samples.
+    """Load the lm-eval tasks, render their first samples, and score made-up answers, to find mistakes early.
 
     model: folder of the model that will be asked, or of one with the same chat template; None for no such model.
     Raises EvaluationError that names the task, TransientError for a hub that does not answer.
@@ -98,7 +98,7 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
 
 
 def _template_of(model: Path) -> ChatTemplate | None:
-    """Return the model's chat template; None for a tokenizer with code of its own, which only its server runs."""
+    """Return the model's chat template; None for a tokenizer with code of its own, which only the server runs."""
     try:
         return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE).template
     except ModelError:
@@ -114,7 +114,7 @@ def _check_known(task: str, unknown: list[str]) -> None:
 
 
 def _check_texts(texts: Iterable[tuple[str, object]]) -> None:
-    """Raise EvaluationError for prompts that are no text. texts: each with the name of its task."""
+    """Raise EvaluationError for prompts that are not texts. texts: pairs of a task's name and a prompt."""
     for task, text in texts:
         if not isinstance(text, str):
             raise EvaluationError(
@@ -124,7 +124,7 @@ def _check_texts(texts: Iterable[tuple[str, object]]) -> None:
 
 
 def _check_generation(task: str, options: Mapping[str, Any]) -> None:
-    """Raise EvaluationError for `generation_kwargs` that every server refuses."""
+    """Raise EvaluationError for `generation_kwargs` of a task that every server would refuse."""
     where = f"the task {task}: generation_kwargs"
     until = options.get("until") or []
     if not (isinstance(until, str) or (isinstance(until, list) and all(isinstance(stop, str) for stop in until))):

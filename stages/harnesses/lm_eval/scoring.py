@@ -1,4 +1,4 @@
-"""lm-eval at work: run tasks against a served model, and read the texts of their samples.
+"""Run of lm-eval's tasks against a served model, and reading of the texts of their samples.
 
 Importing this module takes seconds: import it while a server starts. Every answer goes into a sqlite file as it
 arrives, so an interrupted evaluation asks only for what is missing.
@@ -44,20 +44,21 @@ from stages.serving.served_models import ServedModel
 
 MAX_TRIES = 3
 MAX_SHOWN = 400
-"""Largest number of characters that a message quotes of an error of lm-eval, or of a task's columns."""
+"""Largest number of characters that an error message quotes from lm-eval or lists of a task's columns."""
 END_MARK = "qprobetext "
-"""Marker for the end of an answer's beginning; its space shows whether the template trims texts."""
+"""Marker put after the beginning of an answer, to find its end in the rendered prompt. Its space shows whether the chat
+template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
-"""Jinja environment of lm-eval for task templates, which have access to all of Python there."""
+"""Jinja environment in which lm-eval renders task templates, with access to all of Python."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
-"""Method of lm-eval's tasks → the field of a task's file that it reads."""
+"""Field of a task file that each method of lm-eval's tasks reads, by method, for error messages."""
 
 Report = Callable[[int, int], None]
 
 
 class LmEvalModel(LocalCompletionsAPI):
-    """A served model as lm-eval sees it.
+    """Served model in the form of an lm-eval model, which sends lm-eval's requests to the server.
 
     Prompts are sent as token ids, so that they arrive as the tokenizer here made them. A server that takes no token ids
     gets texts, and answers are cut here where a task ends them: such a server may end them elsewhere, or nowhere.
@@ -93,7 +94,7 @@ class LmEvalModel(LocalCompletionsAPI):
         self.folder = model.folder
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a prompt as training does: same date, same limits, and special tokens in a task's texts stay text.
+        """Render a prompt by the chat template as training does: same date and limits, and special tokens as text.
 
         Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
         """
@@ -127,7 +128,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
 
     def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
-        """Return the texts of generated answers, and count those that reached their most tokens.
+        """Return the texts of generated answers, and count the answers that reached their token limit.
 
         A server that takes no stop texts reaches the limit every time, so nothing is counted for it.
         """
@@ -140,7 +141,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def cut(self, answer: str, options_of_task: Mapping[str, Any]) -> str:
-        """Cut an answer before the first stop text, for servers that do not."""
+        """Cut an answer before its first stop text, where the server does not do so itself."""
         stops = options_of_task.get("until") or []
         ends = [answer.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
         within = [end for end in ends if end >= 0]
@@ -160,7 +161,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
-        """Score whole texts (rolling log-likelihood), without chat template, with the tokenizer's special tokens."""
+        """Return log-likelihoods of whole texts, without chat template, with the tokenizer's special tokens."""
         add_bos_token, self.add_bos_token = self.add_bos_token, True
         try:
             answers: list[float] = super().loglikelihood_rolling(requests, **options)
@@ -169,13 +170,13 @@ class LmEvalModel(LocalCompletionsAPI):
         return answers
 
     def _count_if_truncated(self, text: str, generated_tokens: int) -> None:
-        """Count a prompt that is too long: lm-eval cuts it at its beginning, mostly silently."""
+        """Count a prompt that is too long for the context: lm-eval cuts off its beginning, mostly silently."""
         tokens = self.tok_encode(text, add_special_tokens=self.add_bos_token)
         self.num_truncated += len(tokens) > self.max_length - generated_tokens
 
 
 class _ReportingHook(CacheHook):
-    """Cache hook of lm-eval that keeps each answer as it arrives, and reports the count."""
+    """Hook into lm-eval's cache that stores each answer as it arrives, and reports how many there are."""
 
     def __init__(self, answers: CachingLM, model: LmEvalModel, report: Report):
         super().__init__(answers)
@@ -194,7 +195,7 @@ class _ReportingHook(CacheHook):
 
 @contextlib.contextmanager
 def named_mistakes(names: Iterable[str]) -> Iterator[None]:
-    """Turn lm-eval's errors about a task into an EvaluationError with the task and the field of its file.
+    """Turn an error inside lm-eval into an EvaluationError that names the task and the field of its file at fault.
 
     A hub that does not answer becomes a TransientError.
 
@@ -225,14 +226,14 @@ def named_mistakes(names: Iterable[str]) -> Iterator[None]:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether an error means that a hub did not answer; "no such dataset" is an answer."""
+    """Return whether an error means that a hub did not answer. "No such dataset" is an answer."""
     if isinstance(error, HfHubHTTPError):
         return error.response is None or error.response.status_code in (408, 429, *range(500, 600))
     return isinstance(error, ConnectionError | TimeoutError | httpx.TransportError | LocalEntryNotFoundError)
 
 
 def _samples_of(task: Any) -> str:
-    """Return a description of a task's columns, as far as they were read, for a message."""
+    """Return a description of a task's splits and columns, for an error message; empty if they were not read."""
     splits = getattr(task, "dataset", None)
     if not isinstance(splits, dict) or not splits:
         return ""
@@ -242,7 +243,7 @@ def _samples_of(task: Any) -> str:
 
 
 def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    """Render a prompt by the chat template; without `add_generation_prompt`, the last message begins an answer.
+    """Render messages by the chat template. Without `add_generation_prompt`, the model is to continue the last message.
 
     Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
     """
@@ -258,7 +259,7 @@ def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add
 
 
 def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
-    """Load the tasks with their datasets, few-shot examples and seeds, as `evaluate` takes them."""
+    """Load lm-eval's tasks with datasets, few-shot examples and seeds, in the form that its `evaluate` takes."""
     lm_eval.utils.env = LM_EVAL_JINJA if evaluation.trust_task_code else _sandboxed(LM_EVAL_JINJA)
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
@@ -276,7 +277,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
 
 @contextlib.contextmanager
 def _hub_asked(*, asked: bool) -> Iterator[None]:
-    """Allow or forbid Hugging Face's `datasets` to ask the hub.
+    """Allow or forbid Hugging Face's `datasets` library to ask the hub, within the context.
 
     It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
     """
@@ -290,7 +291,7 @@ def _hub_asked(*, asked: bool) -> Iterator[None]:
 
 
 def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment:
-    """Return lm-eval's Jinja environment as a sandbox: no inner attributes of Python, no changes of objects."""
+    """Return a sandboxed version of lm-eval's Jinja environment, so that task templates cannot run Python code."""
     sandbox = ImmutableSandboxedEnvironment(
         loader=environment.loader,
         undefined=environment.undefined,
@@ -303,7 +304,7 @@ def _sandboxed(environment: jinja2.Environment) -> ImmutableSandboxedEnvironment
 def evaluate_tasks(
     model: LmEvalModel, tasks: dict[str, Any], evaluation: Evaluation, answers: Path, report: Report
 ) -> dict[str, Any]:
-    """Return lm-eval's results, with the log of each sample.
+    """Run lm-eval's tasks against the model, and return its results with a log of each sample.
 
     answers: file that keeps answers; those in it are not asked again.
     report: called as report(answered, asked) after each answer.
@@ -330,7 +331,7 @@ def evaluate_tasks(
 
 
 def _seed(evaluation: Evaluation, default: int) -> int:
-    """Return the evaluation's seed, or lm-eval's default, which differs by purpose."""
+    """Return the recipe's seed of an evaluation, or else lm-eval's default, which differs by purpose."""
     return default if evaluation.seed is None else evaluation.seed
 
 
@@ -345,7 +346,7 @@ def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
-    """Yield the samples of lm-eval's tasks, given by name.
+    """Yield the texts of all samples of lm-eval's tasks, to compare training rows with them. tasks: by name.
 
     Raises EvaluationError for a sample that its task cannot write down.
     """
@@ -361,7 +362,7 @@ def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
 
 
 def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskItem:
-    """Return a sample's question as the task writes it, alone and with its answer, and all its texts."""
+    """Return the texts of one sample: its question as the task renders it, alone and with answer, and its fields."""
     choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
     question, answers = _chosen(task.doc_to_text(document), choices), task.doc_to_target(document)
     answers = [_chosen(answer, choices) for answer in (answers if isinstance(answers, list) else [answers])]
@@ -372,7 +373,7 @@ def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskIt
 
 
 def _chosen(value: object, choices: list[str]) -> str:
-    """Return the answer option that a number stands for, or the value itself as text."""
+    """Return the text of the answer option that a number stands for, or the value itself as text."""
     if isinstance(value, int) and 0 <= value < len(choices):
         return str(choices[value])
     return str(value)

@@ -1,4 +1,4 @@
-"""Files of lm-eval tasks, of a local folder or of lm-eval itself, read without running the code that they name.
+"""Reading of lm-eval's task files, local or built-in, without running the code that they name.
 
 A local folder's content is part of the evaluation's version, so all that a task is made of must lie in it: its YAML
 files, the data files that they name, and the Python files that their `!function` tags name.
@@ -30,7 +30,7 @@ _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, order=True)
 class HubDataset:
-    """A dataset repository of the Hugging Face hub. `revision`: what the task asks for; None is the default branch."""
+    """Dataset repository of the Hugging Face hub, as a task names it. revision: None is the default branch."""
 
     repository: str
     revision: str | None = None
@@ -40,11 +40,11 @@ class HubDataset:
 
 
 class Function(str):
-    """Text of a `!function module.name` tag."""
+    """Name of a Python function that a task file refers to by the tag `!function module.name`."""
 
     @property
     def module_file(self) -> str:
-        """Python file of a `!function` tag, relative to the file that names it."""
+        """Python file of the function, relative to the task file that names it."""
         return self.rpartition(".")[0].replace(".", "/") + ".py"
 
 
@@ -60,13 +60,13 @@ _Loader.add_constructor("!function", _construct_function)
 
 
 def parse_task_file(text: str) -> Any:
-    """Parse a task file. Raises RecipeError for invalid YAML, and for YAML that would take too long to read."""
+    """Parse a task file's YAML. Raises RecipeError for invalid YAML, and for YAML that would take too long to read."""
     check_bounds(text, _Loader)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
 
 
 def read_task_file(file: Path) -> dict[str, Any]:
-    """Return the mapping in a task file; empty if it cannot be read: lm-eval itself reports that when it runs."""
+    """Return the content of a task file; empty if it cannot be read, since lm-eval reports that when it runs."""
     try:
         config = parse_task_file(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -75,19 +75,19 @@ def read_task_file(file: Path) -> dict[str, Any]:
 
 
 def names_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of an lm-eval task or group, and its tags."""
+    """Yield the name of the lm-eval task or group that a task file's content defines, and its tags."""
     yield from (config[key] for key in ("task", "group") if isinstance(config.get(key), str))
     yield from strings_in(config.get("tag"))
 
 
 def members_of(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the tasks in an lm-eval group."""
+    """Yield the names of the tasks that belong to an lm-eval group, from its file's content."""
     for member in config["task"] if isinstance(config.get("task"), list) else ():
         yield member if isinstance(member, str) else str(member.get("task", member.get("group")))
 
 
 def dataset_of(config: dict[str, Any]) -> HubDataset | None:
-    """Return the dataset repository that a task's config names; None for local files, and if none is named."""
+    """Return the hub's dataset repository that a task file names; None for local files, and if it names none."""
     path = config.get("dataset_path")
     if not isinstance(path, str) or path in FILE_FORMATS or not _REPOSITORY.fullmatch(path):
         return None
@@ -95,7 +95,7 @@ def dataset_of(config: dict[str, Any]) -> HubDataset | None:
 
 
 def code_in(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the code that a task's config would run outside a sandbox.
+    """Yield descriptions of the code that a task file would make lm-eval run outside a sandbox.
 
     That is `!function` tags, Jinja that reaches into Python's objects, and metrics that Hugging Face's `evaluate` loads
     as Python files. Jinja that hides what it does is stopped by the sandbox when it is rendered.
@@ -120,7 +120,7 @@ def _reaches_into_python(template: str) -> bool:
 
 
 def strings_in(tree: Any) -> Iterator[str]:
-    """Yield every string in nested dicts (their values) and lists."""
+    """Yield every string in nested lists and dicts (in their values)."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list):
@@ -130,7 +130,7 @@ def strings_in(tree: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """Content of a folder of local tasks.
+    """Content of a folder with the user's own lm-eval tasks.
 
     names: tasks, groups and tags that it defines.
     hub_datasets: repositories whose samples its tasks take.
@@ -146,12 +146,12 @@ class TaskFolder:
 
     @property
     def uses_hub(self) -> bool:
-        """Return whether any of the tasks needs more than the local task folder, and so the hub."""
+        """Return whether a task of the folder needs data or tasks from outside it, and so may ask the hub."""
         return bool(self.hub_datasets or self.members_elsewhere)
 
 
 def read_task_folder(path: Path) -> TaskFolder:
-    """Read every YAML file of `path`. Raises EvaluationError for a bad file, or for one that reaches outside."""
+    """Read every task file in a folder. Raises EvaluationError for a bad file, and for one that names files outside."""
     if not path.is_dir():
         raise EvaluationError(f"there is no task folder {path}; expected a folder with YAML files of lm-eval tasks")
     _refuse_links_outside(path)
@@ -189,7 +189,10 @@ def _read_config(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_data_files(config: dict[str, Any], file: Path, folder: Path) -> None:
-    """Check that data files lie in the task folder, and included YAML files, which are relative to their own."""
+    """Check that a task file's data files lie in the task folder, as well as the YAML files that it includes.
+
+    Paths of included files are relative to the file that includes them.
+    """
     arguments = config.get("dataset_kwargs") or {}
     for name in strings_in([arguments.get("data_files"), arguments.get("data_dir")]):
         if "://" in name:
@@ -207,7 +210,7 @@ def _check_inside(path: Path, file: Path, folder: Path) -> None:
 
 
 _NAMING = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(.*(?:\n[ \t]*(?:-.*|\#.*)?$)*)""", re.MULTILINE)
-"""Pattern of a `task`, `group` or `tag` line in a task file, with its list, which names a group's tasks."""
+"""Pattern of a `task`, `group` or `tag` line in a task file, with the list after it that names a group's tasks."""
 
 _NAME = re.compile(r"[^\s\"'\[\],#]+")
 _NO_TASKS = (".py", ".pyc", ".md", ".json", ".jsonl", ".csv", ".txt", ".zip")
@@ -216,18 +219,19 @@ _DATASET_PATH = re.compile(r"""DATASET_PATH\s*=\s*["']([^"']+)["']""")
 
 
 def mentioned_names() -> Iterable[str]:
-    """Return every name in lm-eval's files, a few of which name no task."""
+    """Return all words in lm-eval's task files that may be names of tasks, to suggest the closest to a wrong name."""
     return _files_by_name().keys()
 
 
 def is_installed(name: str) -> bool:
-    """Return whether lm-eval has a task, group or tag of a name."""
+    """Return whether lm-eval itself has a task, group or tag of this name."""
     return any(True for _ in defining(name))
 
 
 def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the task files that define this name as a task, group or tag; for a template's tag, all files beside the
-    template.
+    """Yield path and content of lm-eval's task files that define this name as a task, group or tag.
+
+    Where a template has the tag, all files beside the template are yielded.
     """
     for file in _files_by_name().get(name, ()):
         config = _parsed(file)
@@ -240,7 +244,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def datasets_of(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
-    """Yield the datasets of a task file, else of the class that it names, else of the files that it includes."""
+    """Yield the dataset repositories that a task file names, or else its class, or else the files it includes."""
     if own := dataset_of(config):
         yield own
     elif isinstance(config.get("class"), Function):

@@ -1,4 +1,4 @@
-"""The tasks that a recipe names: where they are defined, which datasets they read, and which scores they give.
+"""lm-eval tasks that a recipe names: where they are defined, which datasets they read, which scores they give.
 
 All of it is known from files alone, before anything slow starts. The commits of hub datasets are part of an
 evaluation's version, so that changed samples are scored again.
@@ -42,7 +42,7 @@ DEFAULT_METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
     "generate_until": ("exact_match",),
 }
-"""Metrics that lm-eval uses for a task that names none, by output type.
+"""Metrics that lm-eval computes for a task that names none, by the task's output type.
 
 A copy of lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds.
 """
@@ -53,7 +53,7 @@ MAX_INCLUDES = 10
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Selection of lm-eval tasks that a recipe names.
+    """Selected lm-eval tasks of a recipe, and where they are defined.
 
     needs_builtin: whether lm-eval's own tasks must be indexed, which takes it 10 s or more.
     """
@@ -64,12 +64,15 @@ class TaskSelection:
 
     @property
     def offline(self) -> bool:
-        """Return whether all selected tasks lie in the task folder, so that no hub is asked."""
+        """Return whether all selected tasks and their data lie in the task folder, so that no hub is asked."""
         return not self.needs_builtin and self.folder is not None and not self.folder.uses_hub
 
 
 def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
-    """Find the named tasks. Raises EvaluationError for an unknown name, with the closest ones, and for a bad folder."""
+    """Find the tasks that a recipe names.
+
+    Raises EvaluationError for a bad folder, and for an unknown name, with the closest names.
+    """
     local = read_task_folder(folder) if folder else None
     known_locally = local.names if local else frozenset()
     elsewhere = [name for name in names if name not in known_locally]
@@ -79,7 +82,7 @@ def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
 
 
 def check_trusted(selection: TaskSelection) -> None:
-    """Raise EvaluationError for a task folder with code of its own, which the recipe has not said to trust."""
+    """Raise EvaluationError if the task folder has code, for a recipe that does not say `trust_task_code: true`."""
     if selection.folder and selection.folder.code:
         raise EvaluationError(
             f"the task folder {selection.folder.path} has code that would run with all rights of this user: "
@@ -88,7 +91,7 @@ def check_trusted(selection: TaskSelection) -> None:
 
 
 def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
-    """Return the hub repositories whose samples the selected tasks, and those of the task folder, take."""
+    """Return the hub's dataset repositories that the selected tasks and those of the task folder take samples from."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
     defining = _defining(elsewhere, folder=None)
@@ -106,8 +109,9 @@ def _check_known(names: Iterable[str], known_locally: Collection[str], folder: P
 
 
 def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
-    """Return {`hub_datasets`: {repository: commit}}; empty, without asking a hub, if all tasks are local.
+    """Return the current commits of the tasks' datasets on the hub, as {`hub_datasets`: {repository: commit}}.
 
+    Empty, without asking a hub, if all tasks are local.
     Raises DownloadError or TransientError if the hub gives no answer.
     """
     datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
@@ -120,7 +124,7 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
 
 
 def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
-    """Raise TransientError if a loaded task's samples are of another commit than the version says.
+    """Raise TransientError if a task's samples were loaded from another commit than the one that was planned with.
 
     tasks: of lm-eval.
     kept: folder of `datasets`, which names the folders of prepared data after the commit; their use is noted.
@@ -139,7 +143,7 @@ def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path
 
 
 def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
-    """Return whether a task, group or tag of these names may give `TASK.METRIC` or `TASK.FILTER.METRIC`.
+    """Return whether tasks, groups or tags of these names may give a score, `TASK.METRIC` or `TASK.FILTER.METRIC`.
 
     True where files do not tell: scores of groups, of tasks written in Python, of tasks that do not exist.
     """
@@ -151,7 +155,7 @@ def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
 
 
 def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]:
-    """Return the tasks that compare or sum log-likelihoods of given texts, as far as files tell."""
+    """Return the tasks that need log-likelihoods of given texts, as far as their files say so."""
     return sorted(
         task
         for file, config in _defining(names, folder)
@@ -161,7 +165,7 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
 
 
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
-    """Return the metrics that each of the folder's own tasks among these asks lm-eval for, by name."""
+    """Return the metrics that each of the folder's own tasks among `names` asks lm-eval for, by task."""
     local = {file for file, _ in _local_tasks(folder)}
     metrics_by_task: dict[str, list[str]] = {}
     for file, config in _defining(names, folder):
@@ -175,7 +179,7 @@ def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]
 
 
 def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield file and content of the tasks, groups and tags of these names, and of their members."""
+    """Yield file and content of the tasks, groups and tags of these names, and of the groups' members."""
     local = _local_tasks(folder) if folder else []
     todo, seen = [*names], set()
     while todo:
