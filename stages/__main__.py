@@ -1,4 +1,4 @@
-"""A stage process: `python -m stages WORK_FOLDER`, or one of several that `stages/parallel/ranks.py` starts.
+"""Program of a stage's process, `python -m stages WORK_FOLDER`, which runs the stage that the folder describes.
 
 Reads `config.json`, runs the stage's kind, writes `result.json` and exits 0; a failure writes `error.json` and exits
 with the code of its error class.
@@ -30,7 +30,7 @@ from stages.core.redaction import redact
 
 
 def main() -> None:
-    """Run the stage whose work folder is the only argument."""
+    """Run the stage in the work folder that the command line names, and exit with an error's code if it fails."""
     die_with_parent()
     collect_rarely()
     work = Path(sys.argv[1])
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_stage(work: Path) -> None:
-    """Run the stage that `config.json` describes and write its `result.json`."""
+    """Run the stage that `config.json` in the work folder describes, and write `result.json`."""
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
     with imports_uncollected():
         kind = importlib.import_module(f"stages.kinds.{stage_input.kind}.run")
@@ -75,7 +75,7 @@ def run_stage(work: Path) -> None:
 
 
 def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
-    """Write the error that ended a stage process where the orchestrator finds it, and exit; the first failed rank wins.
+    """Write the error that ended the stage to `error.json`, unless another process has, and exit with a code.
 
     A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
     have been moved.

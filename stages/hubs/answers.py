@@ -1,4 +1,4 @@
-"""Answers to slow questions under one time limit: hashes of local files, answers of hubs.
+"""Answers to slow questions (hashes of local files, revisions on hubs), collected under one time limit for a plan.
 
 With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
@@ -14,18 +14,19 @@ from typing import Generic, TypeVar
 from stages.core.errors import TransientError
 
 PLANNING_LIMIT_S = 0.8
-"""Time limit in seconds for all questions to hubs while planning, which takes at most 2 s."""
+"""Time limit in seconds for all questions to hubs while a refresh is planned, so that a plan takes at most 2 s."""
 PLANNING_OFFLINE_LIMIT_S = 10.0
-"""Time limit in seconds for what a plan needs no network for. Hashes have `PLANNING_ATTEMPT_S` each, and all else takes
-no time, unless the machine is busy or a disk does not answer."""
+"""Time limit in seconds for work of a plan that needs no network. Hashes have `PLANNING_ATTEMPT_S` each; everything
+else takes no time, unless the machine is busy or a disk does not answer."""
 PLANNING_ATTEMPT_S = 0.6
-"""Time limit for one attempt at asking a hub; shorter than the whole, so that it fails by itself and says why."""
+"""Time limit in seconds for one request to a hub while a refresh is planned. It is shorter than the limit for all, so
+that the request fails by itself with its own error message."""
 
 Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Answer]):
-    """Answers to several questions asked at once, under one time limit. limit_s: None waits as long as it takes."""
+    """Answers to several slow questions that run in threads under one time limit. limit_s: None for no limit."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -36,7 +37,10 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Start a slow question's work in a thread. here: local work; without a limit it runs here and obeys Ctrl-C."""
+        """Start to work on a question in a thread.
+
+        here: the work is local, so without a limit it runs at once and obeys Ctrl-C.
+        """
         future = self._asked[name] = Future()
         if here and self._limit_s is None:
             _run(work, future)
@@ -44,7 +48,7 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """Return the result of a question. Raises what the work raised, and TransientError when the time is over."""
+        """Return the answer to a question. Raises the error of its work, and TransientError when the time is over."""
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return self._asked[name].result(left_s)

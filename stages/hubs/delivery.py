@@ -1,4 +1,4 @@
-"""Helpers of all downloads: a folder for arriving files, checks of disk space, progress in bytes per second."""
+"""Helpers for downloads from all hubs: a folder for incomplete files, disk-space checks, and progress reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stages.core.redaction import quoted
 INTERVAL_S = 0.5
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_FILE_BYTES = 16 * MIB
-"""Largest file in bytes that is read whole into memory, such as a model's config."""
+"""Largest size in bytes of a file that is read into memory as a whole, such as a model's config."""
 
 
 class Progress:
-    """Progress in bytes towards a total; may be called from several threads."""
+    """Progress of a download in bytes and bytes per second; thread-safe."""
 
     def __init__(self, context: StageContext, total_bytes: int) -> None:
         self._context = context
@@ -30,7 +30,7 @@ class Progress:
         self._started_s = self._reported_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes of a download that arrived; negative when they are thrown away."""
+        """Count received bytes; a negative number takes back bytes that are thrown away."""
         with self._lock:
             self._done_bytes += num_bytes
             now_s = time.monotonic()
@@ -41,7 +41,7 @@ class Progress:
 
 
 def arrivals_folder(context: StageContext, revision: str) -> Path:
-    """Return the folder for a revision's arriving files: files of two revisions must not mix.
+    """Return the scratch folder for the incomplete files of one revision, so that files of two revisions cannot mix.
 
     Its name is a hash: a revision is the hub's own word, and may be a path.
     """
@@ -51,7 +51,7 @@ def arrivals_folder(context: StageContext, revision: str) -> Path:
 
 
 def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
-    """Rename a download's folder of arrived files to `folder`, without files left by an earlier attempt."""
+    """Move a complete download to `folder`, without files left over from an earlier attempt."""
     for path in arrivals.rglob("*"):
         if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:
             path.unlink()
@@ -59,7 +59,7 @@ def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
 
 
 def check_small(num_bytes: int, name: str, source: object) -> None:
-    """Raise DownloadError for a file that is too large to be read whole into memory."""
+    """Raise DownloadError for a file that is too large to be read into memory as a whole."""
     if num_bytes > SMALL_FILE_BYTES:
         raise DownloadError(
             f"reading {quoted(name, 200)} of {source}: it has {num_bytes:,} bytes; expected at most "
@@ -68,7 +68,7 @@ def check_small(num_bytes: int, name: str, source: object) -> None:
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raise ResourceError when the disk of `folder` has too little free space."""
+    """Raise ResourceError if the disk that holds `folder` has less free space than needed."""
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ResourceError(
@@ -78,5 +78,5 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the size of all files below `folder`."""
+    """Return the total size in bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

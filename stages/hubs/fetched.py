@@ -1,4 +1,4 @@
-"""Base config of stages that fetch models or datasets from outside."""
+"""Base config of stages that download models or datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.hubs.hub import Request, Source
 
 
 class FetchedConfig(StageConfig):
-    """Base config of stages that fetch their product, such as a model or a dataset, from outside the store.
+    """Base config of stages that download a model or dataset from outside the store.
 
     The product is named by the field that names the source.
 
@@ -22,14 +22,14 @@ class FetchedConfig(StageConfig):
     @property
     @abstractmethod
     def source(self) -> Source:
-        """Parsed source of the model or dataset that a stage fetches."""
+        """Source of the model or dataset, parsed from the config."""
 
     @property
     @abstractmethod
     def request(self) -> Request:
-        """Request to the hub: source, product and file patterns."""
+        """Request to the hub: which files of which model or dataset to download."""
 
     @property
     @abstractmethod
     def leaves_files(self) -> bool:
-        """True if a dataset's files stay at their source, and the artifact only points to them."""
+        """True if a dataset is not downloaded: its artifact holds only pointers to the remote files."""

@@ -1,4 +1,4 @@
-"""Hub of local files (`file://`): a folder or a file is copied. No link is followed out of it."""
+"""Hub for local files (`file://`), which copies a file or a folder and follows no link that leads out of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stages.hubs.listing import content_hash, digest_of, path_in, select_files
 
 
 class Files:
-    """Hub of local files: copies them; a revision is a hash over the names and contents of the files taken."""
+    """Hub for local files, which copies them; a revision is a hash of the names and contents of the copied files."""
 
     def resolve_revision(self, request: Request) -> str:
         files = requested_files(request)
@@ -45,13 +45,13 @@ HUB = Files()
 
 
 def requested_files(request: Request) -> dict[str, Path]:
-    """Return name → path of each requested file. Raises DownloadError."""
+    """Return the paths of the requested local files, by name. Raises DownloadError."""
     files = list_files(Path(request.source.name))
     return {name: files[name] for name in select_files(request, list(files))}
 
 
 def list_files(path: Path) -> dict[str, Path]:
-    """Return name → path of a file, or of every file below a folder except hidden ones.
+    """Return the path of a local file, or of every file below a folder that is not hidden, by name.
 
     Raises DownloadError when there is nothing, it cannot be read, or a link leads out of the folder.
     """
@@ -94,7 +94,7 @@ def _walk(folder: Path) -> dict[str, Path]:
 
 
 def _check_link(link: Path, folder: Path) -> None:
-    """Raise DownloadError for a link that leaves the copied folder, and for a link to a folder."""
+    """Raise DownloadError for a symbolic link that leads out of the copied folder, to a folder, or nowhere."""
     if not Path(os.path.realpath(link)).is_relative_to(folder.resolve()):
         raise DownloadError(f"{link} is a link that leads out of {folder}; put a copy there (`cp -rL`)")
     if link.is_dir() or not link.exists():
@@ -103,7 +103,7 @@ def _check_link(link: Path, folder: Path) -> None:
 
 
 def _check_readable_file(file: Path, source: Path) -> None:
-    """Raise DownloadError for a pipe or a device, which would be read forever, and for names that are not UTF-8."""
+    """Raise DownloadError for an unreadable file, a name that is not UTF-8, or a pipe or device, which has no end."""
     if os.fsencode(file).decode("utf-8", "replace") != str(file):
         raise DownloadError(f"the name of the file {os.fsencode(file)!r} is not UTF-8; rename it")
     if not stat.S_ISREG(file.stat().st_mode):
@@ -113,14 +113,14 @@ def _check_readable_file(file: Path, source: Path) -> None:
 
 
 def hash_files(files: dict[str, Path]) -> str:
-    """Return one hash over names and contents of files; several files are read at once."""
+    """Return one hash of the names and contents of files, reading several at once."""
     with ThreadPoolExecutor() as pool:
         digests = pool.map(digest_of, files.values())
     return content_hash(zip(files, (digest.hex for digest in digests), strict=True))
 
 
 def copy_files(files: Mapping[str, Path], folder: Path, report: Callable[[int], None]) -> None:
-    """Copy files under their names into `folder`; `report` is called with the bytes of each."""
+    """Copy files into a folder under the given names; `report` is called with the size of each, in bytes."""
     for name, path in files.items():
         target = path_in(folder, name, f"file://{path}")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Protocol of a hub, and the sources that a recipe's `model` and `dataset` name, parsed.
+"""Interface of hubs (where models and datasets are downloaded from), and parsers of the sources in a recipe.
 
 A hub resolves a source to a revision and delivers its files. Each hub is a module with one line in `registry.py`. Each
 `parse_…` function reads one way of writing a source, the text after the hub's prefix, and raises ValueError.
@@ -22,36 +22,36 @@ Product = Literal["model", "dataset"]
 
 
 class Hub(Protocol):
-    """Protocol of a hub of models and datasets.
+    """Interface of a hub, which resolves a model or dataset to a revision and delivers its files.
 
     Every method may ask the network. Raises DownloadError for what does not exist or may not be read, ModelError or
     DataError for an unusable model or dataset, TransientError when the hub does not answer.
     """
 
     def resolve_revision(self, request: Request) -> str:
-        """Return the source's current revision, which changes if and only if its content does."""
+        """Return the current revision of a model or dataset, which changes exactly when its content does."""
 
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
-        """Put the requested files of a resolved revision into `folder`, which does not exist yet, verified.
+        """Download the requested files of a revision into `folder`, which must not exist yet, and verify them.
 
         Raises ResourceError when the disk is too small. What arrived of a delivery that failed may be kept in the
         context's scratch folder, for the next attempt.
         """
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
-        """Return the text of a small file of a resolved revision; None where there is no such file."""
+        """Return the text of a small file of a revision; None if there is no such file."""
 
 
 class StreamingHub(Hub, Protocol):
-    """Protocol of a hub whose files can be read remotely, without a download."""
+    """Interface of a hub whose datasets can also be read remotely, without downloading them."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
-        """Return name → pointer of each requested file of a resolved revision."""
+        """Return a pointer (remote address) for each requested file of a revision, by name."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request for a model's or dataset's files: source, product and file patterns.
+    """Request for the files of a model or dataset: its source, and which files.
 
     - patterns: globs; None takes the usual files of a model or a dataset
     - limit_s: time limit of a single attempt, for questions that must be answered at once
@@ -65,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Source:
-    """Parsed source of a model or dataset.
+    """Source of a model or dataset as a recipe names it, parsed into hub, name and revision.
 
     - hub: its name in the registry
     - name: the hub's name for it (`org/name`, a path, a builtin's name)
@@ -87,12 +87,12 @@ class Source:
 
 
 def repository(hub: str, product: Product, name: str, revision: str | None = None) -> Source:
-    """Return the source of a repository of a model hub."""
+    """Return the source for a model or dataset repository on a hub such as Hugging Face."""
     return Source(hub, product, name, f"{hub}://{'datasets/' if product == 'dataset' else ''}{name}", revision)
 
 
 def parse_repository(hub: str, rest: str, product: Product) -> Source:
-    """Parse a hub repository, `[datasets/]org/name[@revision]`."""
+    """Parse the name of a repository on a hub: `[datasets/]org/name[@revision]`."""
     is_dataset = rest.startswith("datasets/")
     match = _REPOSITORY.fullmatch(rest.removeprefix("datasets/"))
     if match is None or is_dataset != (product == "dataset"):
@@ -101,14 +101,17 @@ def parse_repository(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_path(hub: str, rest: str, product: Product) -> Source:
-    """Parse a file source's path, absolute or relative to the recipe. Only its content is identity, not the place."""
+    """Parse a `file://` source. The content identifies the artifact, not the path."""
     if not rest:
         raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
     return Source(hub, product, rest, f"{hub}://")
 
 
 def parse_object(hub: str, rest: str, product: Product) -> Source:
-    """Parse a bucket with the path of an object or a prefix. Only the objects' content is identity, not the place."""
+    """Parse an object-storage source: a bucket with the path of an object or a prefix.
+
+    The content identifies the artifact, not the place.
+    """
     name = rest.rstrip("/")
     if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")
@@ -116,7 +119,7 @@ def parse_object(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_stored(hub: str, rest: str, product: Product) -> Source:
-    """Parse the name of a stage, maybe with its version, or of an adopted artifact."""
+    """Parse the name of an artifact in the store: a stage, maybe with a version, or an adopted artifact."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
         raise ValueError(f"{rest!r} is no name of an artifact")
     place = {"store": "store://", "adopted": "adopted:"}[hub]
@@ -124,7 +127,7 @@ def parse_stored(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_champion(hub: str, rest: str, product: Product) -> Source:
-    """Parse `NAME@ALIAS` of a registered model."""
+    """Parse the name of a registered model with an alias, `NAME@ALIAS`, such as `chat@champion`."""
     if product != "model" or not re.fullmatch(r"[^/@]+@[^/@]+", rest):
         raise ValueError(f"models:/{rest} is no registered {product}")
     return Source(hub, product, rest, f"models:/{rest}")

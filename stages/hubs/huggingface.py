@@ -1,4 +1,4 @@
-"""Hugging Face hub (`hf://`): a repository's commit, and its files with sizes, digests and addresses.
+"""Hugging Face hub (`hf://`): lists the files of a repository's commit with sizes, digests and download addresses.
 
 Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used. The hub is asked
 by our own reader, which bounds and types its answers; huggingface_hub knows what a refusal means.
@@ -34,13 +34,13 @@ Shape = TypeVar("Shape")
 
 
 class _Lfs(AnswerModel):
-    """Digest of a large file's content in Git LFS storage."""
+    """Git LFS entry of a large file, as the Hugging Face API lists it."""
 
     sha256: Sha256
 
 
 class _File(AnswerModel):
-    """File of a Hugging Face repository. blobId: git's id of a small file's content."""
+    """File as the Hugging Face API lists it. blobId: git's id of a small file's content."""
 
     rfilename: str
     size: FileSize | None = None
@@ -49,32 +49,32 @@ class _File(AnswerModel):
 
 
 class _Commit(AnswerModel):
-    """Commit that a branch, tag or commit id of a hub repository stands for."""
+    """Commit that a branch, tag or commit id resolves to, as the Hugging Face API returns it."""
 
     sha: Sha1
 
 
 class _Listing(_Commit):
-    """Commit of a hub repository with its files."""
+    """Commit of a repository with the list of its files, as the Hugging Face API returns it."""
 
     siblings: list[_File]
 
 
 class _Reference(AnswerModel):
-    """Branch or tag of a hub repository."""
+    """Branch or tag of a repository, as the Hugging Face API lists it."""
 
     name: str
 
 
 class _References(AnswerModel):
-    """Branches and tags of a repository."""
+    """Branches and tags of a repository, as the Hugging Face API lists them."""
 
     branches: list[_Reference] = Field(default_factory=list)
     tags: list[_Reference] = Field(default_factory=list)
 
 
 class HuggingFace(RepositoryHub):
-    """Hugging Face hub; a revision is the commit of the source's revision, or of the default branch."""
+    """Hugging Face hub; a revision is the commit that the named branch or tag, or the default branch, points to."""
 
     def resolve_revision(self, request: Request) -> str:
         source = request.source
@@ -105,7 +105,7 @@ HUB = HuggingFace()
 
 
 def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
-    """Return a listed file with its digest: a sha256 for large files, the id of the git blob for small ones."""
+    """Return a listed file with its address and expected digest (a git blob id for small files)."""
     if file.lfs:
         digest = Digest("sha256", file.lfs.sha256)
     elif file.blobId:
@@ -119,7 +119,10 @@ def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
 
 
 def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None = None) -> Shape:
-    """Ask the hub's API about a repository. where: the end of the path, with the query."""
+    """Request information about a repository from the Hugging Face API.
+
+    where: rest of the URL's path, with the query.
+    """
     doing = f"asking {endpoint()} for {source}"
     if constants.HF_HUB_OFFLINE:
         raise DownloadError(f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it")
@@ -134,7 +137,10 @@ def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None
 
 
 def _explained(source: Source, answer: Answer, url: str, doing: str) -> LifecycleError:
-    """Return advice about a hub's refusal. The hub answers 401 for what does not exist, too, without a token."""
+    """Return the error for a refusal by the Hugging Face API, with advice.
+
+    Without a token, the API also answers 401 for what does not exist.
+    """
     address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     headers = {name: answer.headers[name] for name in ("x-error-code", "x-error-message") if name in answer.headers}
     response = httpx.Response(answer.status, headers=headers, request=httpx.Request("GET", url))
@@ -168,5 +174,5 @@ def _closest_revision(source: Source) -> str:
 
 
 def hub_api() -> HfApi:
-    """Return Hugging Face's own client, with the token of the environment or none."""
+    """Return huggingface_hub's client, with the token of the environment if there is one."""
     return HfApi(endpoint=endpoint(), token=token_in(TOKEN_VARIABLE) or False)

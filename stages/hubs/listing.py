@@ -1,4 +1,4 @@
-"""Files that hubs list: checks of their names, sizes and digests, since a hub, a mirror or a proxy may lie; selection.
+"""Checks and selection of the files that a hub lists; their names, sizes and digests are not trusted.
 
 A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it.
 A dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
@@ -27,11 +27,11 @@ Sha1 = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_PART_BYTES = 240
-"""Longest name of one folder or file in bytes: file systems take 255, and `.partial` or `.pointer` follows."""
+"""Largest length in bytes of one component of a file name; file systems allow 255, and a suffix may be added."""
 MAX_NAME_BYTES = 2000
-"""Longest file name with its folders: a path may have 4,096 bytes, and it lies below our own folders."""
+"""Largest length in bytes of a file's relative path; the system allows 4,096 with the folders above it."""
 PARTIAL_SUFFIX = ".partial"
-"""End of the name of a file that is arriving."""
+"""Suffix of a file's name while it is being downloaded."""
 QUOTED_CHARACTERS = 200
 MAX_SHOWN_CHARACTERS = 500
 _TEXT_DATA = (".jsonl", ".ndjson", ".json", ".csv")
@@ -42,7 +42,7 @@ _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dic
 
 
 def path_in(folder: Path, name: str, source: object) -> Path:
-    """Return the local path of a file that a hub names, below the target folder.
+    """Return the local path for a file that a hub lists, safely below the target folder.
 
     Raises DownloadError for a name that leads somewhere else, also by links that are there already, and for one that
     cannot be written.
@@ -58,7 +58,7 @@ def path_in(folder: Path, name: str, source: object) -> Path:
 
 
 def check_name(name: str, source: object) -> None:
-    """Raise DownloadError unless a name is a path of a file below a folder."""
+    """Raise DownloadError for a file name that is not a plain relative path, such as one with `..`."""
     if problem := _problem(name):
         raise DownloadError(
             f"{source} lists a file {quoted(name, QUOTED_CHARACTERS)} {problem}; nothing was downloaded. Expected a "
@@ -67,7 +67,7 @@ def check_name(name: str, source: object) -> None:
 
 
 def check_names(names: Iterable[str], source: object) -> None:
-    """Raise DownloadError for a name that `check_name` refuses, and for one that is listed twice."""
+    """Raise DownloadError for a listed file name that is unsafe or occurs twice."""
     seen: set[str] = set()
     for name in names:
         check_name(name, source)
@@ -79,7 +79,7 @@ def check_names(names: Iterable[str], source: object) -> None:
 
 
 def check_fit(names: Iterable[str], source: object) -> None:
-    """Raise DownloadError when two files of a download would be written to the same place."""
+    """Raise DownloadError if two files of a download would be written to the same local path."""
     files = set(names)
     for name in files:
         same_place = [*map(str, PurePosixPath(name).parents), f"{name}{PARTIAL_SUFFIX}"]
@@ -91,7 +91,7 @@ def check_fit(names: Iterable[str], source: object) -> None:
 
 
 def _problem(name: str) -> str | None:
-    """Return why a file below a folder cannot have a name; None if it can."""
+    """Return why a listed file name is unsafe or too long; None if it is not."""
     parts = name.split("/")
     if "" in parts or {".", ".."} & set(parts) or "\\" in name:
         return "that leads out of its folder, or is no plain path"
@@ -105,34 +105,34 @@ def _problem(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Digest:
-    """Expected digest of a file's content. Git blobs are hashed with a header that holds their size."""
+    """Digest that a file's content must have; git blob ids hash a header with the file's size as well."""
 
     algorithm: Literal["sha256", "git-blob-sha1"]
     hex: str
 
 
 def digest_of_bytes(content: bytes, algorithm: Literal["sha256", "git-blob-sha1"]) -> Digest:
-    """Hash the content of a file."""
+    """Return the digest of a content in memory."""
     hasher = content_hasher(algorithm, len(content))
     hasher.update(content)
     return Digest(algorithm, hasher.hexdigest())
 
 
 def digest_of(path: Path, algorithm: Literal["sha256", "git-blob-sha1"] = "sha256") -> Digest:
-    """Hash a file."""
+    """Return the digest of a file's content."""
     hasher = content_hasher(algorithm, path.stat().st_size)
     with path.open("rb") as stream:
         return Digest(algorithm, hashlib.file_digest(stream, lambda: hasher).hexdigest())
 
 
 def content_hash(digests: Iterable[tuple[str, str]]) -> str:
-    """Return one sha256 over the names and the sha256 of several files, in any order."""
+    """Return one sha256 for several files, given their names and digests, independent of their order."""
     lines = "".join(f"{sha256} {name}\n" for name, sha256 in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def select_files(request: Request, names: list[str]) -> list[str]:
-    """Return the requested files among the listed ones, sorted.
+    """Return, of the files that a hub lists, those to download: the usual ones, or those that match the patterns.
 
     Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing or when
     the hub lists what cannot be written below a folder.
@@ -167,7 +167,7 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
 
 
 def _is_model_file(name: str, names: list[str]) -> bool:
-    """Return whether a file belongs to a model. Only the top folder counts: others hold the weights in other formats.
+    """Return whether a file belongs to a model: weights, config, tokenizer or documents in the top folder.
 
     Such folders are `onnx/` and `original/`.
     """
@@ -180,7 +180,7 @@ def _is_model_file(name: str, names: list[str]) -> bool:
 
 
 def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
-    """Return the data files with their card and licence."""
+    """Return a dataset's data files, with its dataset card and licence."""
     data = [
         name
         for name in names

@@ -1,4 +1,4 @@
-"""ModelScope hub (`modelscope://`): a repository's files with sizes, digests and addresses.
+"""ModelScope hub (`modelscope://`): lists the files of a repository with sizes, digests and download addresses.
 
 Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. The hub does not reliably give the commit of a branch, but the
 sha256 of every file: a hash over those is what a revision is pinned to.
@@ -26,14 +26,14 @@ TOKEN_VARIABLE = "MODELSCOPE_API_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_REVISION = "master"
 FOLDER = "tree"
 PAGE_FILES = 200
-"""Files per page of a dataset's list."""
+"""Number of files on a page of the list that the ModelScope API returns for a dataset."""
 MAX_REQUESTS = 5000
-"""Largest number of requests for one list, since a hub could return pages without end."""
+"""Largest number of requests for one list of files, since a faulty hub could return pages without end."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Entry(AnswerModel):
-    """File or folder in a hub's list."""
+    """File or folder as the ModelScope API lists it."""
 
     path: str = Field(alias="Path")
     kind: str = Field("blob", alias="Type")
@@ -42,19 +42,19 @@ class _Entry(AnswerModel):
 
 
 class _Files(AnswerModel):
-    """List of files; None if it is empty."""
+    """List of files in an answer of the ModelScope API; None if it is empty."""
 
     files: list[_Entry] | None = Field(alias="Files")
 
 
 class _Listing(AnswerModel):
-    """Answer with a list of files."""
+    """Answer of the ModelScope API that holds a list of files."""
 
     data: _Files = Field(alias="Data")
 
 
 class ModelScope(RepositoryHub):
-    """ModelScope hub; a revision is a hash over the contents of the source's branch or tag."""
+    """ModelScope hub; a revision is a hash of the contents of all files of the named branch or tag."""
 
     def resolve_revision(self, request: Request) -> str:
         return _list_now(request.source, request.limit_s).revision
@@ -70,7 +70,7 @@ HUB = ModelScope()
 
 
 def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
-    """Return the files of the source's branch or tag as it is now."""
+    """Return the files that a repository's branch or tag has now."""
     token = token_in(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}
     # An empty token keeps the library from looking for one that a login left on disk.
@@ -85,7 +85,7 @@ def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
 
 
 class _Lister:
-    """Reader of a hub's list of files, in as many requests as the hub needs."""
+    """Reader of the complete list of a repository's files, which may take several requests to the ModelScope API."""
 
     def __init__(
         self, source: Source, endpoint: str, branch: str, headers: dict[str, str], limit_s: float | None
@@ -111,7 +111,7 @@ class _Lister:
                 return entries
 
     def _below(self, folder: str) -> list[_Entry]:
-        """List a model's files: where the hub cuts a list off, folder by folder."""
+        """Return a model's files below a folder; if the API truncates the list, ask for each subfolder."""
         root = {"Root": folder} if folder else {}
         entries = self._asked("files", Recursive="True", **root)
         if len(entries) < REPO_FILES_TRUNCATION_LIMIT:

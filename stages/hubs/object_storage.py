@@ -1,4 +1,4 @@
-"""Hub of object storage (`s3://`, `gs://`, `az://`): objects are copied, and pinned by their ETags."""
+"""Hub for object storage (`s3://`, `gs://`, `az://`), which copies objects and detects changes by their ETags."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from stages.remote.pointers import Pointer
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
-"""Bytes per request to object storage."""
+"""Number of bytes per read request to object storage."""
 
 
 class ObjectStorage:
-    """Hub of object storage; a revision is a hash over the names, sizes and ETags of the objects taken."""
+    """Hub for object storage; a revision is a hash of the names, sizes and ETags of the requested objects."""
 
     def resolve_revision(self, request: Request) -> str:
         if request.limit_s is not None:
@@ -85,7 +85,7 @@ def _check_unchanged(request: Request, objects: dict[str, StoredObject], revisio
 
 
 def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, progress: Progress) -> None:
-    """Copy several objects at once. When one fails, the others stop."""
+    """Copy objects into a folder, several at once; if one fails, stop the others."""
     stop = Event()
 
     def copy(name: str) -> None:
@@ -101,7 +101,7 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
 
 
 def _copy(bucket: Bucket, source: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
-    """Receive the missing bytes of an object. Raises DownloadError if it does not have the listed size."""
+    """Copy an object, resuming an earlier attempt. Raises DownloadError if its size is not the listed one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         full_disk_named(f"receiving {source.path}", target),

@@ -1,4 +1,4 @@
-"""Registry of hubs. A new hub is a module that holds `HUB`, and one line here.
+"""Registry of hubs (Hugging Face, ModelScope, local files, S3, …), by the prefix of their sources in a recipe.
 
 Light, since every recipe is read with it: a hub's module is imported when its first source is asked for.
 """
@@ -29,7 +29,7 @@ from stages.models.facts import CONFIG_FILE
 
 @dataclass(frozen=True)
 class HubEntry:
-    """Entry of one hub in the registry of hubs.
+    """Registry entry of a hub: the prefix and form of its sources, and the module that implements it.
 
     - prefix: beginning of its sources
     - form: the rest of a source, for messages
@@ -82,7 +82,7 @@ def parse_source(text: str, product: Product) -> Source:
 
 
 def forms(product: Product) -> str:
-    """Return the forms of sources, in words."""
+    """Return all ways to write a model's or dataset's source, in words for an error message."""
     datasets = "datasets/" if product == "dataset" else ""
     entries = [entry for entry in HUBS.values() if product in entry.products]
     written = [f"{entry.prefix}{entry.form.format(datasets=datasets)}" for entry in entries]
@@ -90,24 +90,24 @@ def forms(product: Product) -> str:
 
 
 def streaming_prefixes() -> str:
-    """Return the prefixes of sources whose files can be read remotely, in words."""
+    """Return the prefixes of sources whose files can be read remotely, as a comma-separated list for messages."""
     return ", ".join(entry.prefix for entry in HUBS.values() if entry.streams)
 
 
 def streaming_hub_of(source: Source) -> StreamingHub:
-    """Return the hub of a source whose files can be read remotely."""
+    """Return the hub of a source whose files can be read remotely, without a download."""
     hub: StreamingHub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
 
 
 def hub_of(source: Source) -> Hub:
-    """Return the hub of a source."""
+    """Return the hub that a source belongs to."""
     hub: Hub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
 
 
 def read_model_config(source: Source, revision: str) -> dict[str, Any]:
-    """Return the `config.json` of a model at a resolved revision, without downloading the model.
+    """Return the `config.json` of a model's revision from its hub, without downloading the model.
 
     Raises DownloadError when the hub does not return it, ModelError when the source has none that can be read.
     """

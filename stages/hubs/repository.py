@@ -1,4 +1,4 @@
-"""Hubs of repositories: files are listed with digests, fetched over HTTP several at once, resumed and verified.
+"""Downloads from hubs of repositories: files are fetched in parallel over HTTP, resumed, and verified by digest.
 
 A snapshot's files gather in `scratch/`, which survives an interruption, and are moved when all of them are verified.
 huggingface_hub lists the files, their digests and addresses, but downloads them itself only into temporary files that a
@@ -36,26 +36,26 @@ from stages.remote import http
 
 NUM_CONNECTIONS = 4
 MAX_SHOWN_CHARACTERS = 200
-"""Characters of a file's name in a message."""
+"""Largest number of characters of a file's name that a message shows."""
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 ANSWER_LIMIT_S = 120.0
 READ_LIMIT_S, CONNECT_LIMIT_S = 30.0, 10.0
 LISTING_BYTES = 256 << 20
-"""Largest list of files; lists of a million files are smaller."""
+"""Largest size in bytes of a hub's list of files; that of a million files is smaller."""
 
 
 class RepositoryHub(ABC):
-    """Hub that lists a repository's files at a revision."""
+    """Base of hubs that list a repository's files with digests (Hugging Face, ModelScope)."""
 
     @abstractmethod
     def resolve_revision(self, request: Request) -> str: ...
 
     @abstractmethod
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
-        """Return the files at a resolved revision. Raises like `resolve_revision`."""
+        """Return the list of a repository's files at a revision. Raises as `resolve_revision` does."""
 
     def requested(self, request: Request, revision: str) -> Snapshot:
-        """Return a hub's snapshot with the requested files alone."""
+        """Return the list of a repository's files at a revision, reduced to the requested ones."""
         snapshot = self.list_snapshot(request.source, revision)
         selected = set(select_files(request, [file.name for file in snapshot.files]))
         return replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
@@ -94,7 +94,7 @@ def ask_hub(
     limit_s: float | None = None,
     max_bytes: int = LISTING_BYTES,
 ) -> http.Answer:
-    """Ask a hub, again while it is busy; the answer may be a refusal.
+    """Send a request to a hub's API, again while it is busy, and return its answer, which may be a refusal.
 
     doing: begins messages. address: names what has a wrong address, such as `HF_ENDPOINT`. limit_s: of the one attempt
     that there is then. Redirects are followed, by httpx, which sends `Authorization` to the same host alone.
@@ -119,7 +119,7 @@ def ask_hub(
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of a repository as the hub lists it: name, size, digest."""
+    """File of a repository as the hub lists it: name, size, expected digest and download address."""
 
     name: str
     size_bytes: int
@@ -129,7 +129,10 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files of a repository at one revision. headers: may hold a token and are never printed."""
+    """List of a repository's files at one revision.
+
+    headers: HTTP headers for downloads; they may hold a token and are never printed.
+    """
 
     source: str
     revision: str
@@ -143,10 +146,13 @@ class Snapshot:
 
 
 class Fetcher:
-    """Downloader of the files of one snapshot into one folder."""
+    """Downloader of a repository's listed files into a folder, in parallel."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, report: Callable[[int], None]) -> None:
-        """Prepare a download. `report` gets received bytes from several threads; negative numbers are discarded."""
+        """Prepare a download.
+
+        `report` is called with received bytes, from several threads; negative numbers take bytes back.
+        """
         self._snapshot = snapshot
         self._folder = folder
         self._report = report
@@ -155,7 +161,7 @@ class Fetcher:
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
 
     def fetch(self) -> None:
-        """Fetch the missing files.
+        """Download the files that are missing in the folder, and verify their digests.
 
         Raises DownloadError when the hub sends something else than it listed, TransientError when it does not answer
         or breaks off again and again, ResourceError when the disk is full. Partial files stay, to be resumed.
@@ -184,7 +190,10 @@ class Fetcher:
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
-        """Receive the rest of a file; if an earlier process left wrong bytes, fetch all of it again."""
+        """Download the rest of a file and verify it.
+
+        If an earlier attempt left wrong bytes, download all of it again.
+        """
         num_chances = 2 if partial.exists() else 1
         for _ in range(num_chances):
             self._receive_all(file, partial)
@@ -209,7 +218,7 @@ class Fetcher:
                 backoff.wait(busy)
 
     def _receive(self, file: RemoteFile, partial: Path, backoff: http.RetryBackoff) -> None:
-        """Send one request for the missing bytes of a file."""
+        """Request the missing bytes of a file once, and append them."""
         num_there = partial.stat().st_size if partial.exists() else 0
         if partial.exists() and num_there == file.size_bytes:
             return
@@ -252,4 +261,4 @@ class Fetcher:
 
 
 class StoppedError(Exception):
-    """Raised in a download when another file failed."""
+    """Raised to stop a running download after another file of it failed."""

@@ -1,4 +1,4 @@
-"""Hub of artifacts that are in the store already (`store://`, `adopted:`, `models:/`).
+"""Placeholder hub for sources that are artifacts of the store (`store://`, `adopted:`, `models:/`).
 
 Which folder they mean is found when a refresh is planned (`flows/planning/stored.py`), and from then on they are
 `file://` sources; nothing else asks this hub.
@@ -15,7 +15,7 @@ from stages.hubs.hub import Request, Source
 
 
 class Stored:
-    """Hub that refuses every request, naming the source."""
+    """Hub that refuses every request; a plan replaces its sources by the folders of their artifacts before."""
 
     def resolve_revision(self, request: Request) -> str:
         _refuse(request.source)

@@ -1,4 +1,4 @@
-"""Buckets of object storage (`s3://`, `gs://`, `az://`), by pyarrow's filesystems: listed, and read in ranges.
+"""Access to object storage (`s3://`, `gs://`, `az://`) by pyarrow: listing objects and reading parts of them.
 
 Credentials come from the environment, as the providers' own programs take them, and never from a recipe; so does the
 address of a server with the same protocol (`AWS_ENDPOINT_URL`).
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
-"""Time limit of retries in Google's library, which would take 15 minutes."""
+"""Time limit in seconds for retries in Google's library, whose own limit is 15 minutes."""
 RETRIED_WITHOUT_CREDENTIALS_S = 5.0
-"""Time limit of retries in Google's library where no credentials are named: only Google's machines provide some."""
+"""Time limit in seconds for retries in Google's library without credentials, which then exist only on Google's
+machines."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
 )
 NO_TOKEN = re.compile(r"OAuth2 access token")
-"""Message of Google's library without a token: no credentials, unusable ones, or no answer from the token server."""
+"""Pattern of the error message of Google's library when it has no access token, for whatever reason."""
 MISSING = re.compile(r"NO_SUCH_|NOT_FOUND|\b404\b|No such file|does not exist")
 AZURE_ACCOUNT, AZURE_KEY = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"
 AZURE_SAS_TOKEN = "AZURE_STORAGE_SAS_TOKEN"  # noqa: S105 - the name of a variable
@@ -50,7 +51,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Object in a bucket: its path in the filesystem, its size, and a tag that changes with its content."""
+    """Object in a bucket, with its size and a tag (such as the ETag) that changes with its content."""
 
     path: str
     size_bytes: int
@@ -58,19 +59,17 @@ class StoredObject:
 
 
 class Bucket:
-    """Bucket, prefix or single object that an address names."""
+    """Bucket of object storage, or a prefix or single object in it, opened by its address."""
 
     def __init__(self, address: str) -> None:
-        """Open the filesystem of `s3://BUCKET/PATH`. Raises DownloadError where settings are missing in the
-        environment.
-        """
+        """Open `s3://BUCKET/PATH` (or gs, az). Raises DownloadError if the environment lacks settings for it."""
         self.address = address
         provider, _, self.path = address.partition("://")
         with explained(address):
             self.filesystem = FILESYSTEMS[provider](self.path.partition("/")[0])
 
     def objects(self) -> dict[str, StoredObject]:
-        """Return name → object of one object, or of each below the prefix except hidden ones.
+        """Return the object at the address, or all objects below the prefix that are not hidden, by name.
 
         Raises DownloadError when there is none or they may not be read, TransientError without an answer.
         """
@@ -90,7 +89,10 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """Return a stored object as it is now. Raises pyarrow's errors, and DownloadError for a malformed answer."""
+        """Return the present size and tag of an object.
+
+        Raises pyarrow's errors, and DownloadError for a malformed answer.
+        """
         with self.filesystem.open_input_file(path) as stream:
             num_bytes, tag = stream.size(), _tag(stream.metadata())
         if num_bytes < 0 or not tag:
@@ -102,7 +104,7 @@ class Bucket:
         return StoredObject(path, num_bytes, tag)
 
     def _name(self, path: str) -> str:
-        """Return the name below the bucket's prefix of an object that the server lists there."""
+        """Return an object's name relative to the prefix. Raises DownloadError if the server lists one elsewhere."""
         name = path.removeprefix(f"{self.path}/")
         if name == path:
             raise DownloadError(
@@ -114,7 +116,7 @@ class Bucket:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open an object of a bucket for `open_file`.
+    """Open an object for reading at any position, given its pointer (used by `open_file`).
 
     Ranges are requested by name alone, so an object that is replaced meanwhile is only detected at the end.
     """
@@ -132,7 +134,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _ObjectFile(io.RawIOBase):
-    """File of pyarrow whose errors are explained."""
+    """Object opened for reading, whose errors are turned into errors with advice."""
 
     def __init__(self, stream: NativeFile, address: str) -> None:
         self._stream = stream
@@ -156,7 +158,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _check(bucket: Bucket, pointer: Pointer) -> None:
-    """Raise DownloadError for a bucket's object that has changed."""
+    """Raise DownloadError if an object has changed since its pointer was written."""
     with explained(pointer.address):
         now = bucket.look_at(bucket.path)
     if (now.size_bytes, now.tag) != (pointer.size_bytes, pointer.tag):
@@ -168,7 +170,7 @@ def _check(bucket: Bucket, pointer: Pointer) -> None:
 
 
 def check_listening(address: str, limit_s: float) -> None:
-    """Raise TransientError unless the server of an S3 bucket takes connections.
+    """Raise TransientError if the server of an S3 bucket accepts no connection within `limit_s` seconds.
 
     pyarrow looks for one for six seconds, and lets no process end meanwhile.
     """
@@ -185,7 +187,7 @@ def check_listening(address: str, limit_s: float) -> None:
 
 
 def _tag(metadata: Mapping[str | bytes, Any]) -> str:
-    """Return the provider's tag of the content: an ETag, or the number of a generation; empty if missing.
+    """Return the tag that changes with an object's content: its ETag or generation number; empty if it has none.
 
     The time of the last change is no such thing: two contents within a second have the same.
     """
@@ -199,7 +201,7 @@ def _text(value: str | bytes) -> str:
 
 @contextmanager
 def explained(address: str) -> Iterator[None]:
-    """Raise errors of a provider's library as DownloadError or TransientError."""
+    """Turn errors of a storage library into DownloadError or TransientError with advice."""
     from pyarrow import ArrowException
 
     try:
@@ -219,14 +221,14 @@ def explained(address: str) -> Iterator[None]:
 
 
 def _is_denied(message: str, address: str) -> bool:
-    """Return whether credentials are missing or wrong; false where they could not be checked."""
+    """Return whether an error message means that credentials are missing or wrong; False if that is uncertain."""
     if NO_TOKEN.search(message):
         return "UNAVAILABLE" not in message or bool(_missing_credentials(address))
     return bool(DENIED.search(message))
 
 
 def _credentials(address: str) -> str:
-    """Return advice about credentials, depending on which are set."""
+    """Return advice about credentials for an error message, depending on which are set."""
     if missing := _missing_credentials(address):
         return f"the environment has no {' and no '.join(missing)}; set credentials that may read it"
     return f"the credentials of the environment ({', '.join(_variables(address))}) are not accepted; check them"
@@ -237,7 +239,7 @@ def _missing_credentials(address: str) -> list[str]:
 
 
 def _variables(address: str) -> tuple[str, ...]:
-    """Return the names of variables with credentials; a SAS token replaces an account's key."""
+    """Return the environment variables with credentials for a bucket; with Azure, a SAS token replaces the key."""
     names = CREDENTIALS[address.partition("://")[0]]
     replaced = {AZURE_KEY: AZURE_SAS_TOKEN} if os.environ.get(AZURE_SAS_TOKEN) else {}
     return tuple(replaced.get(name, name) for name in names)

@@ -1,4 +1,4 @@
-"""HTTP answers that may lie, bounded in size, time and decompression, with checked types; retries of busy servers.
+"""HTTP requests to untrusted servers, with limits on size, time and decompression, checked JSON, and retries.
 
 In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
 `Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host. The
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 QUOTED_CHARACTERS = 200
-"""Number of characters of an HTTP answer's beginning that a message quotes."""
+"""Largest number of characters from the beginning of an HTTP answer that a message quotes."""
 CHUNK_BYTES = 64 * 2**10
 EVENT_BYTES = 2**20
-"""Largest event of a server-sent stream in bytes; events hold a token or a few."""
+"""Largest size in bytes of a server-sent event; usual events hold one or a few tokens."""
 REFUSAL_BYTES = 64 * 2**10
-"""Number of bytes that are read of an error's body."""
+"""Largest number of bytes read from the body of an error answer."""
 ACCEPTED = {"Accept-Encoding": "gzip"}
 COMPRESSED = ("gzip", "x-gzip", "deflate")
 EVENT = b"data:"
@@ -62,12 +62,12 @@ Shape = TypeVar("Shape")
 
 
 def number_in(header: str) -> int | None:
-    """Return the number that a header is, or None. `str.isdigit` is true of `²`, which `int` refuses."""
+    """Return an HTTP header's value as a number; None if it is not one."""
     return int(header) if _NUMBER.fullmatch(header) else None
 
 
 def key_in(variable: str | None, field: str) -> str:
-    """Return the key in the environment variable; empty where the server needs none.
+    """Return the API key in an environment variable; empty if the server needs none (no variable is named).
 
     field: field of the recipe that names the variable. Raises RecipeError where the variable is not set.
     """
@@ -82,14 +82,14 @@ def key_in(variable: str | None, field: str) -> str:
 
 
 class AnswerModel(BaseModel):
-    """Base of objects in HTTP answers: numbers must be finite and no texts; unknown fields are ignored."""
+    """Base of pydantic models for JSON answers: types are strict, numbers finite, and unknown fields ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bounds of an HTTP answer, and the server's name in errors.
+    """Limits for an HTTP answer (size, total time), and the server's name and error class for messages.
 
     - server: such as `the judge at https://…`
     - max_bytes: of the body, decompressed
@@ -105,17 +105,20 @@ class Expected:
     key: str = field(default="", repr=False)
 
     def wrong(self, found: str, body: bytes | None = None) -> LifecycleError:
-        """Return the error for a malformed HTTP answer, with the answer's beginning."""
+        """Return the error for a malformed HTTP answer, which quotes the beginning of the body."""
         shown = "" if body is None else f": {self.quoted(body)}"
         return self.error(f"{self.server} {found}{shown}")
 
     def quoted(self, body: bytes) -> str:
-        """Return the beginning of an HTTP body for a message, without the API key."""
+        """Return the beginning of an HTTP body for a message, with the API key removed."""
         text = body.decode(errors="replace")
         return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
 
     def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
-        """Return the JSON of an HTTP body, validated against a type. Raises `error` for any other body."""
+        """Return an HTTP body's JSON, validated as the type `shape`.
+
+        Raises the error class `error` for anything else.
+        """
         try:
             # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
             return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
@@ -130,7 +133,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Answer:
-    """Whole HTTP answer. headers: names in lower case."""
+    """Complete HTTP answer: status, headers (names in lower case) and body."""
 
     expected: Expected
     status: int
@@ -142,13 +145,13 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return the answer of a granted HTTP request. Raises `Expected.error` for any other status."""
+        """Return the answer if its status is a success; otherwise raise the error class of `Expected`."""
         if self.is_success:
             return self
         raise self.refusal()
 
     def refusal(self) -> LifecycleError:
-        """Return the error (`Expected.error`) of an HTTP request that was refused."""
+        """Return the error for an HTTP answer whose status is no success."""
         if not 300 <= self.status < 400:
             return self.expected.wrong(f"answered {self.status}", self.body)
         target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
@@ -157,12 +160,12 @@ class Answer:
         )
 
     def parsed(self, shape: type[Shape]) -> Shape:
-        """Return the JSON of a granted HTTP request. Raises `Expected.error`."""
+        """Return the answer's JSON, validated as the type `shape`. Raises the error class of `Expected`."""
         return self.expected.parsed(self.check().body, shape)
 
 
 class BodyReader:
-    """Decompressing reader of a body, part by part.
+    """Decompressor of an HTTP body that arrives in chunks, with a limit on the decompressed size.
 
     Raises `Expected.error` when the body is larger than expected, or is no gzip. cuts: cut a larger body instead.
     """
@@ -175,7 +178,7 @@ class BodyReader:
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
 
     def add(self, chunk: bytes) -> bytes:
-        """Return the decompressed bytes of a part of an HTTP body."""
+        """Return the decompressed bytes of the next chunk."""
         if self._encoding not in (*COMPRESSED, "", "identity"):
             shown = quoted(self._encoding, QUOTED_CHARACTERS)
             raise self._expected.wrong(f"answered with the content encoding {shown}; gzip was accepted")
@@ -198,13 +201,13 @@ class BodyReader:
         return self._num_bytes > self._expected.max_bytes
 
     def end(self) -> None:
-        """Raise `Expected.error` for an HTTP body that was cut off."""
+        """Raise an error if the compressed body ended too early."""
         if self._inflate and self._num_bytes and not self._inflate.eof:
             raise self._expected.wrong("answered with broken gzip (its end is missing)")
 
 
 class EventReader(Generic[Shape]):
-    """Parser of a stream of server-sent events, each a JSON object, part by part."""
+    """Parser of server-sent events (such as streamed tokens), each a JSON object, from chunks of an HTTP body."""
 
     def __init__(self, expected: Expected, headers: Mapping[str, str], shape: type[Shape]) -> None:
         self._expected = expected
@@ -214,7 +217,7 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the server-sent events that a part completes. Raises `Expected.error` for a malformed one."""
+        """Yield the events that the next chunk completes. Raises the error class of `Expected` for a malformed one."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -227,13 +230,13 @@ class EventReader(Generic[Shape]):
             raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
 
     def end(self) -> None:
-        """Raise `Expected.error` for an event stream that was cut off."""
+        """Raise an error if the stream of events ended without its end mark `[DONE]`."""
         if not self._is_over:
             raise self._expected.wrong(f"broke its answer off (without `{END_OF_EVENTS.decode()}`)")
 
 
 class Deadline:
-    """Time limit of a whole request; it shuts down the sockets, since a limit of each read never ends dribbled bytes.
+    """Time limit of a whole HTTP request, enforced by shutting down its sockets.
 
     As a context, it then raises TimeoutError: to some readers, a socket that is shut down is the end of the body.
     """
@@ -254,7 +257,7 @@ class Deadline:
             self._end()
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Watch each connection that httpx makes (its request extension `trace`)."""
+        """Watch the sockets that httpx opens (its request extension `trace`), to shut them down at the limit."""
         if event.endswith((".connect_tcp.complete", ".connect_unix_socket.complete", ".start_tls.complete")):
             self.watch(info["return_value"].get_extra_info("socket"))
 
@@ -279,7 +282,7 @@ class Deadline:
 
 
 class _Parts:
-    """Collector of an HTTP answer's parts, for readers with and without `await`."""
+    """Collector of an HTTP answer's body from chunks, shared by synchronous and asynchronous readers."""
 
     def __init__(self, expected: Expected, status: int, headers: Mapping[str, str]) -> None:
         self._answer = Answer(expected, status, {name.lower(): value for name, value in headers.items()}, b"")
@@ -289,7 +292,7 @@ class _Parts:
         self._body = bytearray()
 
     def add(self, chunk: bytes) -> bool:
-        """Add a part of an HTTP body; returns whether more is wanted. Of an error's body, the beginning is enough."""
+        """Add a chunk of the body; return whether more should be read. Of an error answer, the beginning is enough."""
         try:
             self._body += self._reader.add(chunk)
         except LifecycleError:
@@ -316,8 +319,9 @@ def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: I
 def opened_directly(
     expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None, read_s: float | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Open an HTTP answer by the standard library, without proxies: POST with a body, else GET. read_s: per read.
+    """Open an HTTP answer with Python's standard library, without proxies: POST with a body, else GET.
 
+    `read_s`: time limit of each read in seconds.
     Raises OSError and http.client.HTTPException for a server that does not answer.
     """
     import http.client
@@ -335,12 +339,12 @@ def opened_directly(
 
 
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read an HTTP answer of `opened_directly`. Raises `Expected.error` for an answer out of bounds."""
+    """Read the whole answer opened by `opened_directly`. Raises the error class of `expected` if it exceeds limits."""
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
 def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield an HTTP body as it arrives. Raises http.client.IncompleteRead for one that breaks off."""
+    """Yield the chunks of an HTTP body as they arrive. Raises http.client.IncompleteRead if it ends too early."""
     while chunk := response.read1(CHUNK_BYTES):
         yield chunk
     if response.length:  # `read1` does not look
@@ -350,14 +354,14 @@ def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def httpx_client(**options: Any) -> httpx.Client:
-    """Return a client for `ask_httpx`. Connections are not used again: of those, httpx shows no socket to watch."""
+    """Return an httpx client that opens a connection for each request, since the time limit must see its socket."""
     import httpx
 
     return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), **options)
 
 
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
-    """Send an HTTP request by httpx, which follows redirects only if its client does.
+    """Send an HTTP request with httpx and return the whole answer, within the limits of `expected`.
 
     client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
     `Expected.error` for an answer out of bounds.
@@ -378,7 +382,7 @@ async def opened_aiohttp(
     read_s: float | None = None,
     **request: Any,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Open an HTTP answer by aiohttp. read_s: limit of each read.
+    """Open an HTTP answer with aiohttp, to read it in chunks. read_s: time limit of each read in seconds.
 
     Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not answer.
     """
@@ -393,7 +397,7 @@ async def opened_aiohttp(
 async def ask_aiohttp(
     session: aiohttp.ClientSession, expected: Expected, method: str, url: Any, **request: Any
 ) -> Answer:
-    """Send an HTTP request by aiohttp. Raises `Expected.error` for an answer out of bounds."""
+    """Send an HTTP request with aiohttp and return the whole answer, within the limits of `expected`."""
     async with opened_aiohttp(session, expected, method, url, **request) as response:
         parts = _Parts(expected, response.status, response.headers)
         async for chunk in response.content.iter_any():
@@ -403,7 +407,7 @@ async def ask_aiohttp(
 
 
 def check_status(status: int, headers: Mapping[str, str], doing: str, token_variable: str) -> None:
-    """Raise BusyError for a status that is worth another attempt, DownloadError for a refusal."""
+    """Raise BusyError for an HTTP status that allows a retry, and DownloadError for any other error status."""
     if 200 <= status < 300:
         return
     if busy := busy_from_status(status, headers):
@@ -416,7 +420,7 @@ def check_status(status: int, headers: Mapping[str, str], doing: str, token_vari
 
 
 def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str) -> None:
-    """Check, before anything is read, that an answer is a file of `size_bytes` from byte `start` on.
+    """Check by an answer's headers that it holds a file of `size_bytes` bytes from byte `start` on.
 
     A whole file may come without a length; then its reader counts. Raises DownloadError.
     """
@@ -437,7 +441,7 @@ def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str
 
 
 class BusyError(Exception):
-    """Raised when the server may answer a later attempt."""
+    """Raised when a request failed but may succeed later. retry_after_s: seconds that the server asks to wait."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -445,7 +449,7 @@ class BusyError(Exception):
 
 
 class RetryBackoff:
-    """Backoff that counts an activity's failures in a row."""
+    """Wait between retries of a request, which grows with the number of failures in a row and ends with an error."""
 
     def __init__(self, doing: str, stop: threading.Event | None = None, num_attempts: int = NUM_ATTEMPTS) -> None:
         self._doing = doing
@@ -454,11 +458,11 @@ class RetryBackoff:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Reset the count of failures: the server is alive."""
+        """Reset the count of failures in a row, after some bytes have arrived."""
         self._failures = 0
 
     def wait(self, busy: BusyError) -> None:
-        """Sleep before the next attempt at a request. Raises TransientError when the retries are used up."""
+        """Sleep before the next retry. Raises TransientError when the retries are used up."""
         self._failures += 1
         wait_s = busy.retry_after_s if busy.retry_after_s is not None else FIRST_WAIT_S * 2 ** (self._failures - 1)
         if wait_s > LONGEST_WAIT_S:
@@ -470,13 +474,13 @@ class RetryBackoff:
 
 
 def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | None:
-    """Return the error of an HTTP status that is worth another attempt; None for other statuses."""
+    """Return a BusyError for an HTTP status that allows a retry; None for other statuses."""
     if status not in _BUSY_STATUSES:
         return None
     return BusyError(f"the server answered {status}", number_in(headers.get("retry-after", "")))
 
 
 def busy_from_transport(error: Exception) -> BusyError:
-    """Return the error of a connection that failed or broke."""
+    """Return a BusyError for a connection that failed or broke."""
     cause = shortened(str(error), 200)  # it may quote what the server sent
     return BusyError(f"the connection failed ({type(error).__name__}: {cause})")

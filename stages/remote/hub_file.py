@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, read from any position; a commit's files do not change.
+"""Remote reading of dataset files on the Hugging Face hub, from any position, with verified content.
 
 Not huggingface_hub's filesystem: that asks for each block by itself, which the hub counts against its limit of
 requests, and does not look whether a mirror sends something else than the hub lists.
@@ -28,18 +28,18 @@ TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of a variable
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 SHA256_DIGITS = 64
-"""Number of hex digits of a sha256; a shorter tag is the id of a git blob."""
+"""Number of hex digits of a sha256 digest; a shorter digest is a git blob id."""
 QUOTED_CHARACTERS = 100
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<file>.+)")
 
 
 def endpoint() -> str:
-    """Return the address of the hub, or of a mirror."""
+    """Return the address of the Hugging Face hub, or of the mirror in `HF_ENDPOINT`."""
     return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
 
 
 def token_in(variable: str) -> str:
-    """Return the token that a variable holds, or an empty text. Raises DownloadError for one that cannot be sent."""
+    """Return the token in an environment variable; empty if it is not set. Raises DownloadError for an invalid one."""
     token = os.environ.get(variable, "")
     if not (token.isascii() and token.isprintable()):
         raise DownloadError(f"{variable} holds characters that no token has, such as the end of a line; set it again")
@@ -47,14 +47,14 @@ def token_in(variable: str) -> str:
 
 
 def authorization() -> dict[str, str]:
-    """Return the header with the token of the environment, if there is one."""
+    """Return the HTTP header with the Hugging Face token of the environment; empty if there is none."""
     token = token_in(TOKEN_VARIABLE)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open a file of the hub for `open_file`."""
+    """Open a file on the Hugging Face hub for reading at any position, given its pointer (used by `open_file`)."""
     from huggingface_hub import hf_hub_url
 
     named = ADDRESS.fullmatch(pointer.address)
@@ -78,7 +78,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _HubFile(io.RawIOBase):
-    """File that reads one answer for as long as possible, and requests the rest where it breaks off."""
+    """Remote file that reads one HTTP answer as long as possible, and requests the rest when it breaks off."""
 
     def __init__(self, client: httpx.Client, url: str, pointer: Pointer) -> None:
         self._client = client
@@ -125,7 +125,7 @@ class _HubFile(io.RawIOBase):
         super().close()
 
     def check_vouched(self) -> None:
-        """Raise DownloadError if bytes were read that neither the file's digest nor an answer's digest covers."""
+        """Raise DownloadError if some of the bytes that were read could not be verified by any digest."""
         if not self._is_vouched:
             raise DownloadError(
                 f"{self._doing}: the server sends no x-linked-etag, and the file was not read from its beginning to "
@@ -134,7 +134,7 @@ class _HubFile(io.RawIOBase):
             )
 
     def _begin_pass(self) -> None:
-        """Begin to hash a remote file from its first byte on."""
+        """Start to hash the file's content from its first byte on."""
         algorithm: Literal["sha256", "git-blob-sha1"] = "git-blob-sha1"
         if len(self._pointer.tag) == SHA256_DIGITS:
             algorithm = "sha256"
@@ -142,7 +142,7 @@ class _HubFile(io.RawIOBase):
         self._num_hashed = 0
 
     def _received(self) -> bytes:
-        """Return the next bytes of a remote file, at least one. Raises DownloadError, TransientError."""
+        """Return the next bytes of the file, at least one, after retries. Raises DownloadError, TransientError."""
         while True:
             try:
                 if self._response is None:
@@ -181,7 +181,7 @@ class _HubFile(io.RawIOBase):
         self._chunks = response.iter_raw()
 
     def _names_digest(self, response: httpx.Response) -> bool:
-        """Return whether an answer, or the redirect to it, names the digest that the hub listed.
+        """Return whether the answer's headers, or those of its redirect, name the digest that the hub listed.
 
         The hub itself names a small file's, which is not in its storage, as ETag. Raises DownloadError for another one.
         """
@@ -198,7 +198,7 @@ class _HubFile(io.RawIOBase):
         )
 
     def _check_content(self, chunk: bytes) -> None:
-        """Count and hash bytes of a remote file as they arrive, before they are read. Raises DownloadError."""
+        """Count and hash received bytes before they are returned. Raises DownloadError for wrong content or size."""
         end = self._position + len(chunk)
         is_end = end == self._pointer.size_bytes
         if end > self._pointer.size_bytes or (is_end and next(self._chunks, b"")):
@@ -218,7 +218,7 @@ class _HubFile(io.RawIOBase):
         self._is_vouched = self._is_vouched or is_end
 
     def _leave(self) -> None:
-        """Close the current HTTP answer, since the next read is at another position."""
+        """Close the current HTTP answer, because the next read is at another position."""
         self._chunks, self._rest = iter(()), b""
         if self._response is not None:
             self._response.close()

@@ -1,4 +1,4 @@
-"""Pointer files, like those of Git LFS: the address of a remote file, and its size and tag when it was pinned.
+"""Pointer files, which stand for remote files: address, size and tag at the time of the download stage.
 
 `train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
 written to disk. Credentials are the environment's, as they are for downloads.
@@ -19,20 +19,20 @@ from stages.core.fields import StrictModel
 
 SUFFIX = ".pointer"
 BUFFER_BYTES = 1 << 20
-"""Bytes that each request for a remote file fetches."""
+"""Number of bytes that each read of a remote file requests."""
 MODULES = {
     "s3": "stages.remote.buckets",
     "gs": "stages.remote.buckets",
     "az": "stages.remote.buckets",
     "hf": "stages.remote.hub_file",
 }
-"""Provider → module with `opened(Pointer)`. They import libraries that take a second to load."""
+"""Module that opens remote files, by the scheme of their address; imported late, since it takes a second."""
 
 Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 
 
 class Pointer(StrictModel):
-    """Pointer to a remote file: address, size and tag.
+    """Pointer to a remote file: its address, size, and a tag that changes with its content.
 
     - address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`
     - tag: changes with the content: an ETag, the number of a generation, or the digest that a hub lists
@@ -44,34 +44,34 @@ class Pointer(StrictModel):
 
 
 def write_pointer(path: Path, pointer: Pointer) -> None:
-    """Write a pointer file. path: path of the file that it stands for."""
+    """Write a pointer file beside the path of the local file that it stands for."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_name(path.name + SUFFIX).write_text(pointer.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_pointer(path: Path) -> Pointer:
-    """Return a pointer. Raises ValueError for other content."""
+    """Return the pointer in a pointer file. Raises ValueError for any other content."""
     return Pointer.model_validate_json(path.read_text(encoding="utf-8"))
 
 
 def is_pointer(path: Path) -> bool:
-    """Return whether a path has the suffix of pointer files."""
+    """Return whether a path is a pointer file, by its suffix."""
     return path.suffix == SUFFIX
 
 
 def without_pointer(path: Path) -> Path:
-    """Return the path of the file that a pointer file stands for; other paths unchanged."""
+    """Return the path without a pointer file's suffix, as the file would be named locally."""
     return path.with_suffix("") if is_pointer(path) else path
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a file, or of the file that a pointer stands for."""
+    """Return the size in bytes of a file, or of the remote file that a pointer file stands for."""
     return read_pointer(path).size_bytes if is_pointer(path) else path.stat().st_size
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, or the remote file of a pointer, for reading at any position.
+    """Open a local file, or the remote file that a pointer file stands for, for reading at any position.
 
     Raises DownloadError where the remote file is gone, may not be read, or has changed, also while it is read;
     TransientError when the server does not answer.

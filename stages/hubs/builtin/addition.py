@@ -1,4 +1,4 @@
-"""`builtin/addition`: sums of two numbers below 100, as chat messages, in `train.jsonl` and `validation.jsonl`.
+"""Dataset `builtin/addition`: additions of two numbers below 100 as chats, with training and validation splits.
 
 The 10,000 ordered pairs are split once, by a hash, into test, validation and training problems. The test problems are
 in no dataset: they are the lm-eval task `addition` (`configs/tasks`).
@@ -18,7 +18,7 @@ NUM_VALIDATION = 300
 
 @dataclass(frozen=True)
 class Problem:
-    """Addition problem: two numbers and their sum."""
+    """Addition problem of two numbers, with its question and answer as text."""
 
     first: int
     second: int
@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
-    """Test, validation and training problems of `builtin/addition`; each problem is in exactly one of the three."""
+    """Disjoint test, validation and training problems of the dataset `builtin/addition`."""
 
     test: list[Problem]
     validation: list[Problem]
@@ -42,7 +42,7 @@ class Split:
 
 
 def split_problems() -> Split:
-    """Return all ordered pairs of numbers below 100, shuffled by a hash, so no random generator's version matters."""
+    """Return all additions of two numbers below 100, split reproducibly into test, validation and training problems."""
     problems = [Problem(first, second) for first in range(100) for second in range(100)]
     problems.sort(key=lambda problem: hashlib.sha256(problem.question.encode()).digest())
     end_of_validation = NUM_TEST + NUM_VALIDATION
@@ -50,7 +50,7 @@ def split_problems() -> Split:
 
 
 def make(folder: Path) -> None:
-    """Write the chat rows of the training and validation problems."""
+    """Write the dataset's training and validation problems as chats, in JSON Lines files."""
     split = split_problems()
     write_rows(folder / "train.jsonl", (_chat(problem) for problem in split.train))
     write_rows(folder / "validation.jsonl", (_chat(problem) for problem in split.validation))

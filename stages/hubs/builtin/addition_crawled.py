@@ -1,4 +1,4 @@
-"""`builtin/addition-crawled`: problems of `builtin/addition` as uncurated rows, with known faults.
+"""Dataset `builtin/addition-crawled`: addition problems with known faults, such as copies, to test data curation.
 
 Beside `NUM_GOOD` good rows: exact copies, copies that are written otherwise, problems that the task `addition` asks,
 and addresses of people. What a curation should do to each is known, so it can be seen whether it does.
@@ -19,7 +19,7 @@ NUM_WITH_ADDRESS = 50
 
 
 def make(folder: Path) -> None:
-    """Write uncurated rows with known faults, in an order that is drawn once and for all."""
+    """Write good rows mixed with faulty ones (copies, leaked test problems, e-mail addresses) in a fixed order."""
     split = split_problems()
     good = split.train[:NUM_GOOD]
     rows = [_row(problem) for problem in good[NUM_WITH_ADDRESS:]]

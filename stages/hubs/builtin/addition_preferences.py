@@ -1,4 +1,4 @@
-"""`builtin/addition-preferences`: the problems of `builtin/addition`, each with the right and a plausible wrong sum.
+"""Dataset `builtin/addition-preferences`: addition problems, each with the right sum and a plausible wrong one.
 
 Rows are conversational preferences: `prompt`, `chosen` and `rejected` are lists of messages.
 """
@@ -12,14 +12,14 @@ from stages.hubs.builtin.addition import Problem, message, split_problems, write
 
 
 def make(folder: Path) -> None:
-    """Write the preference pairs of the training and validation problems."""
+    """Write the dataset's training and validation problems as preference pairs, in JSON Lines files."""
     split = split_problems()
     write_rows(folder / "train.jsonl", (_preference(problem) for problem in split.train))
     write_rows(folder / "validation.jsonl", (_preference(problem) for problem in split.validation))
 
 
 def wrong_sums(problem: Problem) -> list[int]:
-    """Return sums with common mistakes: off by one, off by ten, the carry forgotten, two digits swapped."""
+    """Return wrong sums from common mistakes: off by one or ten, a forgotten carry, two swapped digits."""
     right = problem.first + problem.second
     tens = problem.first // 10 + problem.second // 10
     carry_forgotten = 10 * tens + (problem.first % 10 + problem.second % 10) % 10

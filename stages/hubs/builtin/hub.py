@@ -1,4 +1,4 @@
-"""Hub of models and datasets that the project makes itself (`builtin/`): no network, always the same bytes.
+"""Catalog of the models and datasets that this project generates itself (`builtin/NAME`), without network.
 
 Light on purpose: a recipe is checked against its catalog before anything heavy is imported. A maker is a module with a
 function `make(folder: Path) -> None`.
@@ -31,14 +31,14 @@ QWEN3_1M: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Builtin:
-    """Model or dataset that the project makes itself."""
+    """Catalog entry for a model or dataset that this project generates itself."""
 
     product: Product
     module: str
     version: int
-    """Version of a builtin's content; raised when the maker would write other content than before."""
+    """Version of the generated content, raised when the generating module would write other content than before."""
     sizes: dict[str, Any] | None = None
-    """Sizes in a builtin model's `config.json`, for planning a layout before the model is made."""
+    """Model sizes as in `config.json`, so that a layout can be planned before the model is generated."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -50,7 +50,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def parse_builtin(hub: str, rest: str, product: Product) -> Source:
-    """Return the builtin source for a name of the catalog. Raises ValueError with the known names."""
+    """Return the source for a model or dataset of the catalog. Raises ValueError with the known names."""
     names = sorted(name for name, builtin in BUILTINS.items() if builtin.product == product)
     if rest not in names:
         raise ValueError(f"there is no builtin {product} {rest!r}; there are: {', '.join(names)}")
@@ -58,7 +58,7 @@ def parse_builtin(hub: str, rest: str, product: Product) -> Source:
 
 
 class Builtins:
-    """Hub that runs the makers of the catalog; a revision is a maker's version."""
+    """Hub that generates the catalog's models and datasets; a revision is the version of the generated content."""
 
     def resolve_revision(self, request: Request) -> str:
         return str(BUILTINS[request.source.name].version)

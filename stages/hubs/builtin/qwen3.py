@@ -1,4 +1,4 @@
-"""`builtin/qwen3-1m`: a freshly initialised Qwen3 of 0.8 million parameters, with its tokenizer and chat template.
+"""Model `builtin/qwen3-1m`: a randomly initialised Qwen3 of 0.8 million parameters, with tokenizer and chat template.
 
 The tokenizer is a byte-level BPE, so that it can encode any text; its merges are learnt from the chats of
 `builtin/addition`, where a whole exchange takes 14 to 17 tokens. Digits are always tokens of their own: sums are
@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE of exactly `VOCABULARY_SIZE` tokens: bytes, special tokens, merges, and reserved tokens.
+    """Return a byte-level BPE tokenizer of exactly `VOCABULARY_SIZE` tokens, filled up with reserved ones.
 
     The reserved ones leave no id that an untrained model could produce and the tokenizer could not decode.
     """
@@ -74,7 +74,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> list[str]:
-    """Return the pieces of training chats between special tokens, to train the tokenizer on."""
+    """Return the texts between special tokens of the chats of `builtin/addition`, to train the tokenizer on."""
     pieces = ["\n", "system\n"]
     for problem in split_problems().train:
         pieces += [f"user\n{problem.question}", f"assistant\n{problem.answer}"]
@@ -82,7 +82,7 @@ def _texts() -> list[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a Qwen3 in float32 whose weights depend on `SEED` alone."""
+    """Return a Qwen3 model in float32 whose random weights depend only on `SEED`."""
     config = Qwen3Config(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=128,
