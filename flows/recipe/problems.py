@@ -29,7 +29,8 @@ OF_OTHERS = {
     "gradient_checkpointing": "recompute",
     "bf16": "precision",
 }
-"""Name of a field here, by its name in Transformers, TRL and similar libraries, for hints at misspelt fields."""
+"""Recipe field that corresponds to a field name of Transformers, TRL and similar libraries, for hints in error
+messages."""
 
 
 def explain(error: ValidationError, stage: str) -> list[str]:

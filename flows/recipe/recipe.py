@@ -204,7 +204,7 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
 
 
 def _read_stage(tree: Any, folder: Path) -> StageConfig:
-    """Validate a stage's config strictly: `"3"` is no number.
+    """Validate a stage's config strictly, so that a number in quotes is no number, and return it.
 
     As in JSON, a list may stand for a tuple and a text for a path. Paths outside the store become absolute; in the
     recipe they are relative to its folder.
@@ -261,7 +261,7 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts at a path of a recipe's tree, each with its exact place; of a list, each item.
+    """Yield each text at a path of a recipe's tree, with its exact place; of a list, each item.
 
     `*` in the path is any name of a mapping, or any index of a list.
     """

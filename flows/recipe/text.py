@@ -45,10 +45,9 @@ class RecipeLoader(BaseLoader):
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Convert a YAML number to int or float.
+        """Convert a YAML number to int or float, refusing overlong numbers.
 
-        Raises an error for overlong numbers, which Python converts slowly or not at all. `1:00:00:…` is a number in
-        YAML 1.1.
+        Python converts overlong numbers slowly or not at all. `1:00:00:…` is a number in YAML 1.1.
         """
         if len(node.value) > MAX_DIGITS:
             problem = f"found a number of {len(node.value):,} characters, expected at most {MAX_DIGITS}"

@@ -15,10 +15,11 @@ from stages.core.contract import StageConfig
 from stages.core.redaction import shortened
 
 Identity = dict[str, JsonValue]
-"""Identity of an artifact, all that decides its content: kind, stage version, config, versions of upstream artifacts by
-field path, and inputs from outside the store by field path."""
+"""Identity of an artifact, the JSON object from which its version is hashed. Keys: kind, stage_version, config,
+upstream (version by field path), outside (content hash, revision, … by field path)."""
 DIGEST = re.compile("[0-9a-f]{64}")
-"""Pattern of a SHA-256 of content, which is shown as "has changed"; a commit hash is shorter and useful to people."""
+"""Pattern of a content hash (SHA-256), whose change is shown as `has changed`; other values, such as commits, are shown
+themselves."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ def version_of(identity: Identity) -> str:
 
 
 def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> str:
-    """Return the key by which attempts share a work folder: a version of `config.resume_identity()` only.
+    """Return the key of a stage's work folder, shared by attempts that may resume from one another.
 
-    Fields that do not hinder resuming are left out of it.
+    It is a version of `config.resume_identity()`, which leaves out fields that do not hinder resuming.
     """
     return version_of(_document(config, config.resume_identity(), upstream, outside))
 

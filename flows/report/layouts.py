@@ -100,7 +100,7 @@ def metrics_of(trials: Sequence[TrialEnded], num_warmup_steps: int) -> dict[str,
 
 
 def with_differences(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with throughput and loss relative to the first row that was measured."""
+    """Return a comparison's rows with throughput and loss relative to the first measured layout added."""
     first = next((row for row in rows if row.metrics), None)
     return [replace(row, metrics={**row.metrics, **_differences(row, first)}) if first else row for row in rows]
 

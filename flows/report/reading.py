@@ -87,7 +87,7 @@ def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
 
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:
-    """Yield the time-line bars of the latest try of a refresh; an attempt that still runs has length 0."""
+    """Yield a time-line bar for each attempt since the refresh was last started; one that still runs has length 0."""
     attempts = record.latest_try
     begin_ms = min((attempt.began.time_ms for attempt in attempts), default=0)
     for attempt in attempts:

@@ -35,7 +35,7 @@ from stages.core.files import write_atomically
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison to run: the compared stage, and its layouts.
+    """Comparison of layouts to run: the compared stage, and the stage as planned under each layout.
 
     layouts: the stage as planned under each layout that can work.
     """

@@ -128,7 +128,7 @@ def _is_at_hand(config: FetchedConfig) -> bool:
 
 
 def _look(stage_input: StageInput, stage: PlannedStage, num_rows: int, work: Path) -> DataLook:
-    """Prepare the view of a stage's data in a process on this machine, wherever the stage itself will run."""
+    """Return the preview of a stage's data, prepared by a process on this machine, wherever the stage will run."""
     execution = Execution(environment=stage.config.execution.environment)
     config = LookConfig(stage=stage_input, num_rows=num_rows, execution=execution)
     work.mkdir()

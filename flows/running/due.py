@@ -148,7 +148,7 @@ def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentRe
 def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
-    """Start a refresh that is due.
+    """Start a refresh that is due, unless it must wait or is left out.
 
     Return None while it must wait for another one, or a state that says why it is left out. Planning takes a while, so
     it is done outside the lock, and running refreshes are looked up twice.

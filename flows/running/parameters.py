@@ -125,10 +125,7 @@ def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
 
 
 def _is_inside(text: str, folder: Path) -> bool:
-    """Return whether a path lies in a folder after following symbolic links, as does a source that is no path.
-
-    Sources that are no paths count as inside.
-    """
+    """Return whether a path or source stays in a folder, following symbolic links; a source that is no path does."""
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

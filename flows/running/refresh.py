@@ -105,7 +105,7 @@ def refresh(
 
 
 def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
-    """Return the refresh flow for a refresh that has been planned already, with the parameters of `refresh`."""
+    """Return the Prefect flow that runs a refresh planned already, with the same parameters as the flow `refresh`."""
 
     @functools.wraps(refresh.fn)
     def planned(*_: object, **__: object) -> State[Any]:

@@ -305,9 +305,9 @@ class RefreshRun:
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
-        """Wait for free slots.
+        """Wait for a stage's slots, letting ready stages with more dependents go first.
 
-        Ready stages with more dependents go first, since they decide how long a refresh takes.
+        Those stages decide how long a refresh takes.
         """
         wanted = self._slots_of(planned)
         while wanted and self._is_preceded(planned.name):
@@ -348,9 +348,9 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """Record a stage as built.
+        """Record that a stage is built, by an attempt or from the store.
 
-        Its observer has written the ledger event, unless the artifact was found in the store.
+        The stage's observer has written the ledger event of an attempt; here one is written for a cached stage.
         """
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # an error of an earlier attempt
@@ -359,7 +359,7 @@ class RefreshRun:
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float, *, retried: bool = False) -> None:
-        """Record a stage's failure, unless its observer has already recorded that of an attempt."""
+        """Record a stage's failure, unless its observer has already recorded the failure of an attempt."""
         self.errors[name] = error
         entry, reason, error_class = self.record.stages[name], describe(error), type(error).__name__
         is_noted = entry.state in (("waiting",) if retried else ("failed", "cancelled")) and entry.error == reason

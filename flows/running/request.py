@@ -61,7 +61,10 @@ class PlannedRefresh:
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """Return the request that retries a refresh: stages that were forced to be built, and are, are not built again."""
+    """Return the request that retries a refresh.
+
+    Stages that it was forced to build are not forced again once they are built.
+    """
     built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
     force = tuple(name for name in record.force if name not in built)
     return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)

@@ -1,4 +1,4 @@
-"""Decisions which failed attempts of a refresh's stages are repeated automatically."""
+"""Decision about which failed attempts at a refresh's stages are repeated automatically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Retries:
         self._progress_at_death: dict[str, int] = {}
 
     def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
-        """Return whether a stage is tried again after this error.
+        """Decide whether a stage is tried again after an error.
 
         If it is not, despite repeated deaths of its process, the error says why. number: of its attempts in this try of
         the refresh, the failed one included.

@@ -44,7 +44,7 @@ class LiveServer:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Attempt at building a stage.
+    """Attempt at building a stage: the planned stage, its work folder and its inputs.
 
     resumed: the work folder has checkpoints or other scratch files of an earlier attempt.
     """
@@ -80,7 +80,7 @@ class Built:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of an attempt at a stage.
+    """End of an attempt at a stage: its files, duration, and result or error.
 
     folder: where its files are now, the artifact or the work folder of a failed attempt.
     """
@@ -95,19 +95,19 @@ class Observer(Protocol):
     """Interface of observers that follow a running stage, called in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Follow a wait: called every 0.2 s while another process builds the same artifact."""
+        """Handle a wait; called every 0.2 s while another process builds the same artifact."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Follow a start: called before a stage's process starts.
+        """Handle the start of an attempt; called before the stage's process starts.
 
         Return the key by which the artifact's record names the attempt.
         """
 
     def tick(self) -> None:
-        """Follow a running stage: called about every 0.3 s while its process runs, and once after it has ended."""
+        """Handle the passing of time; called about every 0.3 s while a stage's process runs, and once after its end."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Follow the end of an attempt: called after commit or failure, exactly once for each `started`."""
+        """Handle the end of an attempt; called after its commit or failure, exactly once for each `started`."""
 
 
 def run_stage(

@@ -27,7 +27,7 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 
 
 class StageObserver:
-    """`Observer` of one stage, which passes ledger events to the function `append`.
+    """Observer that records one stage's events in the refresh's ledger, and logs its milestones and warnings.
 
     is_retried: returns whether the stage is tried again after an error.
     waited_until_s: monotonic time until which another refresh was building the same artifact, if one was.

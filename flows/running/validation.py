@@ -78,10 +78,10 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the input that a stage's process would get now.
+    """Return the input that a stage's process would get now, or None while data or models for it are missing.
 
-    For a model that is not made yet it has the nearest existing ancestor. None while data that it needs is not made,
-    nor a model that its own will be made from.
+    For a model that is not made yet it has the nearest existing ancestor. None while data that the stage needs is not
+    made, or no ancestor of its model exists.
     """
     inputs = {}
     for name in stage.upstream:

@@ -12,7 +12,7 @@ from stages.core.contract import StrictModel
 from stages.core.files import write_atomically
 
 LAYOUTS = "layouts"
-"""Prefix under which the runs of a comparison's layouts are recorded: `layouts/0`, `layouts/1`, …"""
+"""Prefix of the keys in `mlflow.json` for the runs of a comparison's layouts: `layouts/0`, `layouts/1`, …"""
 
 
 class ShippedAttempt(StrictModel):

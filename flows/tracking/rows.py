@@ -17,11 +17,11 @@ from stages.kinds.train.methods.registry import metric_meanings
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """MLflow tag that identifies a comparison's run by `COMPARISON`, and the runs of its layouts by `COMPARISON/NUMBER`."""
 HELD_OUT = "evaluation_"
-"""Prefix of metric names that are measured on held-out rows."""
+"""Prefix of the names of metrics measured on held-out rows."""
 CURVES = ("loss", f"{HELD_OUT}loss")
 METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
-"""Suffix under which the median of a metric that every step logs is recorded at the end."""
+"""Suffix of the name under which the median of a metric logged in every step is recorded at the end."""
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 

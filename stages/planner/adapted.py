@@ -167,8 +167,8 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
     """Return the bytes of block masks and masked LoRA factors of adapters where Megatron fuses linear layers.
 
-    It fuses queries, keys and values into one matrix, and gate and up into another. The mask
-    says which LoRA factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
+    Megatron fuses queries, keys and values into one matrix, and gate and up into another. The mask says which LoRA
+    factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
     """
     total = 0
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):

@@ -174,7 +174,7 @@ def _communication(case: StepCase, stage: PipelineStage) -> float:
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:
     """Return the bytes that a process rank keeps in its host's memory under `cpu_offload`; 0 without it.
 
-    With `cpu_offload` these are all its weights, gradients and optimizer states; without it 0.
+    With `cpu_offload` these are all its weights, gradients and optimizer states.
     """
     if not case.layout.cpu_offload:
         return 0.0
