@@ -1,7 +1,7 @@
 """Exchange: a request and its answer, from which the proxy reads token counts, finish reasons and content.
 
-An engine counts the tokens of a stream only if it is asked to. So it always is, and a client that did not ask for that
-last event does not get it. Nothing else is changed.
+An engine counts the tokens of a stream only if it is asked to. So the proxy always asks, and removes the last event,
+which holds the counts, for a client that did not ask. Nothing else is changed.
 """
 
 from __future__ import annotations

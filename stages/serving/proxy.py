@@ -496,7 +496,7 @@ class _Connection(web.RequestHandler):
 class _BoundedServer(web.Server):
     """HTTP server that closes connections beyond a largest number.
 
-    Only once they are made: of many at the same time, none would count yet.
+    They are closed only once they are made: before, none of many simultaneous ones would be counted.
     """
 
     def __call__(self) -> web.RequestHandler:

@@ -1,6 +1,6 @@
 """Registry of the serving engines: vLLM, llama.cpp, SGLang and LMDeploy, by name.
 
-A new engine is a room beside `vllm/`, or a class in `packaged.py`, and one line here.
+A new engine is a folder beside `vllm/`, or a class in `packaged.py`, and one line here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Queue of the proxy for requests that wait while no engine runs, such as during a restart of the champion's.
 
-They wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is sent
-to the next engine; not endlessly, since it may be what the engines die of.
+Requests wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is
+sent to the next engine; not endlessly, since it may be what the engines die of.
 """
 
 from __future__ import annotations

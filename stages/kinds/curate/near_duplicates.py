@@ -102,7 +102,7 @@ class Comparison:
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
         """Find the rows among `kept` that nearly repeat an earlier row, which itself repeats none.
 
-        The first such earlier row is named.
+        Of several such earlier rows, the first is returned.
         """
         rows = np.flatnonzero(kept & self._says_something)
         links = self._linked(rows)

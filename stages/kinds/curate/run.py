@@ -253,7 +253,7 @@ def _held_out(
 ) -> NDArray[np.bool_]:
     """Choose the validation rows, keeping groups of near-duplicates together; returns a mask, bool [rows].
 
-    A dataset with an empty side is refused.
+    The stage fails if no row is left for training or for validation.
     """
     if not (comparison and config.held_out):
         return np.zeros(len(spool), np.bool_)

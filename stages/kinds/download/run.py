@@ -74,7 +74,7 @@ def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Pa
     """Delete a model's record of its training unless this store wrote it.
 
     The record decides whether prompts are sent as chats, and which date they show.
-    The record determines the chat template's settings and the date in prompts.
+
     """
     work, source = context.work.resolve(), Path(config.source.name).resolve()
     is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])

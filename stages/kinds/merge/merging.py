@@ -188,8 +188,8 @@ class Comparison:
 def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
     """Compare the merged model's predictions with those of the base model and unmerged adapter: KL(unmerged ‖ merged).
 
-    Both run from their files, in fp32. The adapter stands beside its base in one, and is part of the weights in the
-    other, so that only rounding distinguishes them.
+    Both models run from their files, in fp32. The adapter is computed beside its base in one, and is part of the
+    weights in the other, so that only rounding distinguishes them.
     """
     targets = targets_of(documents)
     models = [merged, *([expected] if expected else [])]

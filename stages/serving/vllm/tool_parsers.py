@@ -1,7 +1,7 @@
 """Parsers by which vLLM reads tool calls from answers, chosen from the model's chat template.
 
-Without one, vLLM refuses each request that has tools. A chat template writes calls of earlier turns as the model writes
-new ones, so the texts around them there identify the parser.
+Without a parser, vLLM refuses each request that has tools. A chat template writes calls of earlier turns as the model
+writes new ones, so the texts around them there identify the parser.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def parser_problem(name: Any, python: Path) -> str | None:
 def known_parsers(python: Path) -> frozenset[str] | None:
     """Return the names of the tool call parsers in the installed vLLM; None if its list is not found.
 
-    It is read, not imported: importing vLLM takes seconds.
+    The list is read from vLLM's source, not imported: importing vLLM takes seconds.
     """
     for file in python.parent.parent.glob("lib/python3*/site-packages/vllm/tool_parsers/__init__.py"):
         for statement in ast.parse(file.read_text("utf-8")).body:

@@ -23,7 +23,7 @@ CHUNK_BYTES = 8 << 20
 class Prefix:
     """Publishing target below a prefix in a bucket of object storage.
 
-    They are read back to be hashed: for an object that came in parts, storage has no checksum of ours.
+    Objects are read back to be hashed: for an upload in several parts, the storage has no sha256 of the whole.
     """
 
     def __init__(self, address: Address) -> None:
