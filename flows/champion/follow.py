@@ -122,7 +122,7 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all engines, those still starting included."""
+        """End all inference engines, those that are still starting included."""
         self._is_over.set()
         if self._start:
             self._stop_start()

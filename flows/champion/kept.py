@@ -22,11 +22,11 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Seconds that a start may take beyond the engine's own, for asking MLflow and checking the champion's answers."""
+"""Seconds added to the limit for an engine's start, for asking MLflow and checking the champion's answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
-    """Turn the process into a supervisor of `lifecycle serve --follow`, which inherits a socket that already listens.
+    """Turn this process into a supervisor that runs `lifecycle serve --follow` as its child, with an inherited socket.
 
     Raises StoreError when there is no champion, ResourceError for a taken port.
     """

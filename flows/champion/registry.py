@@ -135,7 +135,7 @@ class Registry:
         return False
 
     def rollback(self, name: str) -> RegisteredVersion:
-        """Make the previous champion champion again, and the present one `previous`.
+        """Make a registered model's previous champion its champion, and give the present one the alias `previous`.
 
         Raises StoreError without a previous champion.
         """
@@ -167,7 +167,7 @@ class Registry:
             _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
 
     def promote_challenger(self, name: str) -> RegisteredVersion:
-        """Make the challenger champion, and the present one `previous`.
+        """Make a registered model's challenger its champion, and give the present one the alias `previous`.
 
         Raises StoreError when either is missing.
         """

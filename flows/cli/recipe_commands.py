@@ -154,7 +154,8 @@ def data(
 @click.option(
     "--tokens",
     type=float,
-    help="Number of tokens of the whole training, for its duration; default: the recipe's, if it sets the steps.",
+    help="Number of tokens in the whole training, which gives its duration; default: the recipe's, if it sets the "
+    "steps.",
 )
 @click.option(
     "--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both engines are searched."

@@ -24,7 +24,7 @@ from stages.core.supervised import Supervised
 CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
 """Cluster launchers by name. A new launcher is a module, a line here, and its options in `stages/core/launchers/`."""
 CANCEL_GRACE_S = 40.0
-"""Seconds that the process which follows a cluster job has for cancelling it, when it is asked to end."""
+"""Seconds given to the program that follows a cluster job for cancelling the job, before the program is killed."""
 
 
 def start(
