@@ -1,4 +1,4 @@
-"""LoRA adapter in memory: its effect on the base's weights, and sums of several adapters as one.
+"""LoRA adapter in memory: merging it into the base model's weights, and adding several adapters up to one.
 
 B A of rank r and D C of rank s add up to [B D] [A; C] of rank r + s. Its factors may be large where the sum is small
 (PiSSA: learned minus taken out), and what was learned would be lost when they are rounded to bf16; so they are made
@@ -24,46 +24,46 @@ Factors = list[tuple["Tensor", "Tensor"]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA adapter as it is on disk.
+    """LoRA adapter as read from disk: its factors, their scaling, and weights trained as a whole.
 
     factors: name of a layer in the Transformers model → (A [rank, in], B [out, rank]).
     """
 
     base: str
-    """Artifact of the base model that the adapter was trained on: stage and version."""
+    """Artifact (stage and version) of the base model that the adapter was trained on."""
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scaling: float
     is_transposed: bool
-    """True if the base's weights are [in, out], as those of GPT-2."""
+    """True if the base model stores weights as [in, out], as GPT-2 does."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
-    """With DoRA, name of a layer → length of each row of its merged weight [out]."""
+    """Length of each row of a layer's merged weight, [out], by layer name (DoRA only)."""
     saved: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a weight → the weight that replaces it, trained as a whole (PEFT's `modules_to_save`)."""
+    """Weights that replace those of the base model, by name: trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """LoRA layer that changes a bare parameter instead of a linear layer → name of the parameter.
+    """Names of bare parameters that LoRA changes instead of linear layers, by the name of the LoRA layer.
 
     A parameter that stacks all experts of a layer has A [experts, rank, in] and B [experts, out, rank].
     """
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """LoRA layer → scaling of its own, where it differs from the adapter's."""
+    """Scaling of LoRA layers where it differs from the adapter's, by layer name."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of any LoRA layer."""
+        """Largest LoRA rank of any layer."""
         return max(a.shape[-2] for a, _ in self.factors.values())
 
     @property
     def has_own_ranks(self) -> bool:
-        """Return whether the adapter's linear layers have different ranks."""
+        """Return whether the adapter's linear layers have different LoRA ranks."""
         return len({len(a) for layer, (a, _) in self.factors.items() if layer not in self.parameters}) > 1
 
     def scaling_of(self, layer: str) -> float:
-        """Return the factor by which B A x is scaled in a LoRA layer."""
+        """Return the factor by which B A x is multiplied in a LoRA layer."""
         return self.scalings.get(layer, self.scaling)
 
     @property
     def weights(self) -> set[str]:
-        """Names of the base's weights that merging changes, except `parameters` (`effect.py`)."""
+        """Names of the base model's weights that merging changes, except bare parameters (`effect.py`)."""
         return {*(f"{layer}.weight" for layer in self.layers), *self.saved}
 
     @property
@@ -73,19 +73,23 @@ class Adapter:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the adapter only adds scaling · B A x to linear layers: no DoRA, saved modules, parameters."""
+        """Return whether the adapter does nothing but add scaling · B A x to linear layers.
+
+        DoRA, saved modules and adapted parameters do more.
+        """
         return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
-        """Return the shape of a weight that the adapter changes."""
+        """Return the shape of a base model's weight that the adapter changes."""
         if name in self.saved:
             return list(self.saved[name].shape)
         a, b = self.factors[name.removesuffix(".weight")]
         return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
 
     def change(self, layer: str) -> Tensor:
-        """Return the scaled product of a layer's factors in its weight's shape, fp32; without DoRA, what is added.
+        """Return a layer's scaled product B A in the shape of its weight, fp32.
 
+        Without DoRA, merging adds it to the weight.
         Of experts: [experts, out, in].
         """
         a, b = self.factors[layer]
@@ -93,7 +97,10 @@ class Adapter:
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with the adapter merged, fp32. Raises ModelError for a weight of another shape."""
+        """Return a base model's weight with the adapter merged, fp32.
+
+        Raises ModelError for a weight of another shape.
+        """
         layer = name.removesuffix(".weight")
         change = self.saved[name].float() if name in self.saved else self.change(layer)
         if change.shape != weight.shape:
@@ -115,7 +122,7 @@ class Adapter:
 def of_unchanged_base(
     parameters: Mapping[str, Tensor], config: Mapping[str, Any], initial: Mapping[str, Tensor], merged: Adapter | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return parameters and PEFT's config of one adapter of the unchanged base.
+    """Return an adapter that fits the unchanged base model: its parameters and PEFT's config.
 
     - parameters: what was learned, `LAYER.lora_A.default.weight` → tensor
     - initial: what was taken out of the base, by the same names

@@ -1,4 +1,4 @@
-"""Checks of an adapter on a model built without weights, in seconds.
+"""Checks of an adapter on a model that is built without weights, which takes seconds.
 
 The model is built of its config on the meta device; names of weights are those in the headers of its files.
 """
@@ -22,7 +22,7 @@ from stages.models.loading import model_without_weights
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
-    """Put the adapter on a model that has no weights. Raises ModelError, as training would.
+    """Check that the adapter can be put on a model without weights. Raises ModelError, as training would.
 
     folder: of a model with files that have the same names of weights.
     """
@@ -33,8 +33,7 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
 
 
 def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
-    """Return an error unless every tensor of the adapter in `folder` has a place on the model in `base`, and vice
-    versa.
+    """Return an error unless the tensors of the adapter in `folder` and their places on the base model match.
 
     PEFT leaves out unmatched tensors and places without an error.
     """

@@ -1,4 +1,4 @@
-"""Recipe options of adapters: low-rank weights that learn beside a frozen base (LoRA, Hu et al. 2021)."""
+"""Recipe options of LoRA adapters: low-rank weights trained beside a frozen base model (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -23,79 +23,89 @@ Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", 
 
 
 class AdapterConfig(StrictModel):
-    """Adapter options, named as in PEFT: a layer W x becomes W x + (alpha / rank) B A dropout(x)."""
+    """Options of a LoRA adapter, named as in PEFT: W x becomes W x + (alpha / rank) B A dropout(x)."""
 
     type: Literal["lora"] = "lora"
-    rank: PositiveInt = Field(16, description="Rank of the adapter: rows of A and columns of B.")
+    rank: PositiveInt = Field(16, description="LoRA rank: the number of rows of A and of columns of B.")
     alpha: PositiveFp32 = Field(32, description="LoRA scaling: B A x is multiplied by alpha / rank.")
     dropout: NonNegativeFp32 = Field(
-        0.0, lt=1, description="Dropout of the input of LoRA's A; each process draws its own."
+        0.0,
+        lt=1,
+        description="Probability with which an input of LoRA's A is dropped in training; each process draws its own.",
     )
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
-        description="Layers that the adapter is put on. all-linear: all but the head, as PEFT has it (where it "
-        "knows the mixture of experts: attention, experts and router; else no experts); else ends "
-        "of names (q_proj), or one regular expression over whole names.",
+        description="Linear layers that get an adapter. all-linear: all but the output head; of a mixture of experts "
+        "that PEFT knows, those of attention, experts and router, of others none of experts. Otherwise "
+        "endings of layer names, such as q_proj, or one regular expression that whole names match.",
     )
     target_parameters: Annotated[tuple[str, ...], AddedLater()] = Field(
         (),
-        description="Ends of names of parameters that are adapted, too, where all experts of a layer are one "
-        "(mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert has its own A and B.",
+        description="Endings of names of parameters that get an adapter, too, where one parameter holds all experts "
+        "of a layer (mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert has its own A and B.",
     )
-    exclude_modules: tuple[str, ...] = Field((), description="Ends of names of layers that get no adapter.")
+    exclude_modules: tuple[str, ...] = Field((), description="Endings of names of layers that get no adapter.")
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
-        None, min_length=1, description="Numbers of the transformer layers that get an adapter; default: all."
+        None, min_length=1, description="Numbers, from 0, of the transformer layers that get an adapter; default: all."
     )
-    use_rslora: bool = Field(False, description="rsLoRA: B A x is scaled by alpha / √rank (Kalajdzievski 2023).")
+    use_rslora: bool = Field(
+        False, description="rsLoRA: multiply B A x by alpha / √rank instead of alpha / rank (Kalajdzievski 2023)."
+    )
     use_dora: Annotated[bool, AddedLater()] = Field(
-        False, description="DoRA: the length of each row of W + B A learns apart from its direction (Liu et al. 2024)."
+        False,
+        description="DoRA: learn the length of each row of W + B A separately from its direction (Liu et al. 2024).",
     )
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
-        description="Initial A and B. default: A random, B 0. pissa: the largest singular vectors of W, which "
-        "are taken out of it (Meng et al. 2024); pissa_niter_16: found in 16 quick rounds. olora: its QR "
-        "decomposition. eva: A the directions in which the inputs of training rows vary most, in which layers share "
-        "their ranks (Paischer et al. 2024). A plain LoRA of the unchanged base is written.",
+        description="First values of A and B. default: A random, B 0. pissa: the largest singular vectors of W, which "
+        "are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: found approximately, "
+        "in 4 or 16 quick iterations. olora: the QR decomposition of W, also subtracted. eva: A the "
+        "directions in which a layer's inputs vary most in training rows, with ranks spread over layers "
+        "accordingly (Paischer et al. 2024). The written adapter fits the unchanged base model.",
     )
     eva_rho: Annotated[PositiveFp32, AddedLater()] = Field(
-        2.0, ge=1, description="With `init: eva`, a layer's rank is at most so many times `rank`; 1: all have `rank`."
+        2.0,
+        ge=1,
+        description="Largest LoRA rank of a layer with `init: eva`, as a multiple of `rank`; 1: all layers "
+        "have `rank`.",
     )
     modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
-        (), description="Ends of names of modules that are trained as a whole and written with the adapter."
+        (), description="Endings of names of modules that are trained as a whole and written with the adapter."
     )
     loraplus_lr_ratio: Annotated[PositiveFp32 | None, AddedLater()] = Field(
-        None, description="LoRA+: B learns at so many times the learning rate (Hayou et al. 2024)."
+        None, description="LoRA+: learning rate of B as a multiple of that of A (Hayou et al. 2024); default: 1."
     )
     base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(
         None,
-        description="Precision of the frozen model in training; default: as it is computed. nf4 (QLoRA, 4.13 bits a "
-        "weight) and int8 apply to its linear layers; the unquantized model is merged, served and evaluated.",
+        description="Precision in which the frozen model is kept in training; default: that of the computation. nf4 "
+        "(QLoRA, 4.13 bits a weight) and int8 quantize its linear layers; merging, serving and evaluation "
+        "use the unquantized model.",
     )
     stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
         None,
-        description="Treatment of an adapter as the start. merge, where `model` is an adapter: train a new one "
-        "on the merged model, and write the sum as one adapter of the base, whose rank is the sum; "
-        "default: train the adapter further.",
+        description="Treatment of a `model` that is itself an adapter. Default: it is trained further. merge: a new "
+        "adapter is trained on the merged model, and the sum of both is written as one adapter of the "
+        "base model, whose rank is the sum of their ranks.",
     )
 
     @property
     def changes_base(self) -> bool:
-        """Return whether the adapter's initial A and B are taken out of the base while it trains."""
+        """Return whether the first values of A and B are subtracted from the base model's weights while it trains."""
         return self.init not in ("default", "eva")
 
     @property
     def starts_from_weights(self) -> bool:
-        """Return whether the adapter needs the base's whole weights, or changes them, before training starts."""
+        """Return whether the adapter needs or changes the base model's whole weights before training starts."""
         return self.init != "default" or self.use_dora or self.stack is not None
 
     @property
     def highest_rank(self) -> int:
-        """Highest rank that a LoRA layer may get."""
+        """Highest LoRA rank that a layer may get."""
         return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank
 
     @property
     def for_planner(self) -> LowRank:
-        """Adapter fields that decide memory and time, for the planner."""
+        """Options of the adapter that decide memory and time, for the planner."""
         return LowRank(**{one.name: getattr(self, one.name) for one in fields(LowRank)})
 
     @field_validator("target_modules")
@@ -150,7 +160,10 @@ class AdapterConfig(StrictModel):
 
     @property
     def not_on_parameters(self) -> list[str]:
-        """Options that adapters on parameters cannot have: they are added to the weight, before there is an input."""
+        """Chosen options that adapters on bare parameters cannot have.
+
+        Such an adapter is added to the weight, before there is an input.
+        """
         found = {
             "dropout": self.dropout > 0,
             "use_dora": self.use_dora,

@@ -1,4 +1,4 @@
-"""Effect of an adapter on the weights in a model's files: merged weights, and adapters or experts that change nothing.
+"""Effect of an adapter on the weights in a model's files: merged weights, and layers or experts that stay as they were.
 
 A parameter of experts is [experts, out, in], or [experts, in, out] where its module says `is_transposed`; most files
 hold each expert, and gate and up, by themselves. Transformers knows how one becomes the other.
@@ -22,14 +22,14 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Number of merged parameters kept in memory: files hold gate, up and down of an expert side by side."""
+"""Number of parameters whose changes stay in memory: files hold gate, up and down of an expert side by side."""
 
 
 class ChangedParameters:
-    """Adapter's changes of parameters, by the names of the weights in the model's files."""
+    """Changes that an adapter makes to bare parameters (stacked experts), by weight name in the model's files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
-        """Map the adapter's parameters to weights in files. Raises ModelError for parameters that the model lacks."""
+        """Map the adapted parameters to weights in files. Raises ModelError for parameters that the model lacks."""
         self._adapter = adapter
         self._causal_lm = causal_lm
         shapes = {name: tuple(one.shape) for name, one in causal_lm.named_parameters()}
@@ -43,11 +43,14 @@ class ChangedParameters:
             for layer, name in adapter.parameters.items()
             for stored in stored_names(causal_lm, name, shapes[name])
         }
-        """Name of a weight in the files → layer of the adapter that changes it."""
+        """Name of the LoRA layer that changes a weight, by the weight's name in the model's files."""
         self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight of a file with the adapter merged, fp32. Raises ModelError for another shape."""
+        """Return a weight from a file with the adapter merged, fp32.
+
+        Raises ModelError for a weight of another shape.
+        """
         change = self._changes(self.layers[name])[name]
         if change.shape != weight.shape:
             raise ModelError(
@@ -66,27 +69,30 @@ class ChangedParameters:
 
 
 def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the names, in a model's files, of the weights that make up one of its parameters."""
+    """Return the names of the weights in a model's files that make up one of the model's parameters."""
     return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Name of a weight in a model's files → adapter or parameters that change it."""
+"""Adapter, or its changes of bare parameters, that changes a weight, by the weight's name in the model's files."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return weight name → adapter or parameters that change it. parameters: None if only linear layers change."""
+    """Return by weight name what changes the weight: the adapter, or its changes of bare parameters.
+
+    parameters: None if only linear layers change.
+    """
     of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
     return {**of_parameters, **dict.fromkeys(adapter.weights, adapter)}
 
 
 def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:
-    """Return a weight of the base, merged and rounded to the dtype that it has in its file."""
+    """Return a base model's weight, merged if an adapter changes it, in the dtype that it has in its file."""
     return changes[name].merged(name, weight).to(weight.dtype).contiguous() if name in changes else weight
 
 
 def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
-    """Return whether merging changes at least one element of a weight of `base`, compared with merging `start`.
+    """Return whether merging the trained adapter gives other weights than merging the one that training started from.
 
     start: the adapter that training went on from; empty without one. Reads weights up to the first that differs.
     """
@@ -100,12 +106,12 @@ def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
 
 
 def idle_layers(adapter: Adapter) -> list[str]:
-    """Return the linear layers whose B is all 0: no gradient reached them, or its change was lost in rounding."""
+    """Return linear layers whose LoRA B is all 0: no gradient reached them, or the change was lost in rounding."""
     return sorted(layer for layer in adapter.layers if not adapter.factors[layer][1].any())
 
 
 def idle_experts(adapter: Adapter) -> str | None:
-    """Return a sentence about experts whose adapters add nothing, since no token was routed to them; else None."""
+    """Return a warning about experts whose adapters add nothing, since no token was routed to them; else None."""
     counts = [
         (b.flatten(1).any(1).logical_not().sum().item(), len(b)) for _, b in adapter.factors.values() if b.ndim > 2
     ]
@@ -119,7 +125,10 @@ def idle_experts(adapter: Adapter) -> str | None:
 
 
 def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
-    """Return LoRA's A [experts × rank, in] or B [out, rank × experts] as [experts, rank, in] or [experts, out, rank]"""
+    """Split a LoRA factor that holds all experts of a layer by expert.
+
+    A [experts × rank, in] becomes [experts, rank, in], B [out, rank × experts] becomes [experts, out, rank].
+    """
     if name == "A":
         return factor.unflatten(0, (num_experts, -1))
     # [out, rank, experts] → [experts, out, rank]: in PEFT's B the expert's number varies fastest.
@@ -127,5 +136,5 @@ def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
 
 
 def experts_together(factors: Tensor, name: str) -> Tensor:
-    """Return each expert's LoRA factors in PEFT's joined form, the inverse of `of_each_expert`."""
+    """Join the LoRA factors of a layer's experts as PEFT stores them: the inverse of `of_each_expert`."""
     return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

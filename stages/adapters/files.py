@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 PATTERNS_LIMIT_S = 20.0
-"""Time limit for all patterns of an adapter and all its layers: EVA writes a pattern for each layer."""
+"""Seconds for comparing all patterns of an adapter's config with all layer names; EVA writes one for each layer."""
 INNER = ".base_layer"
-"""Suffix that PEFT adds to a module's name for all but the outermost adapter on its parameters."""
+"""Suffix of a module's name for all but the outermost of the adapters that PEFT puts on its parameters."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
 UNKNOWN = {"bias": "none", "lora_bias": False}
-"""Fields of PEFT's config that `merged` does not support, with the values at which they change nothing."""
+"""Fields of PEFT's config that merging does not support, with the values at which they change nothing."""
 
 
 def write_adapter(
@@ -51,8 +51,9 @@ def write_adapter(
     initial: Mapping[str, Tensor] | None = None,
     merged: Adapter | None = None,
 ) -> list[ModelError]:
-    """Write the adapter's parameters (`LAYER.lora_A.default.weight` → tensor on the CPU) beside the base's tokenizer.
+    """Write an adapter folder in PEFT's format: weights, config, and the base model's tokenizer.
 
+    parameters: tensors on the CPU by name, such as `LAYER.lora_A.default.weight`.
     base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
     merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
     the sum of the ranks. Numbers too large for `dtype` are written in fp32, and that is returned as an error. Raises
@@ -88,7 +89,10 @@ def write_adapter(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and its chat template from one model or adapter folder to another."""
+    """Copy the tokenizer, its chat template and the note on training data from one folder to another.
+
+    Both are folders of models or adapters.
+    """
     for path in source.iterdir():
         if path.is_file() and path.name.startswith(COMPANIONS):
             shutil.copyfile(path, folder / path.name)
@@ -131,7 +135,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _modules_of(name: str) -> list[str]:
-    """Return the names of all modules that contain a weight, the outermost first."""
+    """Return the names of all modules that contain the weight of this name, the outermost first."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 
@@ -156,7 +160,7 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
 
 
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
-    """Raise ModelError unless an adapter file holds one A and one B for each layer, and else only `others`."""
+    """Raise ModelError unless an adapter's file holds A and B of each layer, and apart from these only `others`."""
     factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
     unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
     if not layers or unknown:
@@ -186,7 +190,7 @@ def check_mergeable(weights: Collection[str], base: Path) -> None:
 
 
 def check_weights(adapter: Adapter, base: Path) -> None:
-    """Raise ModelError unless the model folder `base` holds each weight that the adapter changes, in its size.
+    """Raise ModelError unless the files in `base` hold each weight that the adapter changes, in the same size.
 
     Reads headers only.
     """
@@ -207,7 +211,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return LoRA layer in an adapter file → parameter that its factors change."""
+    """Return the name of the bare parameter that each LoRA layer in an adapter's file changes, by layer."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)
@@ -227,7 +231,7 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
 def _ranks_and_scalings(
     names: Collection[str], config: Mapping[str, Any], folder: Path
 ) -> dict[str, tuple[int, float]]:
-    """Return rank and scaling of layers or parameters, some of which a pattern may set."""
+    """Return LoRA rank and scaling of layers or parameters, by name; patterns in PEFT's config may set them."""
     ordered = sorted(names)
     with Patterns(PATTERNS_LIMIT_S) as patterns:
 
@@ -252,7 +256,7 @@ def _ranks_and_scalings(
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return LoRA's A [experts, rank, in] and B [experts, out, rank]; unchanged for a parameter without experts."""
+    """Return LoRA's factors by expert, A [experts, rank, in] and B [experts, out, rank]; unchanged without experts."""
     if len(a) == rank:
         return a, b
     if len(a) % rank:

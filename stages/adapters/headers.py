@@ -1,4 +1,4 @@
-"""Adapter files checked without reading weights (no torch, milliseconds), before a server or a training starts.
+"""Checks of an adapter's files by their headers (no torch, milliseconds), before a server or a training starts.
 
 Files come from other programs and other people, so the fields of `adapter_config.json` that are read here, and dtypes
 and shapes of the tensors, are checked before they are used.
@@ -29,12 +29,12 @@ NUM_NAMED = 5
 VALUE_CHARACTERS = 60
 MOST_ALPHA = 1e9
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of `init_lora_weights` of adapters that fit a changed base only."""
+"""Prefixes of `init_lora_weights` for adapters that fit only a base model whose weights were changed."""
 
 
 @dataclass(frozen=True)
 class AdapterHeaders:
-    """Config and tensor headers of an adapter.
+    """PEFT's config and the tensor headers of an adapter, without its weights.
 
     - config: PEFT's config
     - ranks: adapted layer → rows of its A
@@ -52,7 +52,7 @@ class AdapterHeaders:
 
 
 def read_headers(folder: Path) -> AdapterHeaders:
-    """Read config and headers of an adapter.
+    """Read and check PEFT's config and the tensor headers of an adapter.
 
     Raises ModelError for files that are missing or damaged, for fields and tensors that no LoRA has, and for an adapter
     without layers.
@@ -108,9 +108,9 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_parameters": (_are_names, NAMES),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
 }
-"""Fields of PEFT's config that are checked → check of a value, and what is expected."""
+"""Fields of PEFT's config that are checked, by name: a function that accepts a value, and what is expected."""
 REQUIRED = ("r", "lora_alpha")
-"""Fields of PEFT's config that must be there, since its defaults may differ from what the adapter was trained with."""
+"""Fields that PEFT's config must have, since PEFT's defaults may differ from what the adapter was trained with."""
 
 
 def _check_fields(config: Mapping[str, Any], file: Path) -> None:
@@ -154,7 +154,10 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
 
 
 def write_idle_adapter(source: Path, folder: Path) -> None:
-    """Write the adapter in `source` to `folder` with 0 for every B. Raises ModelError for damaged files."""
+    """Write a copy of the adapter in `source` that changes nothing: every B is 0.
+
+    Raises ModelError for damaged files.
+    """
     tensors = read_tensors(source / WEIGHTS_FILE)
     folder.mkdir(parents=True)
     for name in (CONFIG_FILE, WEIGHTS_FILE):

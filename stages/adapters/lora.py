@@ -1,4 +1,4 @@
-"""LoRA adapters in a Transformers model, put there by PEFT: the base is frozen; A and B of each adapted layer learn.
+"""LoRA adapters put on a Transformers model by PEFT: the base model is frozen, A and B of each adapted layer learn.
 
 PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
 experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
@@ -34,7 +34,7 @@ from stages.models.loaded_weights import dtype_of_weights
 from stages.models.start_up import hide_torchao_from_adapters
 
 ADAPTER_NAME = "default"
-"""PEFT's name for an adapter without a name; part of the names of its parameters."""
+"""Name that PEFT gives to an adapter without a name; it is part of the adapter's parameter names."""
 MAX_NAMED = 12
 
 
@@ -46,7 +46,7 @@ def add_adapter(
     has_weights: bool = True,
     directions: Mapping[str, Tensor] | None = None,
 ) -> LoraConfig:
-    """Adapt `causal_lm` in place, freeze all else, and return PEFT's config of the adapter.
+    """Put a LoRA adapter on `causal_lm` in place, freeze all other weights, and return PEFT's config of the adapter.
 
     A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
     base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
@@ -81,7 +81,7 @@ def add_adapter(
 
 
 def read_start(folder: Path, base: Path) -> Adapter:
-    """Return the adapter in `folder` to train on the model folder `base`. Raises ModelError if it has another base."""
+    """Return the adapter in `folder`, to train it further. Raises ModelError if it is not of the base model `base`."""
     adapter = read_adapter(folder)
     if adapter.base != base.parent.name:
         raise ModelError(
@@ -92,7 +92,7 @@ def read_start(folder: Path, base: Path) -> Adapter:
 
 
 def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
-    """Copy a trained adapter into the LoRA parameters of `causal_lm`. Raises ModelError for other layers or sizes."""
+    """Copy a trained adapter into the model's LoRA parameters. Raises ModelError for other layers or sizes."""
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     odd = set(given) ^ set(learning)
@@ -116,7 +116,7 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
 
 
 def merge_into(causal_lm: Any, adapter: Adapter) -> None:
-    """Merge the adapter into the model's weights, as the merge stage does. Raises ModelError for missing weights."""
+    """Merge an adapter into the model's weights, as the merge stage does. Raises ModelError for missing weights."""
     if adapter.parameters:
         raise ModelError(
             f"merging an adapter, to stack another on it: it changes {next(iter(adapter.parameters.values()))}, and "
@@ -130,7 +130,7 @@ def merge_into(causal_lm: Any, adapter: Adapter) -> None:
 
 
 def _parameters(adapter: Adapter) -> dict[str, Tensor]:
-    """Return the adapter's tensors by their names in a model adapted by PEFT."""
+    """Return the adapter's tensors by the names that they have in a model adapted by PEFT."""
     parameters = dict(adapter.saved)
     for layer, (a, b) in adapter.factors.items():
         if a.ndim > 2:  # of experts, as PEFT has them: A [experts × rank, in], B [out, rank × experts]
@@ -143,7 +143,7 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
-    """Store frozen weights in `precision`, by default in the dtype of computation, since layers see no more digits.
+    """Store frozen weights in `precision`; by default in the dtype of computation, since layers see no more digits.
 
     What nf4 and int8 are not for (embedding, head, norms) is kept as it is computed. Raises ModelError.
     """
@@ -158,13 +158,13 @@ def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: t
 
 
 def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]:
-    """Return name → layer of all adapted layers, and of modules with adapted parameters."""
+    """Return all adapted linear layers, and modules with adapted parameters, by name."""
     found = causal_lm.named_modules()
     return {name: module for name, module in found if isinstance(module, (LoraLinear, ParamWrapper))}
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
-    """Return adapted layer → name of its adapted parameter in the unadapted model."""
+    """Return the names that adapted bare parameters have in the unadapted model, by name of the adapted layer."""
     return {
         name: f"{name.replace(INNER, '')}.{module.parameter_name}"
         for name, module in adapted_layers(causal_lm).items()
@@ -173,7 +173,7 @@ def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
 
 
 def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
-    """Return the names of LoRA factors that hold all experts of a layer → number of these experts."""
+    """Return the number of experts in each LoRA factor that holds all experts of a layer, by factor name."""
     wrapped = {name: one for name, one in adapted_layers(causal_lm).items() if isinstance(one, ParamWrapper)}
     return {
         f"{name}.lora_{factor}.{ADAPTER_NAME}.weight": module.num_experts
@@ -184,7 +184,7 @@ def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
 
 
 def changed_weights(causal_lm: nn.Module) -> list[str]:
-    """Return the names of all weights that merging changes; of parameters, the names in the model's files."""
+    """Return the names of all weights that merging changes, for bare parameters those in the model's files."""
     learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
     saved = [name for name in learning if ".lora_" not in name]
     layers, parameters = adapted_layers(causal_lm), adapted_parameters(causal_lm)
@@ -197,7 +197,7 @@ def changed_weights(causal_lm: nn.Module) -> list[str]:
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return name → copy of every LoRA factor A and B."""
+    """Return copies of all LoRA factors A and B, by name."""
     named = causal_lm.named_parameters()
     return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
 
@@ -224,7 +224,7 @@ def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: 
 
 
 def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
-    """Train saved modules in place; PEFT would train a copy beside each frozen module, and write the same file."""
+    """Make modules of `modules_to_save` learn in place; PEFT would train a copy of each, and write the same file."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
     edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
     is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1

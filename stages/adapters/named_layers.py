@@ -1,4 +1,4 @@
-"""Check of an adapter's layer names against the headers of a model's files: milliseconds, without torch.
+"""Check of the layer names in adapter options against the headers of a model's files: milliseconds, without torch.
 
 Only of dense models whose files name modules as Transformers does; of all others the check of inputs builds the model.
 """
@@ -19,7 +19,7 @@ NUM_NAMED = 3
 
 
 def missing_layers(adapter: AdapterConfig, facts: ModelFacts) -> Iterator[str]:
-    """Yield a sentence for each adapter field with names that the model in a folder lacks."""
+    """Yield an error for each adapter option with names of layers that the model lacks."""
     try:
         shape = facts.shape
     except ModelError:

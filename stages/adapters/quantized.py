@@ -1,4 +1,4 @@
-"""Frozen base in 4 or 8 bits, under adapters that learn (QLoRA, Dettmers et al. 2023).
+"""Frozen base model in 4 or 8 bits, on which a LoRA adapter is trained (QLoRA, Dettmers et al. 2023).
 
 Codes and scales are frozen parameters of bytes whose rows stand alone, so that FSDP2 shards them by rows as it does
 weights; it casts floating-point parameters to the dtype of computation, bytes it leaves alone. The weight itself is
@@ -23,16 +23,16 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-"""Quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
+"""Values of the 16 codes of NF4: quantiles of the normal distribution (Dettmers et al. 2023, appendix E)."""
 BLOCK = 64
-"""Number of weights along a row that share a scale, in NF4 quantization."""
+"""Number of weights along a row that share a scale in NF4 quantization."""
 SMALLEST = 1e-12
-"""Replacement for the quantization scale of a row of zeros."""
+"""Smallest quantization scale, which rows of zeros get."""
 NUM_NAMED = 5
 
 
 class QuantizedLinear(nn.Module):
-    """Linear layer x W + b with a frozen W [out, in] that is kept as bytes."""
+    """Frozen linear layer whose weight W [out, in] is kept quantized, as bytes."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of a quantized linear layer, fp32 [out, in], decoded from its bytes."""
+        """Weight of the layer, fp32 [out, in], decoded from its bytes."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return name → quantized tensors of rows of a linear layer's weight, [rows, in]."""
+        """Return the quantized tensors, by name, of some rows [rows, in] of this layer's weight."""
         base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
         base.weight = nn.Parameter(rows, requires_grad=False)
         return {name: one.data for name, one in type(self)(base).named_parameters()}
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """Frozen linear layer in int8: each row in 255 even steps between minus and plus its largest weight."""
+    """Frozen linear layer in int8, with one scale per row: 255 even steps between minus and plus the largest weight."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base)
@@ -71,9 +71,9 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """Frozen linear layer in NF4: blocks of 64, with scales in 8 bits relative to the row's largest (double
-    quantization).
+    """Frozen linear layer in NF4, with a scale for each 64 weights of a row (double quantization).
 
+    These scales are kept in 8 bits, relative to the row's largest.
     Relative scales are kept as their square roots, so that small ones beside an outlier keep their digits, too.
     """
 
@@ -103,7 +103,7 @@ class Nf4Linear(QuantizedLinear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Product with a frozen weight that is decoded again in the backward pass instead of kept."""
+    """Matrix product with a frozen quantized weight, which the backward pass decodes again instead of keeping."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:
@@ -117,14 +117,17 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
-    """Quantize, in place, every frozen linear layer between the embedding and the head. Raises ModelError."""
+    """Quantize every frozen linear layer between embedding and head, in place. Raises ModelError."""
     made = {"nf4": Nf4Linear, "int8": Int8Linear}[precision]
     for name, layer in quantizable_layers(causal_lm, precision).items():
         causal_lm.set_submodule(name, made(layer))
 
 
 def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn.Linear]:
-    """Return name → layer of all that `quantize_base` changes. Raises ModelError if matrices would stay unquantized."""
+    """Return the layers that `quantize_base` quantizes, by name.
+
+    Raises ModelError if matrices would stay unquantized.
+    """
     decoder = {id(module) for module in causal_lm.get_decoder().modules()}
     layers = {
         name: module

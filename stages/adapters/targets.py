@@ -1,4 +1,4 @@
-"""Layers that an adapter goes on: a recipe's names as PEFT takes them, or the names that the model has.
+"""Choice of the layers that an adapter goes on: names in a recipe become PEFT's target options.
 
 PEFT itself silently leaves out what it does not find, as long as something else is found. Of the mixtures of
 experts that it knows it takes names of experts' projections and routers, and `all-linear`, for the parameters that
@@ -28,8 +28,9 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class PeftTargets:
-    """PEFT's `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
+    """Options of PEFT that choose adapted layers, parameters and ranks.
 
+    They are `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
     parameters: whole names; of those of one module, the first is the innermost when PEFT wraps them.
     """
 
@@ -40,7 +41,7 @@ class PeftTargets:
 
 
 def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
-    """Return the PEFT targets of a recipe's adapter.
+    """Return PEFT's target options for a recipe's adapter.
 
     Raises ModelError for names that the model, which has no adapter yet, lacks, and for options that adapters on
     parameters cannot have.
@@ -62,14 +63,17 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Return the linear layers with ranks of their own; rank 0 means no adapter; all have the same scaling."""
+    """Return PEFT's target options for linear layers with ranks of their own and the same scaling.
+
+    Rank 0 means no adapter.
+    """
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
     return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
 
 
 def former_names(causal_lm: Any) -> Mapping[str, str]:
-    """Return PEFT's names of linear layers that this model stores as one parameter → end of that parameter's name."""
+    """Return PEFT's names of linear layers that this model stores as one parameter, with the ending of its name."""
     return FORMER.get(FAMILIES.get(causal_lm.config.model_type, ""), {})
 
 
@@ -89,9 +93,9 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
-    """Return the value of PEFT's `target_modules`; `all-linear` and patterns become names where layers are chosen by
-    number.
+    """Return the value of PEFT's `target_modules`.
 
+    `all-linear` and patterns become names where layers are chosen by number.
     PEFT takes layer numbers beside names only.
 
     Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
@@ -108,7 +112,7 @@ def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: L
 
 
 def check_layers(adapted: Iterable[str], config: AdapterConfig) -> None:
-    """Raise ModelError unless each layer number in `layers_to_transform` has an adapted module."""
+    """Raise ModelError unless each layer number in `layers_to_transform` has a module with an adapter."""
     numbers = {layer_number(name) for name in adapted}
     if lost := [str(number) for number in config.layers_to_transform or () if number not in numbers]:
         raise ModelError(
@@ -149,7 +153,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Return the `ends` that match no module name, neither as a whole nor after a dot."""
+    """Return, joined, those `ends` that match no module name: neither the whole name nor what follows a dot."""
     return ", ".join(end for end in ends if not any(is_named(name, [end]) for name in names))
 
 

@@ -1,4 +1,4 @@
-"""Accelerator of this process, by functions of torch that have the same names on all kinds of devices.
+"""Accelerator of this process, used through torch functions that are the same for all kinds of devices.
 
 The kinds of devices are in `device_types.py`, their peak rates in `devices.py`.
 """
@@ -28,11 +28,11 @@ from stages.parallel.device_types import (
 )
 
 ROOT = Path("/")
-"""Folder below which drivers list their devices."""
+"""Root folder below which drivers list their devices."""
 
 
 def type_at_hand() -> DeviceType:
-    """Return the kind of accelerator that this process sees; the CPU's where it sees none.
+    """Return the kind of accelerator that this process sees; the kind of CPUs where it sees none.
 
     Raises ResourceError for an accelerator of an unknown kind, and where torch sees none of those that a driver lists.
     """
@@ -46,7 +46,7 @@ def type_at_hand() -> DeviceType:
 
 
 def unseen_devices(num_gpus: int = 0) -> tuple[str, str] | None:
-    """Return what was found and what to do where a driver lists devices that torch does not see; None where it does.
+    """Return a problem and its remedy where a driver lists devices that torch does not see; else None.
 
     None also where the environment hides them. num_gpus: NVIDIA GPUs that the caller has found listed.
     """
@@ -80,7 +80,7 @@ def of_device(device: torch.device) -> DeviceType:
 
 
 def device_of_this_process() -> torch.device:
-    """Return the accelerator with this process's local rank, made the current one; or the CPU."""
+    """Return this process's accelerator, chosen by local rank and made the current device; else the CPU."""
     accelerator = type_at_hand()
     if accelerator.torch_type == "cpu":
         return torch.device("cpu")
@@ -95,14 +95,14 @@ def device_of_this_process() -> torch.device:
 
 
 def check_precision(found: DeviceType, precision: str) -> None:
-    """Raise ResourceError where this process's accelerator is too old to multiply in the precision."""
+    """Raise ResourceError where this process's accelerator is too old to compute in the precision (fp8)."""
     if found.fp8_from > (0, 0):
         module: Any = torch.get_device_module(found.torch_type)
         check_capability(found, module.get_device_capability(), precision)
 
 
 def compute_deterministically() -> None:
-    """Make operations of this process give the same bits each time; one that cannot raises a RuntimeError.
+    """Make this process's operations give the same bits each time; one that cannot raises a RuntimeError.
 
     Call before the device is used first. Source of the variables: torch's page on reproducibility, Transformer Engine's
     on environment variables.
@@ -119,7 +119,7 @@ def in_float64(values: torch.Tensor) -> torch.Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of an accelerator."""
+    """Return the free memory of an accelerator in bytes."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         return module.mem_get_info(device)[0]
@@ -127,7 +127,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process's tensors on an accelerator since `forget_peak`.
+    """Return the peak memory in bytes of this process's tensors on an accelerator, since `forget_peak`.
 
     Where no peak is kept (Metal), the memory that the allocator holds now, which is at least as much.
     """
@@ -138,7 +138,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset the peak that `peak_bytes` returns."""
+    """Reset the peak memory that `peak_bytes` returns."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats(device)

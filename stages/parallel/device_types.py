@@ -1,4 +1,4 @@
-"""Kinds of devices that training may run on, a row each; the only place that names one of them.
+"""Kinds of devices that training may run on, one entry each; the only place that names one of them.
 
 Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Imports no
 torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of
@@ -22,30 +22,30 @@ Feature = Literal["fp8", "several processes", "cpu_offload", "compile"]
 
 @dataclass(frozen=True)
 class DeviceType:
-    """A kind of device: its names in torch, and its limits here."""
+    """Kind of device: its names in torch, and what it supports."""
 
     name: str
     title: str
     torch_type: str
-    """Type in torch, `torch.device(…).type`; AMD's GPUs have the name of NVIDIA's."""
+    """Type in torch, `torch.device(…).type`; AMD's GPUs have the same as NVIDIA's."""
     collectives: str
     """Backend of `torch.distributed` for tensors on this kind of device."""
     visible_devices: str | None = None
-    """Environment variable that limits the devices that a process sees."""
+    """Environment variable that limits which devices a process sees."""
     listed_in: tuple[str, ...] = ()
-    """Patterns of files below the root of which the driver has one a device, whatever torch was built for."""
+    """Patterns of files below the root folder; the driver makes one per device, whatever torch was built for."""
     plugin: str | None = None
-    """Package without which torch does not know this kind of device."""
+    """Python package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
     has_float64: bool = True
     has_flash_kernel: bool = False
-    """True if `torch.nn.attention.varlen` runs on this kind of device."""
+    """True if torch's flash attention over packed documents (`torch.nn.attention.varlen`) runs on it."""
     fp8_from: tuple[int, int] = (0, 0)
-    """Compute capability from which on a device multiplies in 8 bits."""
+    """Lowest compute capability of devices that multiply in 8 bits; (0, 0): not checked."""
     allocator: str | None = None
-    """Settings of torch's allocator, unless the environment has others."""
+    """Settings of torch's memory allocator, used unless the environment has others."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """Features that a kind of device lacks, each with the reason."""
+    """Features that this kind of device lacks, each with the reason."""
 
     @property
     def backends(self) -> str:
@@ -119,12 +119,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_type(name: str) -> DeviceType:
-    """Return the device type of a name."""
+    """Return the kind of device with this name."""
     return next(row for row in DEVICE_TYPES if row.name == name)
 
 
 def num_listed(device: DeviceType, root: Path) -> int:
-    """Return how many devices of this kind the driver lists below the root folder; 0 for a kind without such a list."""
+    """Return how many devices of this kind the driver lists below the root folder; 0 for a kind without a list."""
     return max((len(list(root.glob(pattern))) for pattern in device.listed_in), default=0)
 
 
@@ -134,7 +134,7 @@ def are_hidden(device: DeviceType, environment: Mapping[str, str]) -> bool:
 
 
 def unseen(device: DeviceType, number: int, problem: str) -> tuple[str, str]:
-    """Return what was found and what to do where the driver lists devices that torch does not see."""
+    """Return the error and its remedy for devices that the driver lists, but torch does not see."""
     return (
         f"choosing the device to train on: the driver lists {number} {device.title}, but {problem}, so training would "
         "silently run on the CPU; expected torch to see the devices of the driver",
@@ -145,7 +145,7 @@ def unseen(device: DeviceType, number: int, problem: str) -> tuple[str, str]:
 
 
 def built_without(device: DeviceType) -> str | None:
-    """Return, as part of a sentence, that the installed torch was built without this kind of device; None if not."""
+    """Return a clause for an error if the installed torch was built without this kind of device; else None."""
     try:
         torch = importlib.metadata.distribution("torch")
         lines = Path(str(torch.locate_file("torch/version.py"))).read_text().splitlines()
@@ -156,7 +156,7 @@ def built_without(device: DeviceType) -> str | None:
 
 
 def unusable_gpus(number: int, environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what was found and what to do where torch was built without the NVIDIA GPUs that the driver lists.
+    """Return the error and its remedy where torch was built without the NVIDIA GPUs that the driver lists; else None.
 
     environment: the process's that would train; None is returned where it hides the GPUs.
     """
@@ -181,7 +181,7 @@ def check_device(device: DeviceType, engine: EngineName, layout: Layout, precisi
 
 
 def check_capability(device: DeviceType, capability: tuple[int, int], precision: str) -> None:
-    """Raise ResourceError when devices of this compute capability do not multiply in the precision."""
+    """Raise ResourceError when devices of this compute capability cannot compute in the precision (fp8)."""
     if precision == "fp8" and capability < device.fp8_from:
         needed, had = (".".join(map(str, version)) for version in (device.fp8_from, capability))
         raise ResourceError(

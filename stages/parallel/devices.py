@@ -1,8 +1,8 @@
-"""Dense peak rates of devices, which MFU is relative to.
+"""Peak FLOP/s of devices, without sparsity, to which model FLOPs utilization (MFU) is relative.
 
 Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
 threads and the dtype of the training, since no data sheet says what a shared virtual machine gives. Other programs make
-a measurement too low, never too high, so the best measurement on a CPU of this kind is kept in the home.
+a measurement too low, never too high, so the best measurement on a CPU of this kind is kept in $LIFECYCLE_HOME.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from stages.core.files import write_atomically
 from stages.parallel.accelerator import device_name
 
 MEASURE_S = 0.3
-"""Seconds that a measurement of matrix products takes."""
+"""Seconds that a measurement of the CPU's matrix products takes."""
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
-"""Assumed time ratio of a matrix product of the next size to one of this size."""
+"""Assumed factor by which a matrix product of the next size takes longer than one of this size."""
 
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-"""Variables by which users keep torch's libraries from using instructions of the CPU."""
+"""Environment variables by which users keep torch's libraries from using some instructions of the CPU."""
 
 TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
     "B300": (2250, 1120, 75),
@@ -63,7 +63,7 @@ TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one process's device, and the source of that number."""
+    """Peak FLOP/s of one process's device, and whether a data sheet or a measurement gave that number."""
 
     flops_per_s: float
     device_name: str
@@ -71,7 +71,7 @@ class Peak:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return the peak rate of matrix products in `dtype`; None for an accelerator that is not in the table.
+    """Return the peak FLOP/s of matrix products in `dtype`; None for an accelerator that is not in the table.
 
     A CPU without units for `dtype` multiplies larger matrices of it in fp32, and small ones a hundred times slower: its
     peak is the better of the two.
@@ -86,7 +86,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Return the dense FLOP/s of the accelerator with this name; None where the table has no number."""
+    """Return the dense FLOP/s in the vendor's data sheet, by the accelerator's name; None where the table has none."""
     known = [name for name in TFLOPS if _is_part(name, device_name)]
     if not known:
         return None
@@ -96,7 +96,7 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
 
 
 def best_matmul_rate(dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of the CPU's matrix products, and return the best of this and of all earlier measurements."""
+    """Measure the FLOP/s of the CPU's matrix products; return the best of this and all earlier measurements."""
     rate = measured_matmul_rate(dtype)
     kept_file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "matmul-rates.json"
     limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
@@ -162,6 +162,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Return whether all words of `name` are words of the device's name, which may join them by hyphens."""
+    """Return whether the device's name has all words of `name`; it may join words by hyphens."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

@@ -1,4 +1,4 @@
-"""Parallel layout: degrees and memory choices of a training stage. Pure; needs no torch."""
+"""Parallel layout of a training stage: parallel degrees and memory choices. Pure; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,62 +11,94 @@ from stages.core.contract import StrictModel
 from stages.core.fields import AddedLater
 
 EngineName = Literal["fsdp", "megatron"]
-"""Name of a training engine. Type checkers take no computed Literal: a test holds it equal to the registries' names."""
+"""Name of a training engine. A test holds it equal to the registries' names, since type checkers take no computed
+Literal."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 """Names of all training engines; the first is the default."""
 
 
 class Layout(StrictModel):
-    """Parallel degrees and memory choices of a training; they change speed and memory, not the result.
+    """Parallel degrees and memory choices of a training stage; they change speed and memory, not the result.
 
     Data parallelism has the same two degrees under both engines: `dp_shard` processes share parameters, gradients and
     Adam's state (FSDP2) or Adam's state alone (Megatron's distributed optimizer, over `cp` processes as well);
     `dp_replicate` such groups work side by side.
     """
 
-    dp_replicate: PositiveInt = Field(1, description="Data-parallel replicas of a group of `dp_shard` processes.")
+    dp_replicate: PositiveInt = Field(
+        1, description="Data-parallel replicas: number of groups of `dp_shard` processes that work side by side."
+    )
     dp_shard: PositiveInt = Field(
-        1, description="Processes over which Adam's state is sharded, with fsdp also weights and gradients."
+        1,
+        description="Data-parallel processes that share Adam's state, each keeping a part; with fsdp also weights "
+        "and gradients.",
     )
-    tp: PositiveInt = Field(1, description="Tensor parallelism (megatron).")
-    pp: PositiveInt = Field(1, description="Pipeline stages (megatron).")
-    vpp: PositiveInt = Field(1, description="Interleaved model chunks of each pipeline stage (megatron).")
-    cp: PositiveInt = Field(1, description="Context parallelism: processes that share a sequence (megatron).")
-    ep: PositiveInt = Field(1, description="Expert parallelism, within data and context parallelism (megatron).")
-    etp: PositiveInt = Field(1, description="Tensor parallelism of each expert (megatron).")
-    sequence_parallel: bool = Field(False, description="Split norms and dropout along the sequence over tp (megatron).")
-    micro_batch_size: PositiveInt = Field(1, description="Packed rows in one forward pass of one process.")
+    tp: PositiveInt = Field(
+        1, description="Tensor parallelism: processes that split the matrices of each layer (megatron)."
+    )
+    pp: PositiveInt = Field(
+        1, description="Pipeline parallelism: number of stages into which the layers are divided (megatron)."
+    )
+    vpp: PositiveInt = Field(
+        1, description="Interleaved pipeline: number of model chunks of each pipeline stage (megatron)."
+    )
+    cp: PositiveInt = Field(
+        1, description="Context parallelism: processes that share the tokens of a sequence (megatron)."
+    )
+    ep: PositiveInt = Field(
+        1,
+        description="Expert parallelism: processes over which experts are spread, within data "
+        "and context parallelism (megatron).",
+    )
+    etp: PositiveInt = Field(
+        1, description="Tensor parallelism of experts: processes that split the matrices of each expert (megatron)."
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="Split norms and dropout along the sequence over the `tp` processes, to save memory (megatron).",
+    )
+    micro_batch_size: PositiveInt = Field(1, description="Number of packed rows in one forward pass of a process.")
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activations that the backward pass computes again instead of keeping them."
+        "none",
+        description="Activations that the backward pass computes again, to save memory. selective: with fsdp "
+        "all but results of matrix products and attention, with megatron those in attention; "
+        "full: all of a layer.",
     )
-    reshard_after_forward: bool = Field(True, description="Free gathered parameters after the forward pass (fsdp).")
-    cpu_offload: bool = Field(False, description="Keep sharded parameters, gradients and Adam in host memory (fsdp).")
-    prefetch_layers: int = Field(1, ge=0, description="Layers whose parameters are gathered ahead (fsdp).")
-    compile: bool = Field(False, description="torch.compile each transformer layer (fsdp).")
+    reshard_after_forward: bool = Field(
+        True, description="Free a layer's gathered parameters after its forward pass, to save memory (fsdp)."
+    )
+    cpu_offload: bool = Field(
+        False, description="Keep sharded parameters, gradients and Adam's state in host memory (fsdp)."
+    )
+    prefetch_layers: int = Field(
+        1, ge=0, description="Number of layers whose parameters are gathered ahead of their computation (fsdp)."
+    )
+    compile: bool = Field(False, description="Compile each transformer layer with torch.compile (fsdp).")
     accumulate: Annotated[Literal["auto", "whole", "sharded"], AddedLater()] = Field(
         "auto",
-        description="Gradients between micro-batches (fsdp). whole: reduced once a step, held unsharded until then; "
-        "sharded: reduced after every micro-batch; auto: whole where the planner says that they fit.",
+        description="Treatment of gradients between micro-batches (fsdp). whole: kept unsharded and reduced once a "
+        "step; sharded: reduced after every micro-batch, in less memory; auto: whole where the planner "
+        "says that they fit.",
     )
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of shares of a global batch."""
+        """Number of shares into which data parallelism splits a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def optimizer_shards(self) -> int:
-        """Processes that share Adam's state; those of context parallelism hold the same weights, too."""
+        """Number of processes that share Adam's state: `dp_shard` times `cp`, which hold the same weights."""
         return self.dp_shard * self.cp
 
     @property
     def world_size(self) -> int:
-        """Processes that the layout needs; expert parallelism is folded into the others."""
+        """Number of processes that the layout needs; expert parallelism uses those of the other degrees."""
         return self.data_parallel_size * self.tp * self.pp * self.cp
 
 
 class AutoLayout(Layout):
-    """`layout: auto` of a recipe; the planner replaces it by its choice before anything else is planned."""
+    """Layout that a recipe leaves to the planner (`layout: auto`), which chooses it before all other planning."""
 
 
 def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
@@ -82,14 +114,14 @@ LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_inpu
 
 @dataclass(frozen=True)
 class RunConstraints:
-    """Numbers besides the model's that a layout must fit."""
+    """Numbers of a run that a layout must fit, apart from the model's sizes: processes, sequence length, batch size."""
 
     nodes: int
     processes_per_node: int
     sequence_length: int
-    """Tokens of a packed row."""
+    """Number of tokens in a packed row."""
     global_batch_size: int
-    """Packed rows of an optimizer step, over all processes."""
+    """Number of packed rows in an optimizer step, over all processes."""
 
     @property
     def processes(self) -> int:
@@ -98,6 +130,6 @@ class RunConstraints:
 
 
 def describe_layout(engine: EngineName, layout: Layout) -> str:
-    """Return the engine and what differs from the default layout: `fsdp dp_shard=2 micro_batch_size=4`."""
+    """Return the engine and the layout fields that differ from the default: `fsdp dp_shard=2 micro_batch_size=4`."""
     chosen = layout.model_dump(exclude_defaults=True)
     return " ".join([engine, *(f"{name}={value}" for name, value in chosen.items())])

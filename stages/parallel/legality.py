@@ -1,4 +1,4 @@
-"""Checks whether a layout can work: with this number of processes, on this batch, for this model. Pure; needs no torch.
+"""Checks whether a layout works for a number of processes, a batch size and a model. Pure; needs no torch.
 
 Each error is a sentence with every factor in it. What holds for one engine is asked of its rules. A config is checked
 for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there. Sentences are made
@@ -16,11 +16,11 @@ from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 DEFAULT = Layout()
 FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-"""Degrees whose product is the number of processes."""
+"""Names of the parallel degrees whose product is the number of processes."""
 
 
 def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield reasons why the engine cannot run a layout, whatever the model."""
+    """Yield an error for each reason why the engine cannot run a layout, whatever the model."""
     yield from _other_engines_fields(engine, layout)
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
@@ -28,7 +28,7 @@ def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraint
 
 
 def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
-    """Return whether the layout has no error; stops at the first."""
+    """Return whether the layout works for this run and model; stops at the first error."""
     return not any(layout_errors(engine, layout, constraints)) and not any(RULES[engine].model_errors(layout, shape))
 
 

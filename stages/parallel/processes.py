@@ -1,4 +1,4 @@
-"""Process group of a training stage: joined at the start, left at the end in any case."""
+"""Process group of a training stage, joined at the start and left at the end, also after errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from stages.parallel.accelerator import device_of_this_process, of_device
 from stages.parallel.ranks import RENDEZVOUS_FILE
 
 USUAL_TIMEOUT = timedelta(minutes=30)
-"""Torch's own timeout for gloo's collectives; NCCL's is 10 minutes."""
+"""Default timeout of gloo's collectives in torch; NCCL's is 10 minutes."""
 MARGIN = timedelta(minutes=1)
-"""Time by which collectives wait longer than the watchdog, in seconds."""
+"""Time by which collectives wait longer than the watchdog that ends a hanging stage."""
 BACKLOG = 1024
-"""Number of processes that may be waiting for the store's socket at once."""
+"""Number of processes that may wait at once for a connection to the store where processes meet."""
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives in the process group.
+    """Return the timeout of collectives, from that of the watchdog that ends a hanging stage.
 
     It is longer than the watchdog's, since only the watchdog logs what every process was doing.
     """
@@ -34,7 +34,7 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
 
 @contextmanager
 def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.device]:
-    """Join the process group that the environment describes (`ranks.py`), or a group of one.
+    """Join the process group that the launcher describes in the environment (`ranks.py`), or a group of one.
 
     Yields this process's device. CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it
     on GPUs too.
@@ -51,7 +51,7 @@ def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.devic
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store where processes meet: a file that only they can open, or a socket on the first of the nodes."""
+    """Return the store where processes meet: a private file on one node, or a socket on the first of several nodes."""
     if "RANK" not in os.environ:
         return dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:
@@ -66,7 +66,7 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
-    """Return a socket bound only to this node's `address`; a store that binds its own listens on every interface.
+    """Return a listening socket bound only to this node's `address`; torch's own listens on every interface.
 
     In Kubernetes, the name service may know the name of a pod only some time after it has started.
     """
@@ -87,7 +87,7 @@ def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
 
 
 def gathered(value: float) -> list[float]:
-    """Return `value` of every process, by rank. Collective."""
+    """Return the values of all processes, by rank. Collective."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
     dist.all_reduce(values)

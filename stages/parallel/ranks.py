@@ -23,7 +23,7 @@ from stages.core.process_tree import die_with_parent
 RENDEZVOUS_FILE = "LIFECYCLE_RENDEZVOUS_FILE"
 POLL_INTERVAL_S = 0.05
 GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL.
+"""Seconds between SIGTERM and SIGKILL to the stage's processes.
 
 A death must be seen within 10 s, also where others wait for the dead process.
 """
@@ -31,7 +31,7 @@ A death must be seen within 10 s, also where others wait for the dead process.
 
 @dataclass
 class Stopping:
-    """Record of a request to end this program."""
+    """Flag that a signal sets to ask this program to end."""
 
     asked: bool = False
 
@@ -40,7 +40,7 @@ class Stopping:
 
 
 def main() -> int:
-    """Run all processes of the stage on this node to their end and return the exit code."""
+    """Run the stage's processes on this node until they end, and return the exit code."""
     die_with_parent()
     stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,9 +67,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, required=True, help="number of processes on this node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--address", help="address of the first of several nodes")
-    parser.add_argument("--port", help="port on the first node")
-    parser.add_argument("arguments", nargs="+", help="arguments of Python, after `--`")
+    parser.add_argument("--address", help="address of the first of several nodes, where processes meet")
+    parser.add_argument("--port", help="port on the first of several nodes")
+    parser.add_argument(
+        "arguments", nargs="+", help="arguments of Python after `--`: the program that each process runs"
+    )
     return parser.parse_args()
 
 
@@ -90,7 +92,10 @@ def _start(options: argparse.Namespace, local_rank: int, rendezvous: int | None)
 
 
 def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping) -> int | None:
-    """Return the rank that failed first; None when all succeeded, or this program was asked to end."""
+    """Wait for the processes; return the rank that failed first.
+
+    None when all succeeded, or this program was asked to end.
+    """
     while not stopping.asked:
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [rank for rank, code in codes.items() if code]
@@ -103,7 +108,7 @@ def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping
 
 
 def _end(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to the stage's processes, after some grace SIGKILL, and wait until all have ended."""
+    """End the stage's processes by SIGTERM, after a grace period by SIGKILL, and wait until all have ended."""
     for process in ranks.values():
         process.terminate()
     deadline_s = time.monotonic() + GRACE_S

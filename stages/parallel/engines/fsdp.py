@@ -1,4 +1,4 @@
-"""Rules of the FSDP2 engine, which supports every option and model, over data-parallel processes."""
+"""Rules of what the FSDP2 engine supports: every option and model, over data-parallel processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
 
 class FsdpRules(EngineRules):
-    """PyTorch's FSDP2 around Transformers' own model."""
+    """Rules of the engine that trains Transformers' own model with PyTorch's FSDP2."""
 
     name = "fsdp"
     factors = ("dp_replicate", "dp_shard")

@@ -1,4 +1,4 @@
-"""Rules of the Megatron-core engine: tensor, pipeline, context and expert parallelism, and the families of models.
+"""Rules of what the Megatron-core engine supports: its kinds of parallelism, and families of models.
 
 Errors are layouts that it cannot run, warnings those that are rarely wise. What a family's weights are called is for
 `stages.engines.megatron.families`.
@@ -17,18 +17,18 @@ from stages.parallel.engines.rules import EngineRules, Feature
 from stages.parallel.layout import Layout, RunConstraints
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Each `model_type` whose weights are mapped to Megatron's parameters."""
+"""Model families, by `model_type`, whose weights can be mapped to Megatron's parameters."""
 INSTALLATION = "pip install --no-build-isolation -r deploy/requirements/transformer-engine.in"
 USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "tp": (8, "every layer waits for collectives over tp, which only the links within one node are fast enough for"),
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
     "cp": (4, "keys and values travel around all cp processes in every layer"),
 }
-"""Degree → (the highest that is usual, why)."""
+"""Highest usual value of each parallel degree, with the reason, by degree."""
 
 
 class MegatronRules(EngineRules):
-    """Megatron-core, which builds the model itself."""
+    """Rules of the engine on Megatron-core, which builds the model itself."""
 
     name = "megatron"
     factors = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -121,7 +121,7 @@ def has_transformer_engine() -> bool:
 
 
 def check_family(family: str) -> None:
-    """Raise ModelError for a `model_type` whose weights are not mapped."""
+    """Raise ModelError for a model family (`model_type`) whose weights cannot be mapped to Megatron's parameters."""
     if family not in FAMILIES:
         raise ModelError(
             f"engine megatron has no mapping for model_type {family!r}; it has one for {', '.join(FAMILIES)}. Say "
@@ -130,7 +130,7 @@ def check_family(family: str) -> None:
 
 
 def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
-    """Return the share of a step in which a pipeline stage waits for others, if all are equally fast.
+    """Return the share of a training step in which a pipeline stage waits for others, if all are equally fast.
 
     (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
     """
@@ -152,7 +152,7 @@ def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
 
 
 def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield sequence lengths that do not divide into the chunks of context and sequence parallelism.
+    """Yield an error if the sequence length does not divide into the chunks of context and sequence parallelism.
 
     Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
     """
@@ -251,7 +251,7 @@ def _num_micro_batches(layout: Layout, constraints: RunConstraints) -> int:
 
 
 def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
-    """Yield the options of the config that the mapping, or Megatron, would silently ignore."""
+    """Yield options in the model's config that the Megatron engine would silently ignore."""
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']}"
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -1,6 +1,6 @@
-"""Registry of the training engines: their rules by name. A new engine is a module beside this one, its name in
-`layout.py`, and a line here.
+"""Registry of what each training engine supports, by engine name.
 
+A new engine is a module beside this one, its name in `layout.py`, and a line here.
 Its costs are registered in `stages.planner.engines.registry`, the engine itself in `stages.engines.registry`.
 """
 
@@ -15,16 +15,16 @@ RULES: dict[EngineName, EngineRules] = {rules.name: rules for rules in (FsdpRule
 
 
 def engines_with(feature: Feature) -> str:
-    """Return the names of the engines that have a feature, for a sentence."""
+    """Return the names of the engines that have a feature, joined by "or" for an error message."""
     return " or ".join(name for name, rules in RULES.items() if rules.has(feature))
 
 
 def lacked_feature(engine: EngineName, feature: Feature, option: str) -> list[str]:
-    """Return the sentence that refuses an option whose feature the engine lacks; empty where it has it."""
+    """Return the error for a recipe option whose feature the engine lacks; an empty list if the engine has it."""
     why = RULES[engine].lacks.get(feature)
     return [] if why is None else [needs_other_engine(option, engine, engines_with(feature), why)]
 
 
 def needs_other_engine(option: str, engine: EngineName, engines: str, why: str = "") -> str:
-    """Return the sentence that refuses an option which only other engines support."""
+    """Return the error for a recipe option that only other engines support."""
     return f"`{option}` needs `engine: {engines}`, found {engine}{why}; change either"

@@ -1,4 +1,4 @@
-"""Base of what an engine supports and refuses, known before its libraries are imported. Pure; needs no torch.
+"""Base class of the rules of what a training engine supports, known without importing its libraries or torch.
 
 An engine states only where it differs from the base, which supports every option, device and model.
 """
@@ -16,22 +16,22 @@ Feature = Literal["muon", "fewer_bits_adamw", "rowwise_fp8", "score_head", "seco
 
 
 class EngineRules:
-    """Layouts, options, devices and models that an engine supports."""
+    """Rules of a training engine: the layouts, options, devices and models that it supports."""
 
     name: ClassVar[EngineName]
     factors: ClassVar[tuple[str, ...]]
-    """Degrees whose product is the number of processes."""
+    """Names of the parallel degrees whose product is the number of processes."""
     own_fields: ClassVar[tuple[str, ...]]
     """Layout fields that this engine supports and some other engine does not."""
     lacks: ClassVar[Mapping[Feature, str]] = {}
-    """Features that the engine lacks, each with its substitute, as the end of a sentence; may be empty."""
+    """Features that the engine lacks, each with the end of an error that names a substitute; it may be empty."""
     adapter_options: ClassVar[frozenset[str] | None] = None
-    """Options of `adapter:` that the engine supports; None: all, later ones too."""
+    """Options of `adapter:` that the engine supports; None: all, also those added later."""
     builds_from_shape: ClassVar[bool] = False
-    """True if the engine builds the model itself and so trains known shapes only; else it runs Transformers' code."""
+    """True if the engine builds models itself, of known families only; False if it runs Transformers' code."""
 
     def has(self, feature: Feature) -> bool:
-        """Return whether the engine has a feature."""
+        """Return whether the engine has a feature, such as the optimizer Muon."""
         return feature not in self.lacks
 
     def supports_adapter_option(self, name: str) -> bool:
@@ -39,42 +39,44 @@ class EngineRules:
         return self.adapter_options is None or name in self.adapter_options
 
     def refuses_device(self, torch_type: str) -> str | None:
-        """Return why the engine does not train on this kind of device (`torch.device.type`); None where it does."""
+        """Return why the engine cannot train on this kind of device; None where it can.
+
+        torch_type: `torch.device.type`.
+        """
         return None
 
     def missing_package(self, precision: str) -> str | None:
-        """Return the package that the engine lacks here for the precision, with how to install it; None if none is
-        missing.
+        """Return an error that says which package the precision needs, and how to install it; None if none is missing.
 
         Packages that only the device's own machine can look for are left to the engine.
         """
         return None
 
     def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
-        """Return environment variables that the layout wants before a device of this kind is used first."""
+        """Return environment variables that the layout needs before the process first uses a device of this kind."""
         return {}
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-        """Yield why the layout's own degrees do not fit the engine and the batch, whatever the model."""
+        """Yield errors of a layout that do not depend on the model: degrees that do not fit the engine or the batch."""
         yield from ()
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
-        """Yield why the engine cannot run the layout with a model of this shape."""
+        """Yield errors of a layout for a model of these sizes."""
         yield from ()
 
     def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
-        """Yield why it cannot run the layout on devices of this kind with the packages that are installed here.
+        """Yield errors of a layout on this kind of device, with the packages that are installed here.
 
         torch_type: `torch.device.type`.
         """
         yield from ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
-        """Yield why the layout is likely to be slow on the engine."""
+        """Yield warnings about a layout that is likely to be slow on this engine."""
         yield from ()
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:
-        """Return the shape of a model.
+        """Return the sizes of a model that the engine can train.
 
         Raises ModelError for sizes that are unknown, and for a model that the engine would compute differently.
         """
