@@ -38,7 +38,6 @@ def find_mlflow() -> None:
     """Point MLflow's client to the local server by environment variables, unless a server is set already.
 
     Raises ServerError when neither exists.
-    Raises ServerError when neither exists.
     """
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(server for server in servers.status() if server.name == "mlflow")
