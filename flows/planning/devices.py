@@ -35,7 +35,10 @@ def wanted_slots(config: StageConfig, count: int) -> int:
 
 
 def num_devices(config: StageConfig) -> int:
-    """Return the number of GPUs that a stage occupies, over all nodes; 0 for a stage that does not wait for GPUs."""
+    """Return the number of devices (GPUs, or processes on a CPU) that a stage keeps busy, over all nodes.
+
+    0 for a stage that does not wait for GPUs.
+    """
     return config.devices * config.execution.nodes if config.WAITS_FOR_GPUS else 0
 
 

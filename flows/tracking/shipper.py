@@ -331,7 +331,7 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until the copying process has finished and ended; anything left is copied by the next refresh.
+        """Let the copying process finish, for at most `timeout_s`; anything left is copied by the next refresh.
 
         A process that was killed meanwhile is replaced first.
         """
