@@ -274,7 +274,7 @@ class Lmdeploy(PackagedEngine):
     load_request = (CHAT, _chat_of_ids)
 
     def max_model_len(self, spec: LaunchSpec) -> int:
-        """Return the context length for the command line.
+        """Return the context length in tokens for the command line of LMDeploy's server.
 
         It is always given, since no answer of LMDeploy's server reports the length.
         Raises ModelError where neither the recipe nor the model's config gives one.

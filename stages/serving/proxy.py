@@ -145,9 +145,9 @@ class Proxy:
             self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one client's request.
+        """Forward one client's request to an engine, and the engine's answer to the client.
 
-        If the client disconnects, this is cancelled, and the engine stops generating.
+        Cancelled when the client disconnects, which ends the engine's work too.
         """
         refusal = self._refusal(request)
         if refusal:
@@ -494,7 +494,7 @@ class _Connection(web.RequestHandler):
 
 
 class _BoundedServer(web.Server):
-    """HTTP server that closes connections beyond a largest number.
+    """HTTP server that closes new connections once `MAX_CONNECTIONS` are open.
 
     They are closed only once they are made: before, none of many simultaneous ones would be counted.
     """

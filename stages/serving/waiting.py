@@ -44,7 +44,10 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Create the waiting state of one request. num_bytes: size of its body."""
+        """Register a request that may have to wait for an engine; returns its waiting state.
+
+        num_bytes: size of the request's body.
+        """
         self._loop = asyncio.get_running_loop()
         return Visit(self, num_bytes)
 

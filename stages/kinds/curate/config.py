@@ -156,9 +156,9 @@ class Quality(StrictModel):
 
 
 class Sample(StrictModel):
-    """Random sample of the rows.
+    """Settings of the curation step that keeps a random sample of the rows.
 
-    Each row's content decides its draw, so that adding rows to the dataset changes the sample little.
+    Rows are drawn by their content, so that adding rows to the dataset does not change which of the others come first.
     """
 
     rows: PositiveInt | None = Field(None, description="Number of rows to draw; all rows are kept if there are fewer.")

@@ -241,10 +241,7 @@ def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.ui
 
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Return a mask of the numbers in the lowest `fraction` of all uint64 numbers, bool [rows].
-
-    Random numbers are drawn by it with that probability.
-    """
+    """Draw a share of the rows: those whose random uint64 numbers are in the lowest `fraction`; mask, bool [rows]."""
     return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 

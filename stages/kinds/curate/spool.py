@@ -104,7 +104,7 @@ class SpoolWriter:
 
 
 class Spool:
-    """Reader of the rows that a `SpoolWriter` wrote to temporary files."""
+    """Reader of the temporary files with the rows that curation's single-row steps kept."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROWS

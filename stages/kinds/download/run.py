@@ -71,7 +71,7 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
 
 
 def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Delete a model's record of its training unless this store wrote it.
+    """Delete a downloaded model's record of its training, unless this artifact store wrote it.
 
     The record decides whether prompts are sent as chats, and which date they show.
 

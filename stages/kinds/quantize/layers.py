@@ -69,7 +69,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the file names of an expert's `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`…), by these names.
+    """Return the names that model files give an expert's `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`…).
 
     Empty where files hold the experts of a layer as one tensor, and where there are no experts.
     """
@@ -90,7 +90,7 @@ def merges_experts(conversion: WeightTransform) -> bool:
 
 
 def name_experts_as_stored(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` write expert layers under their original file names.
+    """Make Transformers' `save_pretrained` write expert layers under the weight names of the original files.
 
     Call it before experts are unmerged.
     """

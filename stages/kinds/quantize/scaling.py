@@ -112,7 +112,7 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
 
 
 def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield pairs of linear layers in one module that may be scalable.
+    """Yield pairs of linear layers in one module, as candidates for scaling against each other.
 
     The first has as many outputs as the second has inputs, or more, of which the last are read.
     """
@@ -175,7 +175,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the name of the smallest enclosing module of all the named modules that was called in the forward pass."""
+    """Return the smallest module that contains all the named modules and was called in the forward pass."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

@@ -19,7 +19,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--alias", required=True)
-    parser.add_argument("--context", type=int, required=True, help="context length of each slot, in tokens")
+    parser.add_argument(
+        "--context", type=int, required=True, help="context length of each concurrent request, in tokens"
+    )
     parser.add_argument("--slots", type=int, required=True, help="number of concurrent requests")
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()

@@ -40,7 +40,7 @@ distribution that was sampled from.
 
 
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-    """Load an adapter into a running vLLM.
+    """Load a LoRA adapter into a running vLLM server.
 
     Raises ServerError if vLLM refuses it, which harms nothing; TransientError if it does not answer in time.
     """
