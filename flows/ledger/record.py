@@ -107,7 +107,7 @@ class AttemptRecord:
 
     @property
     def name(self) -> str:
-        """Return the attempt's name `STAGE-NUMBER`, which is unique within the refresh."""
+        """Return the name of this attempt to run a stage, `STAGE-NUMBER`, which is unique within the refresh."""
         return f"{self.began.stage}-{self.began.number}"
 
     @property
@@ -119,29 +119,29 @@ class AttemptRecord:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the attempt's files: the work folder until it ends, then usually the artifact."""
+        """Return the folder of a stage attempt's files: its work folder until it ends, then usually the artifact."""
         return self.ended.folder if self.ended else self.began.work
 
     @property
     def last_byte(self) -> int | None:
-        """Return the byte at which the attempt's part of the stage's metrics file ends; None while the attempt runs."""
+        """Return the byte at which this attempt's part of the stage's metrics file ends; None while the stage runs."""
         return self.ended.last_byte if self.ended else None
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds that the attempt took; None while it runs."""
+        """Return the seconds that this attempt to run the stage took; None while it runs."""
         return (self.ended.time_ms - self.began.time_ms) / 1000 if self.ended else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the attempt's final metrics, with its run time as `stage_time_s`; empty unless it has finished."""
+        """Return this stage attempt's final metrics, with its run time as `stage_time_s`; empty unless finished."""
         if self.ended and self.ended.outcome == "finished":
             return {**self.ended.metrics, "stage_time_s": self.ended.seconds}
         return {}
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return the attempt's tags for MLflow, from its beginning and its end."""
+        """Return the tags with which MLflow records this attempt to run the stage."""
         return {**self.began.tags, **(self.ended.tags if self.ended else {})}
 
 
@@ -218,7 +218,7 @@ class RefreshRecord:
 
     @property
     def killed(self) -> bool:
-        """Return whether the refresh's process died, or its home was copied, before the end was recorded."""
+        """Return whether the refresh's process died, or its lifecycle home was copied, before its end was recorded."""
         return self.unsaid_end is not None
 
     @property
@@ -241,7 +241,7 @@ class RefreshRecord:
         return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:
-        """Return an attempt's key `REFRESH/STAGE-NUMBER`, by which artifacts and other refreshes refer to it."""
+        """Return the key of an attempt to run a stage, `REFRESH/STAGE-NUMBER`, by which artifacts refer to it."""
         return f"{self.refresh}/{stage}-{number}"
 
 

@@ -193,7 +193,10 @@ def close_interrupted() -> list[str]:
 
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
-    """Return the event for the end of an attempt. Its files are in its work folder unless `folder` names another."""
+    """Return the event for the end of an attempt to run a stage.
+
+    Its files are in its work folder unless `folder` names another.
+    """
     began = attempt.began
     fields = {"folder": began.work, **fields}
     folder = fields["folder"]

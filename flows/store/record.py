@@ -53,7 +53,7 @@ class Record(StrictModel):
     tags: dict[str, str]
     attempt: str | None = None
     mlflow_run_id: str | None = None
-    """MLflow run id of artifacts built by old versions of this program; newer ones name their `attempt` instead."""
+    """MLflow run id of artifacts built by old versions of this program; newer artifacts have `attempt` instead."""
     started: datetime
     finished: datetime
     seconds: float
