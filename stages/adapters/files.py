@@ -54,7 +54,7 @@ def write_adapter(
     """Write an adapter folder in PEFT's format: weights, config, and the base model's tokenizer.
 
     parameters: tensors on the CPU by name, such as `LAYER.lora_A.default.weight`.
-    base: the model folder that it was trained on. initial: the factors that were taken out of the base at the start;
+    base: folder of the base model. initial: the factors that were taken out of the base at the start;
     merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
     the sum of the ranks. Numbers too large for `dtype` are written in fp32, and that is returned as an error. Raises
     ModelError when a number is not finite.

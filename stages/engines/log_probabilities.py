@@ -51,7 +51,7 @@ def token_log_probabilities(
 def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     """Return the likeliest token at every position that has a target, IGNORED elsewhere; int64 [rows, sequence].
 
-    Arguments as above; transforms keep the order of logits, so none is needed.
+    Arguments as in `token_log_probabilities`; transforms keep the order of logits, so none is needed.
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
@@ -68,7 +68,8 @@ def likeliest_tokens(
 ) -> Tensor:
     """Return the `number` likeliest tokens at every target and their log-probabilities, the likeliest first.
 
-    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as above.
+    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere.
+    Arguments as in `token_log_probabilities`.
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)

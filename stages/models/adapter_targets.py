@@ -23,13 +23,13 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""PEFT's former names of linear layers, with the end of today's parameter name, of families whose shape is known."""
+"""Former layer names that PEFT still knows, each with the ending of today's parameter name, by model family."""
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Pattern of a layer's number at the start of a module's name, as PEFT finds it; a later number is an expert's."""
+"""Pattern of the layer's number in a module's name, as PEFT finds it; a later number is an expert's."""
 
 
 class TargetOptions(Protocol):
-    """Fields of a recipe's `adapter:` that choose layers."""
+    """Options of a recipe's `adapter:` that choose which layers are adapted."""
 
     @property
     def target_modules(self) -> str | tuple[str, ...]: ...
@@ -45,7 +45,7 @@ class TargetOptions(Protocol):
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """Layers and parameters of a model that an adapter with these options adapts.
+    """Choice of the layers and parameters that get an adapter, by the options of a recipe.
 
     former: former name → end of the parameter's name today, of the model's family; see `FORMER_NAMES`.
     """
@@ -54,7 +54,7 @@ class AdapterTargets:
     former: Mapping[str, str]
 
     def has_layer(self, name: str) -> bool:
-        """Return whether the linear layer of this name, which is not the model's head, is adapted."""
+        """Return whether the linear layer of this name, which must not be the output head, gets an adapter."""
         targets = self.options.target_modules
         if self._leaves_out(name):
             return False
@@ -65,7 +65,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return an adapter's rank for a parameter as a multiple of the recipe's rank; 0: it has no adapter.
+        """Return the adapter's rank for a parameter, as a multiple of the recipe's rank; 0: it gets no adapter.
 
         A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
         """
@@ -77,9 +77,7 @@ class AdapterTargets:
         return int(is_named(parameter, self.options.target_parameters))
 
     def _has_former(self, old: str, parameter: str) -> bool:
-        """Return whether the recipe's `target_modules` names `old`, a linear layer that this model stores as
-        `parameter`.
-        """
+        """Return whether `target_modules` names the former linear layer `old`, which is now part of `parameter`."""
         targets = self.options.target_modules
         if targets == "all-linear":
             return True
@@ -96,12 +94,12 @@ class AdapterTargets:
 
 
 def is_named(name: str, ends: Collection[str]) -> bool:
-    """Return whether a module's name equals one of the ends or ends in its dotted parts, as PEFT compares."""
+    """Return whether a module's name is one of `ends`, or ends in one after a dot, as PEFT compares names."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def is_saved(name: str, modules_to_save: Collection[str]) -> bool:
-    """Return whether the module, or one that contains it, is trained as a whole."""
+    """Return whether `modules_to_save` names a module, or one that contains it, so that it is trained as a whole."""
     if not modules_to_save:
         return False
     parts = name.split(".")
@@ -110,6 +108,6 @@ def is_saved(name: str, modules_to_save: Collection[str]) -> bool:
 
 
 def layer_number(module: str) -> int | None:
-    """Return the number of the transformer layer that a module is in, by its name; None outside of layers."""
+    """Return the number of the transformer layer in a module's name; None for modules outside of layers."""
     found = LAYER_NUMBER.match(module)
     return int(found[1]) if found else None

@@ -1,4 +1,4 @@
-"""Facts of a model by its `config.json`, in the spellings of Transformers 4 and 5; needs no torch and no Transformers.
+"""Facts of a model from its `config.json`, as Transformers 4 or 5 wrote it; needs no torch and no Transformers.
 
 A stage makes one `ModelFacts` of each model folder and passes it on, so that nothing else reads that file.
 """
@@ -16,13 +16,13 @@ from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
 LARGEST_SIZE = 2**53
-"""Largest size in a model config; beyond it, floating-point numbers are not exact."""
+"""Bound of sizes in a model's config, above which floating-point numbers are not exact."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")
-"""Families with a table of positions, which cannot read longer texts at all."""
+"""Model families with a learned table of positions, which cannot read texts longer than that table."""
 OPT_POSITION_OFFSET = 2
-"""Unused rows at the start of OPT's table of positions."""
+"""Number of unused rows at the start of OPT's table of positions."""
 
 SPELLINGS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -33,11 +33,11 @@ SPELLINGS = {
     "num_experts": ("num_local_experts", "num_experts"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-"""Field of the shape → names that configs use for it."""
+"""Names of fields in model configs, in the spellings of several families, by the field of `ModelShape`."""
 
 
 class ModelFacts:
-    """Facts of a model; its config is read when the first of them is asked for, and not again.
+    """Facts of a model from its config, which is read when the first of them is asked for, and not again.
 
     Each property raises ModelError for a config that is no JSON object.
     """
@@ -48,7 +48,7 @@ class ModelFacts:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model."""
+        """Folder that holds the model."""
         assert isinstance(self._source, Path), "a config alone, without a folder"
         return self._source
 
@@ -61,13 +61,13 @@ class ModelFacts:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of the model's config; in a multimodal model those of its text part come first."""
+        """Fields of the model's config; in a multimodal model, those of its text part override the others."""
         text = self.config.get("text_config")
         return {**self.config, **text} if isinstance(text, Mapping) else self.config
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the model, or of its text part.
+        """Sizes of the model, or of its text part.
 
         Raises ModelError for an unknown family, and for missing or invalid fields, by name.
         """
@@ -81,12 +81,12 @@ class ModelFacts:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest text that the model was made for, in tokens; None where the config does not say."""
+        """Length in tokens of the longest text that the model was made for; None where the config does not say."""
         return _optional(self.fields, "max_positions")
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Number of rows of the embedding; None where the config does not say."""
+        """Vocabulary size, which is the number of rows of the embedding; None where the config does not say."""
         size = self.fields.get("vocab_size")
         return size if is_size(size) else None
 
@@ -104,12 +104,12 @@ def is_size(value: Any) -> TypeGuard[int]:
 
 
 def rotates_by_length(rope_type: str) -> bool:
-    """Return whether rotary frequencies of a type (Transformers' name) differ between short and long texts."""
+    """Return whether rotary frequencies of a rope type (Transformers' name) differ between short and long texts."""
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
 def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of Llama and its relatives: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    """Return the sizes of a model like Llama: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     attention_bias = bool(fields.get("attention_bias", False))
     windowed = fields.get("use_sliding_window", family in ("mistral", "mixtral"))
@@ -151,9 +151,9 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the shape of GPT-2 and its relatives.
+    """Return the sizes of a model like GPT-2, from its config.
 
-    They have LayerNorm, two feed-forward matrices, learned positions or ALiBi, tied embeddings.
+    Such models have LayerNorm, two feed-forward matrices, learned positions or ALiBi, tied embeddings.
     """
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     has_bias = family != "mpt" or not fields.get("no_bias", True)
@@ -191,7 +191,10 @@ def _optional(fields: Mapping[str, Any], name: str) -> int | None:
 
 
 def _required(fields: Mapping[str, Any], spellings: tuple[str, ...]) -> int:
-    """Return the first of these config fields that is there. Raises ModelError unless it is a positive integer."""
+    """Return the value of a config field under the first spelling that is there.
+
+    Raises ModelError unless it is a positive integer.
+    """
     spelling = next((spelling for spelling in spellings if fields.get(spelling) is not None), None)
     if spelling is None:
         raise ModelError(f"reading the model's config: {' or '.join(spellings)} is missing")

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, and the share of the hardware's peak that they make (MFU).
+"""Model FLOPs of a training step, and model FLOPs utilization (MFU): their share of the hardware's peak.
 
 Counted is what the mathematics needs, never what an implementation adds (recomputed activations, padding, optimizer).
 A multiplication and an addition are two FLOPs, so a token costs 2 in the forward pass for each parameter that it is
@@ -25,7 +25,7 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Attention layers of equal work: the sum of heads × (query-key width + value width), and their window."""
+    """Attention layers with the same window: the sum of heads × (query-key width + value width), and the window."""
 
     width: int
     window_tokens: int | None
@@ -33,19 +33,20 @@ class AttentionWork:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Sizes of a model that decide its FLOPs."""
+    """Sizes of a model from which its FLOPs are computed."""
 
     layer_parameters: float
-    """Parameters outside the head that a token is multiplied by; of routed experts the share that a token uses."""
+    """Number of parameters outside the head that a token is multiplied by; of routed experts the share that it uses."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Frozen part of `layer_parameters`."""
+    """Number of frozen parameters among `layer_parameters`."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return the FLOPs of a forward pass over documents of these lengths (without padding), with `num_targets`
-        logits.
+        """Return the FLOPs of a forward pass over documents of these lengths, without padding.
+
+        num_targets: number of positions whose logits are computed.
         """
         lengths = list(document_lengths)
         products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * num_targets)
@@ -55,7 +56,7 @@ class ModelFlops:
         return products + scores
 
     def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return the FLOPs of a forward and a backward pass over documents."""
+        """Return the FLOPs of a forward and a backward pass over documents of these lengths, without padding."""
         lengths = list(document_lengths)
         frozen = self.frozen_layer_parameters * sum(lengths)
         frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
@@ -63,13 +64,16 @@ class ModelFlops:
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
-    """Count pairs of a token and one it attends to, itself included, under a causal mask with an optional window."""
+    """Return the number of pairs of a token and one it attends to, itself included, under a causal mask.
+
+    window_tokens: size of the sliding window; None: no window.
+    """
     window = num_tokens if window_tokens is None else min(window_tokens, num_tokens)
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Return the model FLOPs done, divided by those of the devices' dense peak in that time; at most 1.
+    """Return model FLOPs utilization: the model FLOPs, divided by the devices' dense peak in that time; at most 1.
 
     A measured peak may be exceeded where the machine was shared during its measurement; then this step's rate is the
     peak.

@@ -1,4 +1,4 @@
-"""Shapes of published models by name, for tables that name a model without its sizes. Pure.
+"""Sizes of published models by name, for tables that name a model without its sizes. Pure.
 
 Sizes are those of the models' papers and configs. Approximations: DeepSeek's shared experts are written as so many more
 that every token is routed to (and its multi-token prediction is left out); the state-space layers of hybrid Nemotron
@@ -30,7 +30,7 @@ def _mixture(base: ModelShape, experts: int, active: int, width: int) -> ModelSh
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelShape:
-    """Return the shape of a GPT as in Megatron's papers: LayerNorm, GELU, tied embeddings."""
+    """Return the sizes of a GPT model as in Megatron's papers: LayerNorm, GELU, tied embeddings."""
     return ModelShape(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, family="gpt2", tied_embeddings=True,
         gated_ffn=False, qkv_bias=True, output_bias=True, ffn_bias=True, norm_bias=True,
@@ -75,12 +75,13 @@ KNOWN = {
     "nemotron4 15b": replace(_llama(32, 6144, 48, 8, 24576, 256000), gated_ffn=False),
     "nemotron4 340b": replace(_llama(96, 18432, 96, 8, 73728, 256000), gated_ffn=False),
 }
-"""Shapes of published models by the words of a model's name."""
+"""Sizes of published models, by the words that a model's name must contain."""
 
 
 def known_model(name: str) -> ModelShape | None:
-    """Return the shape of the published model that `name` mentions (`LLAMA3.1_405B`, `Qwen3_30B_a3B`); of several, that
-    with the most words; else None.
+    """Return the sizes of the published model that `name` mentions, such as `LLAMA3.1_405B`; else None.
+
+    Of several matches, the one with the longest name counts.
     """
     words = _words(name)
     matches = [known for known in KNOWN if set(known.split()) <= words]

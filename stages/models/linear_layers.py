@@ -21,7 +21,10 @@ from stages.models.shape import ModelShape
 
 
 class Place(Enum):
-    """Place of a linear layer: layers of one place have the same input, and are one matrix in Megatron."""
+    """Place of a linear layer in a transformer layer; those of one place have the same input.
+
+    Megatron joins them in one matrix.
+    """
 
     INTO_ATTENTION = "into attention"
     OUT_OF_ATTENTION = "out of attention"
@@ -36,7 +39,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layer of the Transformers model."""
+    """Linear layer of a Transformers model: its name, place and sizes."""
 
     name: str
     place: Place
@@ -46,7 +49,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class StackedParameter:
-    """Parameter of a mixture of experts: one matrix [outputs, inputs] per expert, or the router's one."""
+    """Parameter in a mixture-of-experts layer: one matrix [outputs, inputs] per expert, or the router's matrix."""
 
     name: str
     place: Place
@@ -58,7 +61,7 @@ class StackedParameter:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of a model family's modules; those of a layer follow the layer's number."""
+    """Names of modules in a model family; the names inside a layer follow the layer's number."""
 
     layer: str
     places: dict[Place, tuple[str, ...]]
@@ -129,11 +132,11 @@ _FAMILIES = {
         "transformer.norm_f",
     ),
 }
-"""Module names of the families that differ from Llama's."""
+"""Module names of the model families whose names differ from Llama's."""
 
 
 def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
-    """Return the linear layers of one transformer layer, by the names of the Transformers model."""
+    """Return the linear layers of one transformer layer, with their names in Transformers."""
     names = _FAMILIES.get(shape.family, _LLAMA)
     hidden, queries, kv, ffn = shape.hidden_size, shape.query_width, shape.kv_width, shape.ffn_size
     attention = {Place.INTO_ATTENTION: (hidden, (queries, kv, kv)), Place.OUT_OF_ATTENTION: (queries, (hidden,))}
@@ -150,7 +153,7 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
 
 
 def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter, ...]:
-    """Return the parameters of a layer's experts and router, by their names in Transformers; none of a dense layer."""
+    """Return the parameters of a layer's experts and router, by their names in Transformers. A dense layer has none."""
     if not shape.is_mixture(layer):
         return ()
     hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
@@ -164,7 +167,7 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
 
 
 def module_parameters(shape: ModelShape) -> dict[str, int]:
-    """Return name of a module → number of its own parameters."""
+    """Return the number of parameters that each module owns, by module name."""
     names = _FAMILIES.get(shape.family, _LLAMA)
     parameters = {names.embedding: shape.embedding_parameters, names.final_norm: shape.norm_parameters}
     parameters["lm_head"] = shape.head_parameters
@@ -193,7 +196,7 @@ FUSED = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-"""Linear layers with the same input that serving engines load as one matrix."""
+"""Groups of linear layers with the same input, which serving engines load as one matrix."""
 COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "gate_up_proj", "fc1", "c_fc"}
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
 
@@ -211,7 +214,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layer of a model's files, of `output_size × input_size`, named as its module (without `.weight`)."""
+    """Linear layer in a model's files, named as its module (without `.weight`), with its sizes."""
 
     name: str
     output_size: int
@@ -219,13 +222,14 @@ class Projection:
 
     @property
     def suffix(self) -> str:
-        """Last part of a layer's name, such as `down_proj`."""
+        """Last part of the layer's name, such as `down_proj`."""
         return self.name.rpartition(".")[2]
 
     @property
     def split(self) -> Split:
-        """Split under tensor parallelism: column-parallel layers split outputs, row-parallel ones inputs, others
-        nothing.
+        """Dimension that tensor parallelism splits: output, input or nothing.
+
+        Column-parallel layers split outputs, row-parallel ones inputs.
         """
         if self.suffix in COLUMN_PARALLEL:
             return Split.OUTPUT
@@ -233,7 +237,7 @@ class Projection:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether a layer belongs to one expert of a mixture; experts have kernels of their own."""
+        """Return whether the layer belongs to one expert of a mixture; experts have kernels of their own."""
         return ".experts." in self.name
 
     @property
@@ -257,8 +261,9 @@ def read_projections(model_folder: Path) -> list[Projection]:
 
 
 def projections_of(shape: ModelShape) -> list[Projection]:
-    """Return the linear layers of one dense layer by the shape alone, of Llama and its relatives; none of other
-    families.
+    """Return the linear layers of one dense layer of Llama or its relatives, from sizes alone.
+
+    Other families give an empty list.
     """
     if not shape.gated_ffn or shape.num_layers == shape.num_mixture_layers:
         return []
@@ -277,7 +282,7 @@ def projections_of(shape: ModelShape) -> list[Projection]:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a module has one of these names, or matches one of these patterns (beginning with `re:`)."""
+    """Return whether a module has one of these names, or matches one of these patterns, which begin with `re:`."""
     return any(
         re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else pattern == name
         for pattern in patterns

@@ -1,4 +1,4 @@
-"""Loaded weights: whether they are finite, which no header shows, and which stay in fp32 beside half precision.
+"""Checks of loaded weights: which hold NaN or infinity, and which stay in fp32 beside half precision.
 
 Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
 `_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE). DeepSeek-V3's router, for one, adds a bias
@@ -22,12 +22,12 @@ NUM_NAMED = 3
 
 
 def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ModelError with their names if weights read from `folder` hold NaN or infinity."""
+    """Raise ModelError, naming the weights, if weights read from `folder` hold NaN or infinity."""
     check_all_finite(folder, sorted(name for name, weight in weights if not torch.isfinite(weight).all()))
 
 
 def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
-    """Raise ModelError with the names of weights that are not finite, if there are any."""
+    """Raise ModelError, naming the weights, if the list of weights that are not finite has any."""
     if not_finite:
         raise ModelError(
             f"loading {folder}: {len(not_finite)} weights hold NaN or infinity ({', '.join(not_finite[:NUM_NAMED])}); "
@@ -36,7 +36,10 @@ def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
 
 
 def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """Return a function: name of a weight → the dtype in which Transformers loads it when asked for `dtype`."""
+    """Return a function that maps a weight's name to the dtype in which Transformers loads it.
+
+    dtype: the one that is asked for.
+    """
     patterns = list(causal_lm._get_dtype_plan(dtype))
     is_listed = build_glob_alternation(patterns)[0].search if patterns else lambda name: None
     is_built_so = _built_in_fp32(causal_lm, dtype)
@@ -44,7 +47,7 @@ def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torc
 
 
 def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
-    """Return the names of weights that the architecture's own code makes in fp32, whatever dtype is asked for."""
+    """Return the names of weights that the architecture's code creates in fp32, whatever dtype is asked for."""
     if dtype == torch.float32:
         return set()
     own_class: Any = next(one for one in type(causal_lm).__mro__ if one.__module__.startswith("transformers."))
@@ -54,7 +57,7 @@ def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
 
 
 def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the largest modules whose parameters are all computed in fp32 while the others are in `dtype`.
+    """Return the largest modules whose parameters must all be computed in fp32 while others are in `dtype`.
 
     Raises ModelError when such a parameter shares a module with others: FSDP2 casts all parameters of a module.
     """

@@ -1,4 +1,4 @@
-"""A model folder → what Transformers makes of it: config, tokenizer, model.
+"""Loading of a model folder with Transformers: its config, its tokenizer, its model with or without weights.
 
 Decided here for every caller: only files of the folder are read, weights from safetensors (or GGUF) and never from
 pickles, code of the folder runs only where it is trusted, and a tokenizer is loaded only if that cannot fill the
@@ -16,17 +16,16 @@ from stages.core.errors import ModelError
 from stages.models.facts import ModelFacts
 
 Head = Literal["tokens", "score"]
-"""Head of a model: log-probabilities of the next token, or one number a text."""
+"""Kind of output head: `tokens` gives log-probabilities of the next token, `score` one number per text."""
 AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50
 MAX_NORMALIZER_GROWTH = 2.0**20
-"""Largest growth of a text by the normalizer. Some published ones reach a thousand; beyond this bound, a text that only
-servers and benchmarks see could fill the memory.
-"""
+"""Largest factor by which a tokenizer's normalizer may lengthen a text. Some published ones reach a thousand; beyond
+this bound, a text that only servers and benchmarks see could fill the memory."""
 LEAST_SHARE = 0.5
-"""Smallest share of the expected tokens of a text of repeated sentences: fewer show a tokenizer that loses text."""
+"""Smallest allowed share of the expected tokens of a repeated sentence; fewer show a tokenizer that loses text."""
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -67,7 +66,10 @@ def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
 
 
 def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
-    """Return a model of this config on the meta device. Raises what Transformers raises; options: its own."""
+    """Return a model of this config on the meta device, without weights. Raises what Transformers raises.
+
+    options: Transformers' own.
+    """
     import torch
 
     with torch.device("meta"):
@@ -75,13 +77,13 @@ def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
 
 
 def model_without_weights(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return the model of a folder on the meta device, built from its config, as `build_model` does."""
+    """Return the model of a folder on the meta device, without weights, built from its config."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     return build_model(config, trust_remote_code=trust_remote_code, **options)
 
 
 def class_with_head(config: Any, head: Head) -> type | None:
-    """Return Transformers' class of models with this config and head; None if it has none."""
+    """Return Transformers' model class for this config and output head; None if there is none."""
     found: type | None = _auto_class(head)._model_mapping.get(type(config), None)
     return found
 
@@ -93,7 +95,7 @@ def _auto_class(head: Head) -> Any:
 
 
 def check_tokenizer(facts: ModelFacts) -> Iterator[str]:
-    """Yield warnings about the tokenizer in a model's folder.
+    """Check the tokenizer in a model's folder with a sentence, and yield warnings.
 
     Raises ModelError for one that cannot be loaded, drops or truncates text, or knows none of it.
     """
@@ -132,5 +134,5 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
 
 
 def _letters(text: str) -> str:
-    """Return letters and digits without case, since some tokenizers know one case only."""
+    """Return a text's letters and digits in one case, since some tokenizers know one case only."""
     return "".join(filter(str.isalnum, text)).casefold()

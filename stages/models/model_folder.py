@@ -32,9 +32,10 @@ OPTIONAL_SIZES = {
     "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "n_inner", "max_position_embeddings",
     "n_positions",
 }  # fmt: skip
-"""Config fields like `SIZES` that may also be null, for a default, or a list with a number for each layer."""
+"""Config fields that are positive whole numbers, null for a default, or a list with one for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-"""Config fields like `SIZES` that may also be 0, for no experts, as in dense models of Granite's hybrids."""
+"""Config fields that are positive whole numbers, or 0 for no experts, as in dense models of Granite's hybrids. They may
+also be null, or a list with one for each layer."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
 """Config fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
@@ -49,7 +50,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_model_folder(facts: ModelFacts) -> list[str]:
-    """Return warnings about a model's folder.
+    """Check a model's folder and return warnings about it.
 
     Raises ModelError, naming the file and what to do, unless it is complete and safe and its parts go together.
     """
@@ -63,7 +64,7 @@ def check_model_folder(facts: ModelFacts) -> list[str]:
 
 
 def follow_file_mask(path: Path) -> None:
-    """Give a file the permissions of the process's umask: safetensors makes its files readable by the owner alone."""
+    """Give a file the permissions of the process's umask. Safetensors makes its files readable by the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -99,7 +100,10 @@ def _check_weights(facts: ModelFacts) -> Iterator[str]:
 
 
 def _check_count(facts: ModelFacts, num_tensors: int) -> None:
-    """Raise ModelError for more layers than tensors in the files: building so many takes hours, or all memory."""
+    """Raise ModelError if the config has more layers than the files have tensors.
+
+    Building so many would take hours, or all memory.
+    """
     num_layers = facts.fields.get("num_hidden_layers", 0)
     if num_layers > num_tensors:
         raise ModelError(
@@ -127,12 +131,12 @@ def files_with_weights(folder: Path) -> list[Path]:
 
 
 def holds_gguf(folder: Path) -> bool:
-    """Return whether the weights of a model folder are in a GGUF file; one beside safetensors does not count."""
+    """Return whether a model folder's weights are in a GGUF file; one beside safetensors files does not count."""
     return (folder / GGUF_FILE).is_file() and not any(folder.glob("*.safetensors"))
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelError for a file that does not begin like GGUF; loading finds later faults."""
+    """Raise ModelError for a file that does not begin like a GGUF file; loading finds later faults."""
     with path.open("rb") as stream:
         found = stream.read(len(GGUF_MAGIC))
     if found != GGUF_MAGIC:
@@ -140,7 +144,10 @@ def check_gguf(path: Path) -> None:
 
 
 def check_config(facts: ModelFacts, where: str) -> None:
-    """Raise ModelError, naming every field and its value, unless the config read from `where` can be a model's."""
+    """Raise ModelError, naming every bad field and its value, unless a config can be that of a model.
+
+    where: the file that it was read from.
+    """
     problems = list(_problems(facts.config))
     text = facts.config.get("text_config") or {}
     if isinstance(text, Mapping):
@@ -153,15 +160,16 @@ def check_config(facts: ModelFacts, where: str) -> None:
 
 
 def check_unquantized(facts: ModelFacts, where: str) -> None:
-    """Raise ModelError for a model whose weights are quantized: they cannot be learned, nor quantized again."""
+    """Raise ModelError for a model with quantized weights, which can neither be trained nor quantized again."""
     if found := facts.quantization:
         method = found.get("quant_method", "unknown method") if isinstance(found, Mapping) else found
         raise ModelError(f"{where} is quantized already ({method}); take the model that it was made from")
 
 
 def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
-    """Return a warning about a model with Python files of its own that are not run, since the recipe does not trust
-    them.
+    """Return a warning if the model has Python files of its own that are not run, since the recipe does not trust them.
+
+    Otherwise return None.
     """
     if not facts.config.get("auto_map") or trusted:
         return None
@@ -172,9 +180,9 @@ def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
 
 
 def other_architecture(config: Mapping[str, Any]) -> str | None:
-    """Return a warning about a class that does not go with the model type: Transformers goes by the type, vLLM by the
-    class.
+    """Return a warning if a config's `architectures` do not go with its `model_type`; else None.
 
+    Transformers goes by the type, vLLM by the class.
     Classes are named after their type, except for a few types with many names, for which the warning may be needless.
     """
     model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
@@ -285,7 +293,7 @@ def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of a config's rotary settings and of other numbers that must be above 0."""
+    """Yield errors of a config's rotary settings, and of other numbers that must be above 0."""
     numbers = {name: config[name] for name in sorted(NUMBERS & config.keys())}
     for name in ROTARY:
         if not isinstance(value := config.get(name) or {}, Mapping):
@@ -309,7 +317,7 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return a tokenizer's vocabulary, token → number; a Unigram model lists its tokens in order."""
+    """Return the number of each token in a tokenizer's vocabulary; a Unigram model lists its tokens in order."""
     model = tokenizer.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(found, list):

@@ -1,4 +1,4 @@
-"""Records that training leaves beside a model: predictions that must be reproduced, and the kind of text it learned.
+"""Records that training leaves beside a model: predictions for later stages to reproduce, and the kind of text.
 
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
 and the likeliest token at each target; and for each dataset with tools a prompt, which servers have to render to the
@@ -22,12 +22,13 @@ from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
-"""Log-probabilities nearer to 0 than this are fp32 rounding: the share of other tokens is unknown."""
+"""Smallest distance of a log-probability from 0 that is more than fp32 rounding, in nats. Nearer to 0, the share of
+other tokens is unknown."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for a document's targets, in their order: log-probabilities and likeliest tokens.
+    """Predictions for a document's target tokens, in order: their log-probabilities, and the likeliest tokens.
 
     - log_probabilities: in nats
     - greedy: the likeliest tokens; empty where a server does not return token ids
@@ -39,7 +40,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class RecordedDocument:
-    """Document with the predictions that training recorded.
+    """Document with the predictions for it that training recorded, to be reproduced by later stages.
 
     - targets: `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned
     - log_probability: of all targets together, in nats
@@ -58,7 +59,7 @@ class RecordedDocument:
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether the document's predictions of single tokens were recorded."""
+        """Return whether predictions of single tokens were recorded, not only the document's log-probability."""
         return len(self.greedy) == len(self.log_probabilities) == self.num_targets
 
     @property
@@ -67,7 +68,7 @@ class RecordedDocument:
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
-        """Return the same document with new predictions."""
+        """Return a copy of the document that records the given predictions."""
         total = math.fsum(predicted.log_probabilities)
         return RecordedDocument(
             self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
@@ -75,7 +76,7 @@ class RecordedDocument:
 
 
 class ToolPrompt(StrictModel):
-    """Prompt with tools, and the tokens that training made of it; servers must render it to the same tokens.
+    """Prompt with tools and its tokens in training, to which servers must render it as well.
 
     - messages: end with a question or a tool's answer
     - tools, variables: as the template got them
@@ -98,8 +99,10 @@ def read_record(artifact: Path) -> list[RecordedDocument]:
 
 
 def read_tool_prompts(artifact: Path) -> list[ToolPrompt]:
-    """Return the prompts with tools in an artifact's record; none in old records. Raises ModelError
-    for a damaged record."""
+    """Return the prompts with tools recorded beside a trained model; none in old records.
+
+    Raises ModelError for a damaged record.
+    """
     try:
         prompts = json.loads((artifact / RECORD).read_text(encoding="utf-8")).get("tool_prompts", [])
         return [ToolPrompt.model_validate(one) for one in prompts]
@@ -113,7 +116,10 @@ def write_record(
     compute_dtype: str,
     tool_prompts: Sequence[ToolPrompt] = (),
 ) -> None:
-    """Write the record of predictions. compute_dtype: dtype of the computation, such as float32."""
+    """Write documents with predictions, and prompts with tools, beside a trained model or adapter.
+
+    compute_dtype: dtype of the computation, such as float32.
+    """
     content = {
         "compute_dtype": compute_dtype,
         "documents": [asdict(one) for one in documents],
@@ -124,7 +130,7 @@ def write_record(
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between a model's predictions now and the recorded ones.
+    """Differences between a model's predictions and those that training recorded.
 
     - most, mean: of log-probabilities, in nats per target: of the document that differs most, and over all tokens
     - kl: nats per token; None for records without single tokens
@@ -140,7 +146,7 @@ class Differences:
     same_greedy: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the differences from recorded predictions by their names in MLflow, the same for every stage."""
+        """Return the differences by their metric names in MLflow, which are the same for every stage."""
         of_tokens = {"kl_from_training_nats_per_token": self.kl, "same_greedy_fraction": self.same_greedy}
         return {
             "max_abs_logprob_difference": self.most,
@@ -150,7 +156,7 @@ class Differences:
 
 
 def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocument]) -> Differences:
-    """Compare predictions for each document, by any engine, with the recorded ones."""
+    """Return the differences between predictions, made by any engine, and those recorded in the documents."""
     pairs = list(zip(predicted, documents, strict=True))
     found = [abs(math.fsum(now.log_probabilities) - one.log_probability) for now, one in pairs]
     counts = [one.num_targets for one in documents]
@@ -170,8 +176,9 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
 
 
 def _kl_nats(recorded: float, given: float) -> float:
-    """Return the KL divergence of two distributions over two outcomes, given the log-probability of one outcome in
-    each.
+    """Return the KL divergence, in nats, of two distributions over two outcomes.
+
+    recorded, given: log-probability of the first outcome in each.
     """
     p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
     return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))
@@ -186,7 +193,7 @@ TRAINED_ON_FILE = "trained_on.json"
 
 
 def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
-    """Note the kind of training data beside the weights, from where exports and quantizers copy it.
+    """Write beside a model's weights whether it learned conversations. Exports and quantizers copy the file.
 
     template_date: what its chat template took for the current date; None for the default.
     """
@@ -196,7 +203,7 @@ def note_trained_on(folder: Path, *, conversations: bool, template_date: date | 
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether a model folder's tokenizer can render conversations."""
+    """Return whether a model folder has a chat template, so that its tokenizer can render conversations."""
     tokenizer_config = folder / "tokenizer_config.json"
     in_config = tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("chat_template")
     return bool(in_config) or (folder / "chat_template.jinja").is_file()
@@ -209,13 +216,13 @@ def trained_on_conversations(folder: Path) -> bool | None:
 
 
 def is_asked_as_chat(folder: Path) -> bool:
-    """Return whether plain text is sent as a user's chat message: as in training, else if there is a chat template."""
+    """Return whether to send plain text as a user's chat message: as in training, else if there is a chat template."""
     trained = trained_on_conversations(folder)
     return has_chat_template(folder) if trained is None else trained
 
 
 def noted_date(folder: Path) -> date | None:
-    """Return the date that the chat template writes, as in training; None for the default."""
+    """Return the date that the chat template wrote in training, to be written in serving too; None: the default."""
     noted = folder / TRAINED_ON_FILE
     found = json.loads(noted.read_text()).get("template_date") if noted.is_file() else None
     return date.fromisoformat(found) if found else None

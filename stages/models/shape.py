@@ -1,6 +1,6 @@
-"""Shape of a decoder-only language model: the sizes that decide its parameters, FLOPs and memory. No torch.
+"""Sizes of a decoder-only language model that decide its parameters, FLOPs and memory. No torch.
 
-Its parameter counts by part equal those of the Transformers model. Reading it from a model's config is for
+Parameter counts by part equal those of the Transformers model. Reading the sizes from a model's config is for
 `facts`, which layouts it allows for `legality`, and what a step costs for `planner`.
 """
 
@@ -30,7 +30,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only Transformer."""
+    """Sizes and options of a decoder-only Transformer."""
 
     num_layers: int
     hidden_size: int
@@ -38,7 +38,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Width of the dense feed-forward layers; in a mixture without dense layers, of an expert."""
+    """Width of the dense feed-forward layers; in a mixture of experts without dense layers, of an expert."""
     vocab_size: int
     family: str = "llama"
     """Model family: `model_type` of the config."""
@@ -51,20 +51,20 @@ class ModelShape:
     ffn_bias: bool = False
     qk_norm: bool = False
     norm_bias: bool = False
-    """True if norms have a bias (LayerNorm) or none (RMSNorm)."""
+    """True if norms have a bias (LayerNorm); False if they have none (RMSNorm)."""
     embedding_norm: bool = False
     num_position_embeddings: int = 0
-    """Rows of a learned table of positions; 0 with rotary positions or ALiBi."""
+    """Number of rows of a learned table of positions; 0 with rotary positions or ALiBi."""
     num_experts: int = 0
-    """Routed experts of a mixture layer; 0 in a dense model."""
+    """Number of routed experts in a mixture-of-experts layer; 0 in a dense model."""
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     router_normalizes: bool = True
-    """True if the weights of a token's experts add up to one."""
+    """True if the router's weights of a token's chosen experts add up to one."""
     dense_layers: frozenset[int] = frozenset()
-    """Number of dense layers of a mixture-of-experts model."""
+    """Indices of the dense layers in a mixture-of-experts model."""
     sliding_window: int | None = None
-    """Number of tokens that a position attends to, in every layer; None: all before it."""
+    """Size of the sliding attention window in tokens, in every layer; None: no window."""
     latent: LatentAttention | None = None
     max_positions: int | None = None
     norm_epsilon: float = 1e-5
@@ -75,7 +75,7 @@ class ModelShape:
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """Return the shape as JSON in one line, without defaults."""
+        """Return the model shape as one line of JSON, without defaults."""
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
 
     def is_mixture(self, layer: int) -> bool:
@@ -89,17 +89,17 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Width of all heads' queries."""
+        """Width of the queries of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all heads' keys; values have the same."""
+        """Width of the keys of all key-value heads together; values have the same width."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def rotary_width(self) -> int:
-        """Width of the rotary parts that latent attention adds to all heads' queries or keys; 0 for other attention."""
+        """Width of the rotary parts that latent attention adds to the queries or keys of all heads; else 0."""
         return self.num_heads * self.latent.rotary_dim if self.latent else 0
 
     @property
@@ -109,22 +109,22 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding."""
+        """Number of parameters of the token embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
     def position_parameters(self) -> int:
-        """Parameters of learned positions."""
+        """Number of parameters of the learned table of positions."""
         return self.num_position_embeddings * self.hidden_size
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output layer that are not the embedding's."""
+        """Number of parameters of the output head; 0 if it is tied to the embedding."""
         return 0 if self.tied_embeddings else self.embedding_parameters
 
     @property
     def attention_matrix_parameters(self) -> int:
-        """Weights of one layer's four projections (latent attention: five)."""
+        """Number of weights in one layer's four attention projections (latent attention: five)."""
         if self.latent is None:
             return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
         whole = self.hidden_size * (self.latent_width + self.query_width)
@@ -133,32 +133,32 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention, without norms before it."""
+        """Number of parameters of one layer's attention, without the norm before it."""
         bias = self.qkv_bias * (self.query_width + 2 * self.kv_width) + self.output_bias * self.hidden_size
         return self.attention_matrix_parameters + bias + self.qk_norm * 2 * self.head_dim
 
     @property
     def ffn_parameters(self) -> int:
-        """Parameters of a dense layer's feed-forward part."""
+        """Number of parameters of a dense layer's feed-forward part."""
         return self._ffn(self.ffn_size)
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert."""
+        """Number of parameters of one expert."""
         return self._ffn(self.expert_ffn_size) if self.num_experts else 0
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of a mixture layer's router."""
+        """Number of parameters of a mixture-of-experts layer's router."""
         return self.num_experts * self.hidden_size
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm over the hidden size."""
+        """Number of parameters of one norm over the hidden size."""
         return self.hidden_size * (1 + self.norm_bias)
 
     def layer_parameters(self, layer: int) -> int:
-        """Return the parameters of a layer, all experts included."""
+        """Return the number of parameters of a layer, all experts included."""
         mixture = self.router_parameters + self.num_experts * self.expert_parameters
         ffn = mixture if self.is_mixture(layer) else self.ffn_parameters
         return self.attention_parameters + ffn + 2 * self.norm_parameters
@@ -171,7 +171,7 @@ class ModelShape:
         return layers + norms + self.embedding_parameters + self.position_parameters + self.head_parameters
 
     def flops(self) -> ModelFlops:
-        """Return the sizes that decide a model's FLOPs, equal to those counted on a built model."""
+        """Return the sizes that decide the model's FLOPs, equal to those counted on a built model."""
         matrices = 3 if self.gated_ffn else 2
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
         routed = self.num_mixture_layers * (matrices * self.experts_per_token * self.expert_ffn_size + self.num_experts)

@@ -1,4 +1,4 @@
-"""Faster start of processes that build models or only read their tokenizers."""
+"""Faster start of processes that build models or only read their tokenizers, by leaving out imports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ AUTO_FACTORY = "transformers.models.auto.auto_factory"
 
 
 def hide_unused_packages() -> None:
-    """Have Transformers take scikit-learn, SciPy and torchao for missing, so that models do not import them, for over a
-    second each; and do without the docstrings that it writes for models, up to a second.
+    """Make scikit-learn, SciPy and torchao look missing to Transformers, so that models do not import them.
 
-    It uses them for assisted generation, for losses of object detection and for weights that torchao has quantized.
-    All other code finds them as before.
+    Each import takes over a second; writing docstrings for models, which is left out too, up to a second.
+    Transformers uses these packages for assisted generation, for losses of object detection and for weights that
+    torchao has quantized. All other code finds them as before.
     """
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),
@@ -32,7 +32,7 @@ def hide_unused_packages() -> None:
 
 
 def start_training_quickly() -> None:
-    """Hide unused packages, accelerate among them.
+    """Make packages that training does not use, such as accelerate, look missing to Transformers, to start faster.
 
     Transformers uses accelerate to spread a model over devices by `device_map`, which training does itself; PEFT finds
     it as before. Together this is a third of what a training of few steps takes.
@@ -44,7 +44,7 @@ def start_training_quickly() -> None:
 
 
 def _import_names_of_models() -> None:
-    """Import `transformers.models` without reading all of its files again for their names, which takes 0.3 s."""
+    """Import `transformers.models` without reading all of its files for their names again, which takes 0.3 s."""
     if "transformers.models" in sys.modules:
         return
     define = import_utils.define_import_structure
@@ -63,13 +63,15 @@ def _import_names_of_models() -> None:
 
 
 def hide_torchao_from_adapters() -> None:
-    """Have PEFT take torchao for missing, which it imports, in 0.2 s, to see whether a layer that it adapts is one that
-    torchao has quantized: none of ours is."""
+    """Make torchao look missing to PEFT, which imports it, in 0.2 s, to recognise layers quantized by torchao.
+
+    None of ours is.
+    """
     _remember_missing("torchao", importlib.import_module("peft.import_utils").is_torchao_available)
 
 
 def _remember_missing(name: str, is_available: Any) -> None:
-    """Have a cached availability check (`is_available`) report a package as missing."""
+    """Make a cached availability check (`is_available`) report that a package is missing."""
     before = {name: sys.modules[name]} if name in sys.modules else {}
     missing: Any = None  # means: there is no such package
     sys.modules[name] = missing
@@ -109,5 +111,5 @@ def import_tokenizers() -> None:
 
 
 def _undocumented(documented: Any = None, **_: Any) -> Any:
-    """Return the class without a docstring: a replacement of the decorator `auto_docstring`."""
+    """Return the class without a docstring; replaces Transformers' decorator `auto_docstring`."""
     return documented if documented is not None else lambda one: one

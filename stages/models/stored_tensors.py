@@ -1,4 +1,4 @@
-"""Checkpoint index of torch.distributed.checkpoint, read without running its pickle's code.
+"""Index of a torch.distributed.checkpoint folder, read without running code in its pickle.
 
 torch.distributed.checkpoint keeps the index, `.metadata`, as a pickle, and unpickles it without restriction. It is the
 only pickle that is read here; tensors are read by `torch.load(weights_only=True)`, and objects are not loaded.
@@ -35,11 +35,11 @@ NAMED_IN_INDEX = {
         )
     ),
 }
-"""Classes and functions that the indexes of both engines name, in addition to torch's dtypes."""
+"""Classes and functions that a checkpoint's index may name, in addition to torch's dtypes."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler of an index that creates nothing but descriptions of tensors and files."""
+    """Unpickler of a checkpoint's index that creates nothing but descriptions of tensors and files."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in NAMED_IN_INDEX:
@@ -51,11 +51,12 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of a checkpoint's folder that unpickles nothing but descriptions of tensors."""
+    """Reader of a checkpoint folder that unpickles nothing but descriptions of tensors, so that no code runs."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read a checkpoint's index. Raises ModelError if it is damaged, or names classes that no checkpoint of ours
-        has.
+        """Read a checkpoint's index.
+
+        Raises ModelError if it is damaged, or names classes that no checkpoint of ours has.
         """
         index = Path(self.path) / INDEX_FILE
         try:
@@ -75,13 +76,13 @@ class CheckpointReader(FileSystemReader):
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return key → shape of every tensor in a checkpoint."""
+    """Return the shape of every tensor in a checkpoint, by key."""
     found = CheckpointReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
 
 
 def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError, naming what differs, unless the checkpoint has these tensors in these shapes.
+    """Raise ModelError, naming what differs, unless the checkpoint has the wanted tensors in their shapes.
 
     Collective: processes may want different tensors, and all raise what any of them misses.
     """

@@ -1,4 +1,4 @@
-"""Bounds on how long a tokenizer makes texts, since it comes with a model and is untrusted.
+"""Limits on how much a tokenizer may lengthen texts, since it comes with a model and is untrusted.
 
 Forty steps of a normalizer that double a letter fill any memory. What a step can do at most follows from its kind.
 Where all steps together could do too much, short slices of a text go through them one by one, and are measured.
@@ -24,7 +24,7 @@ SPARE_BYTES = 1 << 16
 long.
 """
 MAX_CHAIN_GROWTH = 64
-"""Growth limit for pre-tokenizers and decoders, which take a whole text and are not measured."""
+"""Largest factor by which pre-tokenizers and decoders may lengthen a text; they take it whole and are not measured."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -38,28 +38,28 @@ FACTORS = {
     "ByteLevel": 2.0,
     "Metaspace": 4.0,
 }
-"""Largest growth of a text by each kind of step, in bytes; 1 for other kinds."""
+"""Largest factor by which each kind of tokenizer step can lengthen a text, in bytes; 1 for other kinds."""
 CHAINS = ("normalizers", "pretokenizers", "decoders")
 
 Step = Mapping[str, Any]
 
 
 class Growth:
-    """Growth of texts in the steps of one normalizer."""
+    """Bound on how much the steps of a tokenizer's normalizer lengthen texts."""
 
     def __init__(self, normalizer: Step | None) -> None:
-        """Create the growth check from the steps of a normalizer, as in a `tokenizer.json`."""
+        """Read the steps of a normalizer, as in a `tokenizer.json`, and how much each can lengthen a text."""
         self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
         self.factor = math.prod(factor for _, factor in self._steps)
-        """Largest possible growth of a text, if every step were at its worst."""
+        """Largest factor by which all steps together could lengthen a text, if each were at its worst."""
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
-        """Return the growth of a loaded tokenizer's normalizer."""
+        """Return the bound for the normalizer of a loaded tokenizer."""
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:
-        """Return why the tokenizer would make a text too long, to continue "the tokenizer "; or None."""
+        """Return why the tokenizer would make a text too long, to follow the words "the tokenizer"; else None."""
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())
@@ -95,7 +95,7 @@ class Growth:
 
     @cached_property
     def _built(self) -> list[Any]:
-        """Normalizers of the tokenizers library, built with one step each."""
+        """Normalizers of the tokenizers library, one for each step."""
         empty = json.loads(Tokenizer(models.BPE()).to_str())
         return [Tokenizer.from_str(json.dumps({**empty, "normalizer": step})).normalizer for step, _ in self._steps]
 
@@ -133,7 +133,7 @@ def _state(part: Any) -> Step | None:
 
 
 def _steps(part: Step | None) -> Iterator[Step]:
-    """Yield the steps of a normalizer, or of another part, in order."""
+    """Yield the single steps of a normalizer, pre-tokenizer or decoder, in order."""
     if part is None:
         return
     chain = next((part[name] for name in CHAINS if name in part), None)
@@ -144,7 +144,7 @@ def _steps(part: Step | None) -> Iterator[Step]:
 
 
 def _factor(step: Step) -> float:
-    """Return the largest growth of a text by one step, in bytes."""
+    """Return the largest factor by which one tokenizer step can lengthen a text, in bytes."""
     kind = step["type"]
     if kind == "Prepend":
         return 1.0 + len(step["prepend"].encode())

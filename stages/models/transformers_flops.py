@@ -1,4 +1,4 @@
-"""FLOPs of a model that Transformers built, counted on its parameters; the formulas are in `flops`.
+"""FLOPs of a model built by Transformers, counted from its parameters; the formulas are in `flops`.
 
 `ModelShape.flops` says the same from the sizes alone, but only for the families it knows.
 """
@@ -13,7 +13,7 @@ from stages.models.flops import AttentionWork, ModelFlops
 
 
 def model_flops(model: Any) -> ModelFlops:
-    """Return the FLOPs of a Transformers causal language model, from its (global) parameter shapes and its config."""
+    """Return the sizes that decide a Transformers model's FLOPs, from its global parameter shapes and its config."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -29,7 +29,7 @@ def model_flops(model: Any) -> ModelFlops:
 
 
 def _routed_share(config: Any) -> float:
-    """Return the share of the routed experts that a token goes through."""
+    """Return the share of the routed experts that each token uses; 1 for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     return config.num_experts_per_tok / num_experts if num_experts else 1.0

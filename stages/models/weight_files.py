@@ -1,4 +1,4 @@
-"""Safetensors files of a model folder, read by their headers and a few bytes (no torch, milliseconds).
+"""Safetensors files of a model folder, checked by their headers and a few bytes (no torch, milliseconds).
 
 Refuses weights that Transformers would silently load although they cannot be those that were trained: files that no
 index lists, weights that are integers or all zero, a head that the config says is the embedding, but is not.
@@ -23,23 +23,23 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MATRICES = (".weight", "_proj")
-"""Endings of names of weights, which must be floating-point; other buffers may be counters and masks."""
+"""Endings of names of tensors that must be floating-point; other buffers may be counters and masks."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-"""Number and size of the samples of a tensor's bytes."""
+"""Number of samples that are read of a tensor's bytes, and the size of each in bytes."""
 NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a safetensors file."""
+    """Tensor in a safetensors file, as the file's header describes it."""
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Offset in the file of the tensor's first byte."""
+    """Offset of the tensor's first byte in the file."""
     end: int
 
     def sample(self) -> bytes:
@@ -54,7 +54,7 @@ class StoredTensor:
         return b"".join(blocks)
 
     def is_zero(self) -> bool:
-        """Return whether every element of a stored tensor is zero. Reads all only if its first bytes are zero."""
+        """Return whether every element of the tensor is zero. Reads all only if its first bytes are zero."""
         if self.dtype not in FLOAT_BYTES:
             return False
         import numpy as np  # not when a recipe is read
@@ -65,14 +65,17 @@ class StoredTensor:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """Return the files that Transformers reads: those that the index names, or the single one."""
+    """Return the weight files that Transformers would read: those that the index names, or the single one."""
     index = folder / WEIGHTS_INDEX
     names = set(read_json_object(index)["weight_map"].values()) if index.is_file() else {WEIGHTS_FILE}
     return sorted(folder / name for name in names)
 
 
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
-    """Return the weight files that the index names. Raises ModelError unless it lists exactly their tensors."""
+    """Return the weight files that a model's index names.
+
+    Raises ModelError unless it lists exactly the tensors in them.
+    """
     index = folder / WEIGHTS_INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -125,7 +128,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def check_values(tensors: list[StoredTensor], fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about the weights of a model that is not quantized. fields: `ModelFacts.fields`.
+    """Check the weights of a model that is not quantized, and yield warnings. fields: `ModelFacts.fields`.
 
     Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
     """

@@ -153,7 +153,7 @@ def decoder_of(causal_lm: Any) -> Any:
 def freeze_unused(causal_lm: Any) -> None:
     """Freeze the parts of a multimodal model that text does not pass through, such as a vision tower.
 
-    Its gradient is zero, and weight decay alone would change it.
+    Their gradient is zero, and weight decay alone would change them.
     """
     if causal_lm.config.get_text_config() is causal_lm.config:
         return

@@ -51,7 +51,7 @@ class TrainingState:
         """Restore weights and optimizer state from a checkpoint; each process reads its shards.
 
         Either engine may have saved it.
-        Raises ModelError when they are another model's.
+        Raises ModelError when it is another model's.
         """
         state = self._state()
         wanted = {

@@ -142,7 +142,7 @@ def expert_layer(layer: str, expert: int | str) -> str:
 def _factors(rule: Rule) -> Iterator[Rule]:
     """Yield the mapping of LoRA factors on a layer: B is cut like the rows of the layer's weight, A like its columns.
 
-    A fused layer has them of each of its parts.
+    A fused layer has factors for each of the layers that it joins.
     """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
     cuts = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.WHOLE: (Cut.WHOLE, Cut.WHOLE)}.get(

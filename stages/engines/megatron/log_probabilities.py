@@ -32,7 +32,7 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
 def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
     """Return the likeliest token at each target, IGNORED elsewhere: int64 [rows, tokens, 1], the same on every rank.
 
-    Arguments as above; the first of several that are equally likely.
+    Arguments as in `wanted_log_probabilities`. Of several that are equally likely, the first is returned.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     largest, tokens = _without_padding(logits, vocab_size).float().max(-1)
@@ -45,7 +45,8 @@ def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
 def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number: int) -> Tensor:
     """Return the likeliest tokens at each target, then their log-probabilities: float32 [rows, tokens, 2 × number].
 
-    In descending order; 0 where there is no target. Arguments as above. fp32 holds tokens exactly below 2^24.
+    Both are in descending order of probability, and 0 where there is no target. fp32 holds tokens exactly below 2^24.
+    Arguments as in `wanted_log_probabilities`.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     own = _log_softmax(_without_padding(logits, vocab_size).float(), group)

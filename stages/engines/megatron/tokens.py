@@ -54,8 +54,8 @@ class TokenSplit:
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
     """Return the number of tokens to which all micro-batches of a step are padded, so that they split evenly.
 
-    They divide by 2 × ranks, and a rank's tokens by `divisor`: `tp` under sequence parallelism, which splits a rank's
-    tokens further.
+    It is a multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism, which splits a
+    rank's tokens further.
     """
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
     multiple = math.lcm(_chunks(num_ranks), num_ranks * divisor)
