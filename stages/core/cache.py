@@ -26,7 +26,7 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Depth of folders between a top folder of the cache and its entries, where another program lays it out; otherwise 1.
+"""Number of folder levels from a top folder of the cache to its entries, where another program chose it; otherwise 1.
 
 In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
 one together.
@@ -47,7 +47,7 @@ def note_use_of_file(room: Path, file: Path) -> None:
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield the entries below a top folder of the cache, and files that other programs keep beside them.
+    """Yield the entries of one top folder of the cache, and files that other programs keep beside them.
 
     A top "folder" that is a file is its own entry.
     """
@@ -61,7 +61,7 @@ def entries_of(room: Path) -> Iterator[Path]:
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
-    """Return a cache key, the hash of these parts as JSON: equal parts have equal keys."""
+    """Return a cache key, the hash of these parts as JSON, so that equal parts have equal keys."""
     canonical = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:KEY_CHARACTERS]
 

@@ -158,7 +158,7 @@ def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """Return a pydantic field's mark of this class, also inside `X | None`; None if it has none."""
+    """Return the mark of this class on a pydantic field, also inside `X | None`; None if it has none."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:

@@ -56,7 +56,7 @@ def starting_lines(title: str) -> Callable[[float], None]:
 
 
 class VisibleStream:
-    """Text stream that escapes unsafe characters in what is written, and otherwise is the raw stream."""
+    """Text stream that escapes unsafe characters in what is written to it, and passes all else to the raw stream."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw

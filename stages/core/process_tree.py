@@ -116,7 +116,7 @@ def wait_for_end(find: Callable[[], list[int]], patience_s: float) -> None:
 
 
 def send(number: int, pids: Iterable[int]) -> None:
-    """Send a signal to processes; ignore those that have ended."""
+    """Send a signal to processes; those that have ended are ignored."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -45,7 +45,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=s
 
 
 class ProgramError(Exception):
-    """Raised when a program's function raised an error for a question; the program still runs.
+    """Raised when the function that a program runs raised an error for a question; the program still runs.
 
     kind: name of its class, such as `MemoryError`.
     """

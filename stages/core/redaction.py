@@ -1,4 +1,4 @@
-"""Redaction of secrets in messages, logs and files.
+"""Redaction of secrets (API keys, passwords, tokens) in messages, logs and files.
 
 Secrets are values of environment variables that are named like secrets, passwords in URLs, and texts in the form of
 known services' keys.

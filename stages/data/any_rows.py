@@ -1,4 +1,4 @@
-"""Readers of dataset rows in any supported format, for code that does not know the training method.
+"""Readers of dataset rows in any supported format, for code that serves all training methods (prompts, statistics).
 
 `PromptReader` returns what a model is asked, and the right answer where the row has one:
 
@@ -66,7 +66,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Reader of what each row of a dataset asks the model, and of the right answer where the row has one."""
+    """Reader of the prompts of a dataset's rows, with the right answer where the row has one."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ def _as_text(value: object) -> str:
 
 
 def _texts(document: Document, first: int) -> Iterator[str]:
-    """Yield the non-empty texts of a document (messages, or prompt and completion), without the first `first` ones."""
+    """Yield the non-empty texts of a document (messages, or prompt and completion), from number `first` on."""
     if isinstance(document, PlainText):
         texts = [document.prompt, document.completion]
     else:
@@ -305,7 +305,7 @@ def _num_prompt_texts(document: Document) -> int:
 
 
 def _text(message: Message) -> str:
-    """Return a message's text, together with its thoughts and tool calls."""
+    """Return a message's text, together with its reasoning and tool calls."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if "tool_calls" in message else []
     return "\n".join(
         text for text in (*(message.get(name, "") for name in THOUGHTS), message["content"], *calls) if text

@@ -25,7 +25,7 @@ class BadRows:
     """Collector of bad rows, which keeps counts and the first few in memory and writes all to a file."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write each bad row to `stream` as a line of JSON: "file", "line" or "row", "reason"."""
+        """Create a collector that writes each bad row to `stream` as a JSON line: file, line or row number, reason."""
         self._stream = stream
         self._first: list[BadRow] = []
         self.num_rows = 0

@@ -41,7 +41,8 @@ class Candidates:
     """Candidate tokens at each target position with the teacher's log-probabilities, for distillation."""
 
     tokens: torch.Tensor
-    """Candidate token ids, int64 [rows, sequence, k], most likely first for the teacher; arbitrary without a target."""
+    """Token ids of the candidates, int64 [rows, sequence, k], the teacher's most likely first; arbitrary without
+    target."""
     log_probabilities: torch.Tensor
     """Teacher's log-probabilities of the k candidate tokens: float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
@@ -59,14 +60,14 @@ class Documents:
     """
 
     ids: torch.Tensor
-    """Number of the document that each token belongs to, int64 [rows, sequence]."""
+    """Index of the document to which each token belongs, int64 [rows, sequence]."""
     count: int
     lengths: Sequence[int]
     """Number of tokens of each document, in the order of the flattened rows; a row's padding counts as a document."""
 
     @property
     def token_rows(self) -> torch.Tensor:
-        """Row of the batch in which each token lies, int64 [rows, sequence]; -1 for padding."""
+        """Row index of each token's document, int64 [rows, sequence]; -1 in padding."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
         return torch.where(self.ids < self.count, rows, -1)
 
@@ -199,7 +200,7 @@ Part = TypeVar("Part", bound=Documents | ModelInputs | Signal | Rollouts | Candi
 
 
 def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-    """Return a copy of one component of a batch with each of its tensors changed by a function."""
+    """Return a copy of one component of a batch with a function applied to each of its tensors."""
     changed: dict[str, Any] = {
         name: change(value) if isinstance(value, torch.Tensor) else _with_tensors(value, change)
         for name, value in vars(part).items()

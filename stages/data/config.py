@@ -95,7 +95,7 @@ def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> It
 
 
 class Mixing(StrictModel):
-    """Options for combining the datasets of a mixture."""
+    """Options for mixing several datasets: the order of their rows and the share of each."""
 
     strategy: Literal["interleave", "concat"] = Field(
         "interleave",
@@ -115,7 +115,7 @@ class Mixing(StrictModel):
 
 
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
-"""Kind of row that a method learns from.
+"""Kind of data that a training method learns from: examples, preference pairs, labelled answers or prompts.
 
 - examples: a text to imitate
 - pairs: a chosen and a rejected answer
@@ -187,13 +187,13 @@ class DataConfig(StrictModel):
         "that runs are reproducible.",
     )
     train_on: Literal["assistant", "all"] = Field(
-        "assistant", description="Tokens that carry loss: assistant: only the assistant's answers; all: every token."
+        "assistant", description="Tokens that carry loss. assistant: only the assistant's answers; all: every token."
     )
     turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
         "together",
-        description="Treatment of thoughts in earlier turns, which many chat templates drop. together: one document "
-        "with the thoughts that the template keeps; separately: one document per turn that would lose its "
-        "thoughts, ending with it.",
+        description="Treatment of reasoning (thoughts) in earlier turns, which many chat templates drop. together: "
+        "one document with the reasoning that the template keeps; separately: a further document for each "
+        "turn that would lose its reasoning, which ends with that turn.",
     )
     special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
         "text",
@@ -265,7 +265,7 @@ class DataConfig(StrictModel):
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield an error message for each dataset that the mixture contains twice, by other stages' names."""
+        """Yield an error message for each dataset that a mixture contains twice, made by two stages."""
         for split in dict.fromkeys(part.split for part in self.parts.values()):
             names = [part.dataset_stage for part in self.parts.values() if part.split == split]
             for first, name in same_datasets(names, stages):

@@ -30,7 +30,7 @@ ARRAYS: dict[str, type[np.generic]] = {
     "row_starts": np.int64,
 }
 BLOCK_DOCUMENTS = 1 << 20
-"""Number of documents processed at a time, which bounds memory."""
+"""Number of documents whose lengths are computed at a time, which bounds memory."""
 LABELS = "labels"
 MARGINS = "margins"
 
@@ -132,12 +132,12 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens without padding."""
+        """Number of tokens in all rows, without padding."""
         return self.about.num_tokens
 
     @property
     def num_target_tokens(self) -> int:
-        """Number of tokens that carry loss."""
+        """Number of tokens that carry loss, in all rows."""
         return self.about.num_target_tokens
 
     @property

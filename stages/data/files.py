@@ -175,14 +175,14 @@ def num_places(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """Portion of a dataset's split that training uses, or that evaluation holds out."""
+    """Choice of the rows of a split that training uses, or that evaluation holds out."""
 
     name: Literal["training", "evaluation"]
     split: str
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield those rows of the split that belong to this portion; equal rows always fall into the same portion.
+        """Yield those rows of the split that belong to this choice; equal rows are always chosen together.
 
         Unreadable rows count as training data.
         """
@@ -196,7 +196,7 @@ class Portion:
 
 
 def portions(config: DataConfig) -> list[Portion]:
-    """Return the training portion, and the evaluation portion if the recipe asks for one."""
+    """Return the choice of training rows and, if the recipe holds out some, the choice of evaluation rows."""
     if config.evaluation_split:
         return [Portion("training", config.split), Portion("evaluation", config.evaluation_split)]
     if config.evaluation_fraction:

@@ -352,7 +352,7 @@ def _alpaca_question(row: Columns) -> str:
 
 
 def _turns(turns: list[tuple[str, str]]) -> list[Message]:
-    """Return the messages for pairs of a question and its answer."""
+    """Return user and assistant messages for pairs of a question and its answer."""
     return [make_message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 

@@ -46,7 +46,7 @@ MESSAGE_FIELDS = (
     "tool_calls",
     "tool_call_id",
 )
-"""Fields of a message that some format or role uses; others are counted as unread."""
+"""Fields of a message that are used in some format or role; others are reported as ignored."""
 PART_TYPES = {"text", "reasoning", "tool_call"}
 """Supported types of parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
@@ -76,7 +76,7 @@ class Conversation:
 
     @property
     def learned_turns(self) -> list[int]:
-        """Positions of the messages that carry loss."""
+        """Positions of the assistant's messages that carry loss."""
         return [
             number
             for number, message in enumerate(self.messages)
@@ -202,7 +202,7 @@ def make_message(role: str, content: str) -> Message:
 
 
 def renamed(message: Message, known_thoughts: list[str]) -> Message:
-    """Return the message with its thoughts moved to the field name that the chat template reads."""
+    """Return the message with its reasoning moved to the field name that the chat template reads."""
     return {
         known_thoughts[0] if key in THOUGHTS and key not in known_thoughts else key: value
         for key, value in message.items()
@@ -329,7 +329,7 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
-    """Return the thoughts, tool calls and tool-result fields of a message.
+    """Return the reasoning, tool calls and tool-result fields of a message.
 
     Raises RowError for those of a wrong role.
     """

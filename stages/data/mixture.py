@@ -15,7 +15,8 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""Step between the positions of consecutive slots of a mixture, modulo `WHEEL`: the golden ratio spreads them evenly.
+"""Multiplier of a position in a mixture's order, 2**64 divided by the golden ratio, which spreads each dataset evenly
+over the order.
 
 Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
 """
@@ -149,12 +150,12 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Upper end of each dataset's share of the mixture, scaled from [0, 1] to [0, `WHEEL`]."""
+        """Cumulative shares of the mixture's datasets, scaled from [0, 1] to [0, `WHEEL`]."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Return how many of the first slots lie below `border`.
+    """Return how many of the order's first positions belong to the datasets before a border of their shares.
 
     Each slot at position x counts ⌊x⌋ - ⌊x - border⌋: 1 if it lies below, else 0.
     """

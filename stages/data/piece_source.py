@@ -200,7 +200,7 @@ class PieceSource:
 
     @cached_property
     def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
-        """First and last row number of each file, counted over all files, and the total, to report progress."""
+        """First and last row number of each file, counted over all files, and the total, for progress reports."""
         places, total = {}, 0
         for path in self._files:
             count = num_places(path)

@@ -157,7 +157,7 @@ class ProvedTemplate:
         return [*documents, Document(text, tuple(whole), num_dropped)] if whole or not documents else documents
 
     def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
-        """Return the rendered text, and each assistant message's span by `{% generation %}` marks, by position."""
+        """Return the rendered text and, by message position, the span that the template marks for each answer."""
         text, marked = self._run(messages, conversation.tools, **conversation.variables)
         spans: list[Span] = []
         for begin, end in marked:

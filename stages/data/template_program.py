@@ -24,9 +24,9 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""CPU seconds after which an answer ends early (as after `ANSWER_CHARACTERS`); the caller requests the rest again."""
+"""CPU seconds after which an answer is returned without the remaining conversations, which the caller then requests."""
 QUOTED_CHARACTERS = 1 << 17
-"""Largest number of characters of a template or row in an error message; the caller redacts secrets and shortens it."""
+"""Largest number of characters that an error quotes of a template or row, before the caller redacts and shortens it."""
 BYTES_PER_CHARACTER = 64
 """Bytes of memory allowed per character of a conversation, beyond the fixed limit. A character takes four bytes in the
 messages, in several renderings and in the answer."""

@@ -58,7 +58,7 @@ class Rendered:
     is_plain: bool = False
     """True if this is plain text, which no chat template rendered; the tokenizer adds its special tokens around it."""
     is_shielded: bool = False
-    """True if special tokens that users wrote in the text are private characters now, to be encoded as text."""
+    """True if special tokens that users wrote in the text are private-use characters now, to be encoded as text."""
 
 
 class ChatTemplate:
@@ -90,7 +90,7 @@ class ChatTemplate:
         }
         self._key = hashlib.sha256(json.dumps(self._source).encode()).hexdigest()
         self.num_dropped_thoughts = 0
-        """Number of turns learned without their thoughts, because the template dropped them."""
+        """Number of turns learned without their reasoning (thoughts), because the template dropped it."""
         self.wrote_date = False
         """True if the template wrote the current date into a text since `forget`."""
         self.cpu_s = 0.0
@@ -99,7 +99,7 @@ class ChatTemplate:
             self._check(answer)
 
     def forget(self) -> None:
-        """Reset what was counted while rendering: dropped thoughts, and whether the date was written."""
+        """Reset what was counted while rendering: dropped reasoning, and whether the date was written."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 
@@ -152,7 +152,7 @@ class ChatTemplate:
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """Text that only a conversation's last turn has after its end and that is learned too; usually empty.
+        """Text after the end of a turn that only a conversation's last turn has, and that is learned; usually empty.
 
         Phi-3's template, for example, ends a conversation with another special token.
         """

@@ -42,7 +42,7 @@ tokenizer's normalizer does not lengthen."""
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""Tags around a model's thoughts, which stay special tokens in texts because chat templates search for them."""
+"""Tags around a model's reasoning, which stay special tokens in texts because chat templates search for them."""
 BATCH_CHARACTERS = 1 << 20
 """Number of characters tokenized at a time, which bounds memory: each token takes some 100 bytes meanwhile."""
 MAX_SHOWN = 40
@@ -73,7 +73,7 @@ class DocumentTokenizer:
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
-        """True if the assistant's turns end with a special token, so that a model learns to stop; None before the first
+        """True if the assistant's turns end with a special token, so that the model learns to stop; None before any
         turn."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class DocumentTokenizer:
         return notes
 
     def warnings(self, notes: TokenizerNotes) -> Iterator[str]:
-        """Yield warnings about special tokens in texts, dropped thoughts and dates, from the counts of rendering."""
+        """Yield warnings about special tokens in texts, dropped reasoning and dates, from the counts of rendering."""
         if warning := self._content.warning(notes.special_tokens):
             yield warning
         if notes.num_dropped_thoughts:
@@ -300,7 +300,7 @@ class DocumentTokenizer:
         return replace(rendered, is_shielded=True) if is_shielded else rendered
 
     def _shielded(self, conversation: Conversation) -> Conversation:
-        """Return a conversation with the special tokens in users' texts replaced by private characters."""
+        """Return a conversation with the special tokens in users' texts replaced by private-use characters."""
         parts = [conversation.messages, conversation.tools, conversation.variables]
         messages, tools, variables = found = self._content.shield(parts)
         if found is parts:
@@ -366,7 +366,7 @@ class Tokens:
 
 
 class TokenizerNotes(StrictModel):
-    """Counts about rendered documents (special tokens in texts, dropped thoughts, …), from which warnings are made.
+    """Counts about rendered documents (special tokens in texts, dropped reasoning, …), from which warnings are made.
 
     - teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None without
       one
@@ -439,7 +439,7 @@ class SpecialTokens:
         """Number of documents whose texts contain each special token."""
 
     def shield(self, value: Any) -> Any:
-        """Return a value with the special tokens in all its strings replaced by private characters.
+        """Return a value with the special tokens in all its strings replaced by private-use characters.
 
         The same object is returned if there are none.
         Raises RowError when the policy refuses special tokens.
@@ -460,7 +460,7 @@ class SpecialTokens:
         return self._shielded(value)
 
     def is_shielded(self, text: str) -> bool:
-        """Return whether a text contains special tokens that were replaced by private characters."""
+        """Return whether a text contains special tokens that were replaced by private-use characters."""
         return bool(self.counts and PRIVATE.search(text))
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
@@ -470,7 +470,7 @@ class SpecialTokens:
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
     def unshielded(self, text: str) -> str:
-        """Return a text with private characters turned back into the special tokens that users wrote."""
+        """Return a text with private-use characters turned back into the special tokens that users wrote."""
         return PRIVATE.sub(_swap, text) if self.counts else text
 
     def warning(self, counts: Mapping[str, int]) -> str | None:
@@ -487,7 +487,7 @@ class SpecialTokens:
 
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
-        """Tokenizer whose special tokens are their private characters, with a map from its ids to the real ones."""
+        """Tokenizer that knows special tokens only as private-use characters, with a map to the real token ids."""
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         numbers = {}
@@ -510,7 +510,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """Return a matched special token as private characters, or private characters as the special token."""
+    """Return a matched special token as private-use characters, or private-use characters as the special token."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 

@@ -43,7 +43,7 @@ INLINE_THOUGHTS = re.compile(r"\A\s*(?:<think>)?(?P<thoughts>.*?)</think>(?P<ans
 PROBE = "qprobetext"
 """Text that is appended to a message's content, to test whether the chat template shows that content to its end."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Names under which chat templates know the variable that switches a model's thoughts on or off."""
+"""Names under which chat templates know the variable that switches a model's reasoning on or off."""
 
 
 class QuotingError(RowError):
@@ -76,7 +76,7 @@ class Document:
     text: str
     spans: tuple[Span, ...]
     num_dropped_thoughts: int
-    """Number of turns learned without their thoughts, because the template dropped them."""
+    """Number of turns learned without their reasoning (thoughts), because the template dropped it."""
 
 
 class Turns:
@@ -154,7 +154,7 @@ class Turns:
         return turn
 
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
-        """Return a turn rendered after a simpler history and appended to the real prompt, for templates that need it.
+        """Return a turn appended to its real prompt, for templates that change the prompt once an answer follows.
 
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
@@ -169,7 +169,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """Return the messages without the thoughts that the rendered text lacks, if they do not affect the text.
+        """Return the messages without the reasoning that the text lacks, if the text is the same without it.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -197,7 +197,7 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """Return how much of `rest`, from its start, is the turn that reads `own` as the last turn; 0 if uncertain."""
+        """Return the length of a turn at the start of `rest`, given its text `own` as the last turn; 0 if unsure."""
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -324,7 +324,7 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
-    """Return the turn with its thoughts put in, for templates that open thoughts in the prompt but drop them later.
+    """Return the turn with its reasoning put in, for templates that open `<think>` in the prompt but drop it later.
 
     As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
     """
@@ -339,7 +339,7 @@ def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[st
 
 
 def split_thoughts(message: Message) -> tuple[str, str]:
-    """Return a message's thoughts (from a field, or before `</think>` in its text) and its answer."""
+    """Return a message's reasoning (from a field, or before `</think>` in its text) and its answer."""
     content: str = message["content"] or ""  # null beside calls
     for field in THOUGHTS:
         if field in message:
@@ -349,7 +349,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Return the message without thoughts; a message with tool calls also loses its text."""
+    """Return the message without reasoning; a message with tool calls also loses its text."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

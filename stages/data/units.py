@@ -30,7 +30,7 @@ WINDOW_ROWS = 256
 
 @dataclass(frozen=True)
 class Unit:
-    """Training unit that must stay in one packed row: a document, or a chosen and a rejected one.
+    """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected). `len` counts tokens.
 
     `len` counts tokens.
     """
@@ -72,7 +72,7 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of another policy object, for later rows."""
+        """Add the counts of another policy object, from later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]

@@ -21,7 +21,7 @@ LAUNCHERS: dict[str, type[LauncherOptions]] = {
     "kubernetes": KubernetesOptions,
 }
 BLOCKS = {name: options for name, options in LAUNCHERS.items() if options.model_fields}
-"""Launchers that have options in `execution`, by name."""
+"""Options class of each launcher that has options in `execution`, by name."""
 Options = TypeVar("Options", bound=LauncherOptions)
 
 if TYPE_CHECKING:
