@@ -144,7 +144,7 @@ def base_of(version: RegisteredVersion) -> Artifact | None:
 
 
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
-    """Return the configuration to serve a registered version with, under its registered name.
+    """Return the launch spec (model, adapters, server options) to serve a registered version with, under its name.
 
     It is served as the serve stage of its promotion did, if there was one. The base of an adapter is `NAME-base` in
     requests.

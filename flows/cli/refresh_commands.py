@@ -74,7 +74,12 @@ def logs(name: str, refresh: str | None, follow: bool) -> None:
 
 @click.command()
 @click.argument("name", required=False, metavar="[REFRESH|NAME@champion]")
-@click.option("--compare", nargs=2, metavar="A B", help="Write a page that compares two refreshes instead.")
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    help="Write an HTML page that compares two refreshes, instead of a report about one.",
+)
 @click.option("--open", "opened", is_flag=True, help="Open the HTML page in a browser.")
 @JSON_OPTION
 def report(name: str | None, compare: tuple[str, str] | None, opened: bool, as_json: bool) -> None:

@@ -203,19 +203,19 @@ class JobFolder:
 
 
 class Jobs(Protocol):
-    """Interface of a client that submits, observes and cancels the cluster jobs of one stage."""
+    """Interface of the Slurm and Kubernetes clients, which submit, observe and cancel the cluster jobs of one stage."""
 
     def submit(self) -> str:
-        """Submit a job and return its id."""
+        """Submit a cluster job for the stage and return the job's id."""
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
         """Return the state of a cluster job. Raises `TransientError` when the cluster does not answer."""
 
     def name_of(self, job_id: str) -> str:
-        """Return the job's name for messages to people."""
+        """Return the name of a cluster job for messages to the user, such as `Slurm job 4711`."""
 
     def cancel(self) -> bool:
-        """Cancel every job of the stage; return whether none is left."""
+        """Cancel every cluster job of the stage; return whether none is left."""
 
 
 @dataclass(frozen=True)

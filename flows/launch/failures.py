@@ -1,4 +1,4 @@
-"""Errors for failed stage processes: the stage's own error, a signal, or the kernel's out-of-memory killer."""
+"""Diagnosis of failed stage processes: the stage's own error, a signal, or the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 

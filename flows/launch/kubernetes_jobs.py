@@ -75,7 +75,7 @@ class KubernetesJobs:
         return self._name
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the job's state. Raises `TransientError` when Kubernetes does not answer."""
+        """Return the state of the stage's Kubernetes job. Raises `TransientError` when Kubernetes does not answer."""
         with _explained(f"look at the {self._kind} {self._name}"):
             job = self._find(self._kind)
             pods = self._pods()
@@ -85,7 +85,7 @@ class KubernetesJobs:
         return outcome(job, pods, self.order)
 
     def name_of(self, job_id: str) -> str:
-        """Return the Kubernetes job's name for messages to people."""
+        """Return the name of the Kubernetes job for messages to the user."""
         return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
 
     def cancel(self) -> bool:

@@ -91,7 +91,7 @@ class SlurmJobs:
         return Running()
 
     def name_of(self, job_id: str) -> str:
-        """Return the job's name for messages to people."""
+        """Return the name of the Slurm job for messages to the user."""
         return f"Slurm job {job_id}"
 
     def cancel(self) -> bool:
