@@ -1,6 +1,7 @@
 """Accuracy of the layout planner on published training runs.
 
 Prints errors of step time and memory, ranking of layouts, and predicted out-of-memory; asserts nothing.
+
 python tests/benchmarks/planner_accuracy.py                  # with the constants in the code
 python tests/benchmarks/planner_accuracy.py --fit            # fit them again, on the sources of FIT only
 python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all sources of FIT but one, for each

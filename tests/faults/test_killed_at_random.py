@@ -1,12 +1,12 @@
 """A refresh ends with the right artifacts although its processes are killed at random moments.
 
 Its stages are SFT, DPO, quantization and evaluation, with real Prefect, MLflow and vLLM.
-Each seed kills every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some live in one stage only,
-so they die in the order of these; chance puts the others between them, picks the process, and when it dies. As often
-as the refresh dies it is run again; in the end every artifact has the version and the bytes of an undisturbed refresh.
-KILL_SEEDS says how often that is done.
+Each seed kills a process of every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some kinds live
+in one stage only, so they die in the order of the stages; the others come between them at random, and the process and
+the time of its death are random, too. Whenever the refresh dies it is run again; in the end every artifact has the
+version and the bytes of an undisturbed refresh. KILL_SEEDS is the number of repetitions.
 
-Quick siblings: `test_killed_anywhere.py`, `test_train_faults.py`, `test_serve_faults.py` and `test_server_faults.py`.
+In `make test`: `test_killed_anywhere.py`, `test_train_faults.py`, `test_serve_faults.py` and `test_server_faults.py`.
 """
 
 import json

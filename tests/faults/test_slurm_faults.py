@@ -1,6 +1,6 @@
 """After faults of Slurm jobs, or of refreshes that wait for them, no job stays in the queue and no work is lost.
 
-Most are nightly, since Slurm looks at its jobs every half minute; quick siblings: those that stay, and
+Most of these tests are nightly, since Slurm looks at its jobs every half minute only. `make test` runs the others, and
 `tests/pipeline/test_slurm.py`.
 """
 

@@ -1,6 +1,7 @@
 """Stand-in for a stage process, which behaves as its environment variable TINY says: succeeds, fails, hangs or dies.
 
 It keeps the stage contract, and uses the standard library only.
+
 python tiny_stage.py WORK_FOLDER
 """
 

@@ -1,6 +1,6 @@
 """Lifecycle homes that are copied or moved while their servers, worker and refreshes run stay usable and separate.
 
-Their quick siblings: `tests/faults/test_server_faults.py`, `tests/unit/flows/servers/test_records.py`.
+In `make test`: `tests/faults/test_server_faults.py`, `tests/unit/flows/servers/test_records.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A nightly refresh with real training and vLLM ends as if undisturbed although a rank and an engine are killed.
 
-Its quick siblings: `test_deaths.py` and `test_serve_faults.py` of `tests/faults`, `tests/pipeline/test_refresh.py`.
+In `make test`: `test_deaths.py` and `test_serve_faults.py` of `tests/faults`, `tests/pipeline/test_refresh.py`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A real refresh with stand-ins for models and evaluations; promotions and publications are real.
+"""Refresh for tests of promotion: promotions and publications are real, models and evaluations are stand-ins.
 
 python candidate_refresh.py RECIPE   prints what `lifecycle run` prints, exits like it
 """
@@ -16,7 +16,7 @@ STAGE = Path(__file__).with_name("candidate_stage.py")
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Launch promotions and publications as usual, and `candidate_stage.py` for all other stages."""
+    """Launch promotions and publications as usual, and `candidate_stage.py` for stages of all other kinds."""
     if config.kind in ("promote", "publish"):
         return local.start(work, config)
     with (work / "log.txt").open("ab") as log:

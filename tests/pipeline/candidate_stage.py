@@ -1,4 +1,4 @@
-"""Stage process of a candidate: `candidate_stage.py WORK`.
+"""Stand-in for the stage process of a candidate's model or evaluation. Run: `candidate_stage.py WORK`.
 
 It writes a model, or an evaluation of which `limit` answers are right.
 """

@@ -1,4 +1,4 @@
-"""Fixtures of the pipeline tests: most of them borrow one home whose servers are running."""
+"""Fixtures of the pipeline tests; most of them share one lifecycle home whose servers are running."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def home_with_servers(tmp_path_factory):
-    """Owner of the shared home; one for each worker of pytest-xdist, which runs its files one after the other."""
+    """Provide the owner of the shared lifecycle home with running servers.
+
+    Each worker of pytest-xdist has one, and runs its test files one after the other.
+    """
     from lent_home import LentHome
 
     home = LentHome(tmp_path_factory.mktemp("lent") / "home")
@@ -21,14 +24,14 @@ def home_with_servers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lent_home(home_with_servers):
-    """Folder of an empty home with running servers and worker."""
+    """Provide the folder of an empty lifecycle home with running servers and worker."""
     yield home_with_servers.folder
     home_with_servers.empty()
 
 
 @pytest.fixture(scope="module")
 def worker_home(lent_home):
-    """Empty home with running servers and worker, for tests of schedules and retries."""
+    """Provide an empty lifecycle home with running servers and worker, for tests of schedules and retries."""
     from worker_home import WorkerHome
 
     return WorkerHome(lent_home)

@@ -1,4 +1,4 @@
-"""A home whose servers and worker are up, lent to one test file after the other and emptied in between.
+"""Lifecycle home with running servers that test files share one after the other; it is emptied in between.
 
 A start of the servers takes 24 s of processor time. Emptied means: their databases are what they were when the servers
 were new, and of the rest nothing is left; ports, tokens and processes stay.
@@ -15,7 +15,7 @@ OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "ser
 
 
 class LentHome(Home):
-    """Owner of a shared home: starts, empties and stops it. Borrowers make a `Home` of its folder."""
+    """Owner of the shared lifecycle home, which starts, empties and stops it. Tests make a `Home` of its folder."""
 
     def begin(self) -> None:
         self.folder.mkdir()
@@ -26,7 +26,7 @@ class LentHome(Home):
                 database.backup(copy)
 
     def empty(self) -> None:
-        """Reset the home for the next borrower, once no process of the former one runs."""
+        """Wait until no process of the last test file runs, and reset the lifecycle home for the next."""
         eventually(lambda: self.processes() == [])
         self._up()  # borrowers may have stopped what they test
         _remove(path for path in self.folder.parent.iterdir() if path != self.folder)

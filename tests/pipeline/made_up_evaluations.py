@@ -1,4 +1,4 @@
-"""Real promotions with stand-ins for the evaluations that they start.
+"""Real promotions whose reevaluations of the champion are stand-ins.
 
 In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
 """
@@ -12,7 +12,7 @@ from stages.core.contract import StageInput
 from tests.candidates import write_evaluation
 
 RIGHT = 60
-"""Number of right answers, of 100, that the champion gives when it is evaluated again."""
+"""Number of right answers, of 100, that the champion gives when a promotion evaluates it again."""
 
 
 def prompt_of(config: dict[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""Debian's PostgreSQL on a free port of the loopback, for as long as a test wants it."""
+"""PostgreSQL server of Debian's package on a free loopback port, for the duration of a test."""
 
 import os
 import secrets
@@ -24,7 +24,7 @@ class PostgreSql:
     """PostgreSQL server with its data in `folder`. `address` is `USER:PASSWORD@HOST:PORT`."""
 
     def __init__(self, folder: Path) -> None:
-        """Initialize the data folder, as the user that Debian's package created: PostgreSQL refuses to run as root."""
+        """Create the database files as the user of Debian's package, since PostgreSQL refuses to run as root."""
         self.folder = folder
         self.password = secrets.token_hex(16)
         (self.port,) = free_ports(1)
@@ -41,7 +41,7 @@ class PostgreSql:
         return f"{USER}:{self.password}@127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the server, and return when it accepts connections."""
+        """Start the server, and wait until it accepts connections."""
         settings = ["listen_addresses=127.0.0.1", f"port={self.port}", "unix_socket_directories=", "fsync=off"]
         settings += ["dynamic_shared_memory_type=mmap"]  # a killed one leaves nothing in /dev/shm
         flags = [flag for setting in settings for flag in ("-c", setting)]
@@ -58,7 +58,7 @@ class PostgreSql:
         eventually(lambda: subprocess.run(ready).returncode == 0)
 
     def kill(self) -> None:
-        """SIGKILL all processes of the server."""
+        """Kill all processes of the PostgreSQL server with SIGKILL."""
         os.killpg(self.server.pid, signal.SIGKILL)
         self.server.wait()
 
@@ -95,7 +95,7 @@ def postgresql(databases: list[str]) -> Iterator[PostgreSql]:
 
 
 def database_environment(cluster: PostgreSql) -> dict[str, str]:
-    """Return the variables that make our local servers use its databases `prefect` and `mlflow`."""
+    """Return the environment variables that make Prefect and MLflow store their data in this PostgreSQL server."""
     return {
         "PREFECT_API_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{cluster.address}/prefect",
         "MLFLOW_BACKEND_STORE_URI": f"postgresql://{cluster.address}/mlflow",

@@ -1,4 +1,4 @@
-"""Refreshes in a home of their own, with real Prefect and MLflow servers; only the stage processes are small."""
+"""Lifecycle homes for tests of refreshes with real Prefect and MLflow servers and stand-ins for stage processes."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ PATIENCE_S = 300.0
 
 
 class Home:
-    """A home folder (LIFECYCLE_HOME) with its environment, and the commands and requests that tests send."""
+    """A lifecycle home for tests, with its environment, and the commands and requests that tests send."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,10 @@ class Home:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
     def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a `lifecycle` command in the home's folder: in the repository, Python would import our `stages`."""
+        """Start a `lifecycle` command in the lifecycle home's folder.
+
+        In the repository, Python would import the real `stages` instead of a stand-in.
+        """
         return subprocess.Popen(
             [LIFECYCLE, *arguments],
             env=self.environment,
@@ -66,7 +69,7 @@ class Home:
         return f"http://127.0.0.1:{self.servers()[server]['port']}"
 
     def key(self) -> str:
-        """Return the key that servers of this home require: NAME:PASSWORD."""
+        """Return the key NAME:PASSWORD that the lifecycle home's servers require."""
         return (self.folder / "servers.key").read_text().strip()
 
     def mlflow(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -76,7 +79,7 @@ class Home:
         return request(f"{self.address('prefect')}/api/{path}", body, self.key())
 
     def attempts(self, stage: str) -> list[dict[str, Any]]:
-        """Return the MLflow runs of a stage's attempts, oldest first."""
+        """Return a stage's MLflow runs, one for each attempt, oldest first."""
         wanted = {
             "experiment_ids": ["1"],
             "filter": f"tags.stage = '{stage}'",
@@ -85,7 +88,7 @@ class Home:
         return self.mlflow("runs/search", wanted).get("runs", [])
 
     def losses(self, run: dict[str, Any]) -> list[int]:
-        """Return the steps for which an MLflow run has a loss, in the order of logging."""
+        """Return the training steps for which an MLflow run has a loss, in the order of logging."""
         run_id = run["info"]["run_id"]
         return [
             point["step"]
@@ -93,16 +96,16 @@ class Home:
         ]
 
     def flow_run_state(self, refresh: str) -> str:
-        """Return the state that Prefect has of a refresh."""
+        """Return the state type that Prefect shows for a refresh, such as COMPLETED."""
         (flow_run,) = self.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return flow_run["state"]["type"]
 
     def work(self, stage: str, file: str) -> Path:
-        """Wait for a file in the work folder of a stage, and return its path."""
+        """Wait until a file exists in the work folder of a stage, and return its path."""
         return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
 
     def processes(self) -> list[str]:
-        """Return the command lines of all processes of this home, except the servers and their supervisor."""
+        """Return the command lines of the lifecycle home's processes, except the servers and their supervisor."""
         tokens = [server["token"] for server in self.servers().values()]
         supervisor = Lock(self.folder).holder()
         commands = []
@@ -119,7 +122,10 @@ class Home:
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """Return a stage that runs `tiny_stage.py` in the given mode; `mark` distinguishes versions."""
+    """Return a recipe's download stage, run by `tiny_stage.py` in the given mode.
+
+    Another `mark` makes another version.
+    """
     return {
         "kind": "download",
         "dataset": "builtin/addition",
@@ -129,12 +135,12 @@ def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
 
 
 def model(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """Return the recipe entry of a stage that produces a model."""
+    """Return a recipe's download stage whose artifact is a model, run by `tiny_stage.py` in the given mode."""
     return {**stage(mode, mark, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """Return an evaluate stage that depends on a model."""
+    """Return a recipe's evaluate stage for the model of stage `upstream`, run by `tiny_stage.py`."""
     return {
         "kind": "evaluate",
         "model": upstream,
@@ -145,7 +151,7 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
 
 
 def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """Return a train stage that depends on a model and a dataset."""
+    """Return a recipe's train stage on a model and a dataset of other stages, run by `tiny_stage.py`."""
     return {
         "kind": "train",
         "method": "sft",
@@ -158,7 +164,7 @@ def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> d
 
 
 def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
-    """Return a chain of stages of all kinds that work on a model, run by `tiny_stage.py` in the given mode."""
+    """Return a recipe with one stage of each kind that works on a model, run by `tiny_stage.py` in the given mode."""
     execution = {"execution": {"environment": {"TINY": mode}}}
     calibration = {"calibration": {"dataset": f"rows-{mark}"}}
     return {
@@ -171,7 +177,7 @@ def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
 
 
 def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo: Callable[[], None]) -> dict[str, Any]:
-    """Run a refresh whose stages each pause halfway, and call `disturb` at each; returns its output.
+    """Run a refresh whose stages each pause halfway, call `disturb` at each pause, and return the refresh's output.
 
     A stage goes on before the disturbance is undone.
     """
@@ -188,7 +194,7 @@ def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo
 
 
 def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
-    """Rerun a disturbed refresh: check that all is cached, and that Prefect and MLflow have everything once."""
+    """Run a disturbed refresh again, and check that all stages are cached and recorded once in Prefect and MLflow."""
     code, again = home.run(home.folder.parent / f"{mark}.yaml")
     assert (code, set(states(again).values())) == (0, {"cached"})
     versions = {name: entry["version"] for name, entry in done["stages"].items()}
@@ -200,7 +206,7 @@ def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
-    """Wait for a `lifecycle` process; returns its exit code and the JSON object that it printed."""
+    """Wait for a `lifecycle` process to end; return its exit code and the JSON object that it printed."""
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert output, errors
     return process.returncode, json.loads(output)
@@ -211,7 +217,7 @@ def states(refresh: dict[str, Any]) -> dict[str, str]:
 
 
 def request(url: str, body: Any = None, key: str | None = None, method: str | None = None) -> Any:
-    """Return the answer of a server to a GET, or to a POST of a body."""
+    """Send a GET request, or with a body a POST, to a server, and return its JSON answer. key: USER:PASSWORD."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key:

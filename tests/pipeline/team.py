@@ -1,4 +1,4 @@
-"""Run the services of `deploy/compose.yaml` as local processes, with its commands, settings and secrets."""
+"""Services of `deploy/compose.yaml` run as local processes, with the file's commands, settings and secrets."""
 
 import json
 import os
@@ -59,11 +59,11 @@ class Team:
         self.services: dict[str, Any] = json.loads(text)
 
     def secret(self, name: str) -> Path:
-        """Return the path of a secret's file."""
+        """Return the path of the file that holds a secret of the compose file."""
         return self.folder / "secrets" / name
 
     def start(self) -> None:
-        """Start the services in compose's order, each when those it depends on are healthy."""
+        """Start the services in the compose file's order, each when the former one is healthy."""
         for name in SERVICES:
             service = self.services[name]
             with self.log(name).open("wb") as log:
@@ -96,7 +96,7 @@ class Team:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment variables of the image, with free ports."""
+        """Return the environment variables that the container image sets, with a free port for the worker."""
         port = {"PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["worker"])}
         return {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "DO_NOT_TRACK": "true", **port}
 

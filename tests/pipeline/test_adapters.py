@@ -1,4 +1,4 @@
-"""Adapter stages from training to the merged model: their outputs, checks and errors."""
+"""Adapters from training to the merged model: what the stages write and check, and how they fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_DPO_STEPS = 12
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Artifacts of the train tests, and `sft`, a slightly trained model."""
+    """Provide the artifacts of `make_artifacts`, and `sft`, a slightly trained model."""
     artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
     work = tmp_path_factory.mktemp("sft") / "sft-0123456789ab"
     config = make_config(steps=30, warmup_steps=5)
@@ -43,7 +43,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half(artifacts, tmp_path_factory):
-    """Folder of the SFT model in bf16."""
+    """Provide the artifact of the SFT model in bf16."""
     folder = shutil.copytree(artifacts["sft"], tmp_path_factory.mktemp("half") / artifacts["sft"].name)
     weights = folder / "model" / "model.safetensors"
     save_file({name: one.bfloat16() for name, one in load_file(weights).items()}, weights, metadata={"format": "pt"})
@@ -52,7 +52,7 @@ def half(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dpo(artifacts, tmp_path_factory):
-    """Work folder of a DPO stage on two processes that trained an adapter of the SFT model."""
+    """Provide the work folder of a DPO stage that trained an adapter of the SFT model on two processes."""
     work = tmp_path_factory.mktemp("dpo") / "dpo-0123456789ab"
     config = dpo_config()
     make_context(work, artifacts, config)
@@ -67,7 +67,7 @@ def dpo_config(**fields):
 
 
 def merged(inputs, work, **fields):
-    """Merge the DPO adapter into `sft`, and return the stage's result."""
+    """Merge the DPO adapter into its base model `sft`, and return the merge stage's result."""
     work.mkdir(parents=True)
     config = MergeConfig.model_validate({"kind": "merge", "model": "sft", "adapter": "dpo", **fields})
     context = StageContext(work, "merged", "0" * 12, inputs, {}, work)
@@ -78,7 +78,7 @@ def merged(inputs, work, **fields):
 
 @pytest.fixture(scope="module")
 def tuned(artifacts, tmp_path_factory):
-    """Work folder of an SFT stage that trained an adapter of `sft`, for stages that continue it."""
+    """Provide the work folder of an SFT stage that trained an adapter of `sft`, for stages that continue it."""
     work = tmp_path_factory.mktemp("tuned") / "tuned-0123456789ab"
     run_stage(work, artifacts, make_config(model="sft", adapter=ADAPTER, steps=12))
     return work
@@ -211,7 +211,9 @@ def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
 
 @pytest.mark.nightly
 def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):
-    """Quick siblings: the next test, which begins with a checkpoint, and kills of whole models' training in
+    """Adapter training that is killed resumes and ends with bitwise the same adapter.
+
+    `make test` covers this by the next test, which begins with a checkpoint, and by kills of full training in
     `test_train_faults.py`.
     """
     work, config = tmp_path / "dpo-0123456789ab", dpo_config()
@@ -230,7 +232,10 @@ def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path)
 
 
 def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, artifacts, tmp_path):
-    """Resumes the run of two processes on two, to the very bits, on one, and that one on two."""
+    """A checkpoint of adapter training resumes on another number of processes and gives the same adapter.
+
+    The run of two processes is resumed on two (bitwise equal) and on one, and the latter on two.
+    """
     same, alone, pair = (tmp_path / name / dpo.name for name in ("same", "alone", "pair"))
     every_2 = {"execution": {"checkpoint_every_steps": 2}}
     finish_again(dpo, 8, same, artifacts, dpo_config())
@@ -247,7 +252,10 @@ def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, ar
 
 @pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
 def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(precision, apart, artifacts, tmp_path):
-    """Recorded predictions are those of the quantized base, so the merged model differs by the rounding and no more."""
+    """An adapter trained on a quantized base is merged into the unquantized base model.
+
+    Recorded predictions are those of the quantized base, so the merged model differs by the rounding and no more.
+    """
     work = tmp_path / "dpo-0123456789ab"
     adapter = {**ADAPTER, "base_precision": precision}
     run_stage(work, artifacts, make_config("dpo", model="sft", adapter=adapter, steps=6, learning_rate=2e-3))
@@ -260,7 +268,7 @@ def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(prec
 
 
 def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
-    """The adapted v_proj gets no gradient, since o_proj's weights are nearly 0."""
+    """A warning names an adapted layer that gets no gradient: v_proj, since o_proj's weights are nearly 0."""
     base = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
     weights = load_file(base / "model" / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"].fill_(1e-45)
@@ -327,7 +335,7 @@ def test_an_adapter_whose_change_the_rounding_takes_away_is_refused(dpo, artifac
 
 
 def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, artifacts):
-    """A training artifact holds the adapter's files only, and its work folder the checkpoints.
+    """Adapter training stores a fraction of the base model's size: the adapter's files, and small checkpoints.
 
     Of the tiny model, adapters of this rank are a seventh; of a large one a thousandth.
     """
@@ -343,7 +351,7 @@ def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, a
 
 
 def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifacts, half, tmp_path):
-    """The adapter's B is not 0, but merging it changes no bf16 weight."""
+    """A trained adapter whose merge changes no bf16 weight is stored but rejected, though its B is not 0."""
     work, config = tmp_path / "dpo-0123456789ab", dpo_config(learning_rate=1e-12, layout={"micro_batch_size": 2})
     make_context(work, {**artifacts, "sft": half}, config)
     run_to_end(work, config)
@@ -354,7 +362,7 @@ def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifac
 
 
 def test_an_adapter_that_changes_little_is_an_adapter(artifacts, half, tmp_path):
-    """The recorded log-probabilities change by less than the 0.8% that bf16 resolves."""
+    """An adapter that changes log-probabilities by less than the 0.8% that bf16 resolves is still accepted."""
     work = tmp_path / "dpo-0123456789ab"
     config = dpo_config(learning_rate=2e-5, layout={"micro_batch_size": 2}, precision="bf16")
     make_context(work, {**artifacts, "sft": half}, config)

@@ -1,4 +1,4 @@
-"""A candidate whose evaluation differs from its champion's: the champion is evaluated again, once."""
+"""A champion whose evaluation asked something else than the candidate's is evaluated again, once."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def store(tmp_path, monkeypatch):
 
 
 def promote(store: Store, mark: str, right: int, num_fewshot: int) -> tuple[Built, Notes]:
-    """Promote a candidate that answered `right` of 100 questions, asked with `num_fewshot` examples."""
+    """Promote a candidate that answered `right` of 100 questions, asked with `num_fewshot` examples in the prompt."""
     tree = candidate_tree(mark)
     tree["scores"]["num_fewshot"] = num_fewshot
     stages = planned_stages(store, tree)

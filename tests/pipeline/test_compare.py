@@ -1,4 +1,7 @@
-"""`lifecycle compare` with real Prefect, MLflow and training; a layout that cannot run gets a row with the reason."""
+"""`lifecycle compare` trains under several layouts with real Prefect and MLflow.
+
+A layout that cannot run gets a row with the reason.
+"""
 
 import json
 from pathlib import Path
@@ -40,7 +43,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def compared(home, recipe):
-    """JSON object printed by `lifecycle compare --json`."""
+    """Provide the JSON object that `lifecycle compare --json` printed."""
     layouts = home.folder.parent / "layouts.txt"
     layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
     measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]
@@ -57,7 +60,7 @@ def rows(compared):
 
 @pytest.fixture(scope="module")
 def runs(home, compared):
-    """MLflow runs of the comparison by name, including the parent run."""
+    """Provide the comparison's MLflow runs by name, including the parent run."""
     wanted = {"experiment_ids": ["1"], "filter": f"tags.comparison = '{compared['comparison']}'"}
     found = home.mlflow("runs/search", wanted)["runs"]
     return {run["info"]["run_name"]: run for run in found}

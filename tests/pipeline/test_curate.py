@@ -1,5 +1,7 @@
-"""A refresh that curates: what was planted is left out, training learns from the rest, and the evaluation, by night,
-says which of two models may know its answers by heart."""
+"""A refresh with a curate stage leaves out exactly the planted rows, and training learns from the rest.
+
+By night, the evaluation warns which of two models may have seen its test questions.
+"""
 
 import json
 
@@ -20,7 +22,7 @@ TO_TRAINING = [*RUN, "--until", "sft-clean"]
 
 
 def run(home, command):
-    """Run a refresh, and return the record that it printed."""
+    """Run a refresh by a `lifecycle` command, and return the JSON record that it printed."""
     done = home.lifecycle(*command)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -28,7 +30,7 @@ def run(home, command):
 
 @pytest.fixture(scope="module")
 def refreshed(lent_home):
-    """Home of a finished refresh that trained on what a curate stage left, and its record."""
+    """Provide the lifecycle home of a refresh that trained on curated rows, and the refresh's JSON record."""
     home = Home(lent_home)
     return home, run(home, TO_TRAINING)
 
@@ -59,7 +61,10 @@ def test_what_was_planted_is_left_out_and_nothing_else(refreshed):
 
 @pytest.mark.nightly
 def test_only_the_evaluation_of_a_model_that_learned_from_raw_rows_warns(refreshed):
-    """Quick siblings: `unit/flows/planning/test_contamination.py` has who is warned of, and a stage that warns."""
+    """Only the evaluation of a model trained on raw rows warns of contamination by its test questions.
+
+    `make test` covers this by `unit/flows/planning/test_contamination.py`.
+    """
     home, _ = refreshed
     record = run(home, RUN)
     (warning,) = [said for said in warnings(home, record, "evaluate-raw") if "decontaminated" in said]

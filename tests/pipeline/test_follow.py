@@ -1,4 +1,4 @@
-"""A champion on the real vLLM, replaced by its challenger under load: no request fails or waits for both."""
+"""A champion served by the real vLLM is replaced by its challenger under load; no request fails or waits for both."""
 
 import json
 import os
@@ -43,9 +43,9 @@ QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temp
 LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
 NUM_USERS = 4
-"""Number of user ids that each client cycles through; a challenger gets half of the users."""
+"""Number of user ids that each client sends in turn; the challenger answers half of the users."""
 PAUSE_S = 0.1
-"""Pause between requests, which leaves the next server CPU time to start."""
+"""Pause in seconds between a client's requests, which leaves the starting server CPU time."""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,7 +60,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def registration(seed: int) -> Registration:
-    """Return the registration of a tiny model and its serve stage, committed to the store."""
+    """Commit a tiny model and its serve stage to the store, and return the model's registration."""
     serving = {"max_model_len": SERVING["max_model_len"], "enforce_eager": True}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [str(seed)]},
@@ -94,7 +94,7 @@ def make_champion(made: Registration) -> None:
 
 @dataclass
 class Load:
-    """Clients that send completion requests continuously, half of them streamed."""
+    """Clients that send completion requests continuously, half of them streamed, and keep answers and failures."""
 
     url: str
     question: dict[str, Any] = field(default_factory=lambda: QUESTION)
@@ -142,7 +142,7 @@ def get(url: str) -> Any:
 
 
 def versions_in(metrics: str) -> set[str]:
-    """Return the model versions that label the samples of vLLM's metrics."""
+    """Return the model versions that label the samples in a server's vLLM metrics."""
     asked = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {API_KEY}"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         families = [*text_string_to_metric_families(answer.read().decode())]
@@ -195,7 +195,11 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 
 @pytest.mark.nightly
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
-    """Quick siblings of this nightly test: `test_llama_cpp.py` serves an artifact, `test_kept.py` a champion."""
+    """`lifecycle serve` without `--follow` serves the champion of its start until it is interrupted.
+
+    `make test` covers this by `test_llama_cpp.py`, which serves an artifact, and `test_kept.py`, which serves a
+    champion.
+    """
     make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
@@ -213,7 +217,7 @@ def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: 
 
 
 def adapter_registration(seed: int) -> Registration:
-    """Return the registration of an adapter of the model with seed 0."""
+    """Commit an adapter of the tiny model (seed 0) and its serve stage, and return the adapter's registration."""
     training = {"kind": "train", "method": "sft", "adapter": {}, "seed": seed}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": ["0"]},
@@ -251,14 +255,14 @@ def adapter_registration(seed: int) -> Registration:
 
 
 def lose(made: Registration, folder: Path) -> None:
-    """Replace an adapter's weights by ones without effect, as if they were lost."""
+    """Replace the weights of an adapter in the store by weights without effect, as if they were lost."""
     adapter = Store(store_root()).find(*made.model.split("/")).folder / "adapter"
     write_idle_adapter(adapter, folder / "lost")
     shutil.copyfile(folder / "lost" / WEIGHTS_FILE, adapter / WEIGHTS_FILE)
 
 
 def expected_answer(made: Registration) -> str:
-    """Return the expected answer to the question, computed with PEFT."""
+    """Return the answer that an adapter must give to the question, computed with PEFT."""
     store = Store(store_root())
     base, adapter = (store.find(*key.split("/")).folder for key in (made.base, made.model))
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
@@ -267,8 +271,9 @@ def expected_answer(made: Registration) -> str:
 
 
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
-    """Uses more adapters than the server has slots, and a prompt long enough to hit a stale prefix cache.
+    """Adapters replace each other in the running vLLM without a failed request.
 
+    There are more adapters than the server can hold, and the prompt is long enough to hit a stale prefix cache.
     The first one challenges before it takes over: the engine has both, and each answers its users. One that was lost on
     its way is not taken over. When the engine dies while it loads the next, it is started again, and loads that.
     """

@@ -1,4 +1,4 @@
-"""The files that `make gpu-kit` collects suffice for training, beside torch, Transformers, PEFT and pytest."""
+"""The files of `make gpu-kit` suffice for training on a machine with torch, Transformers, PEFT and pytest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIT = ROOT / "deploy/requirements/gpu-kit.in"
 
 
 def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
-    """Run the GPU tests on the CPU with the kit's packages and those of the GPU machine, and no others."""
+    """The GPU tests run, here on a CPU, with only the kit's packages and those of the GPU machine."""
     kit = [line for line in KIT.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     site = tmp_path / "site"
     site.mkdir()
@@ -40,7 +40,7 @@ def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
 
 
 def _with_dependencies(names: tuple[str, ...]) -> set[str]:
-    """Return packages with all their installed dependencies, without extras."""
+    """Return the names of packages and of all their installed dependencies, without extras."""
     found: set[str] = set()
     remaining = [*names]
     while remaining:

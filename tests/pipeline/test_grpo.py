@@ -1,4 +1,4 @@
-"""GRPO stages with real servers: correct weight sync, and kills of trainer or server lose nothing.
+"""GRPO with real vLLM samples from the newest weights, and kills of the trainer or the server lose nothing.
 
 One vLLM is started here as a recipe's author starts one that stages name; several of them use it, one after another.
 """
@@ -64,7 +64,7 @@ def make(steps: int, **changed: Any) -> TrainConfig:
 
 
 def asked(work: Path) -> dict[int, set[str]]:
-    """Return the rows of the recorded prompts, by step."""
+    """Return the dataset rows whose prompts were sent to the server, by training step."""
     rows: dict[int, set[str]] = {}
     for line in (work / "completions.jsonl").read_text().splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -75,7 +75,10 @@ def asked(work: Path) -> dict[int, set[str]]:
 
 
 def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """The trainer is killed after its second round, the vLLM server of the next attempt before its last round."""
+    """GRPO resumes without loss after kills of the trainer and of its vLLM server.
+
+    The trainer is killed after its second round, the server of the next attempt before its last round.
+    """
     config = make(NUM_STEPS)
     work = make_context(tmp_path / "work", artifacts, config).work
     runtime = work / "scratch" / "server"
@@ -115,7 +118,10 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
 def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """Uses the shared, already running server, since starting one takes half a minute."""
+    """GRPO on Megatron with two processes samples each round from new weights.
+
+    It uses the shared vLLM server, since starting one takes half a minute.
+    """
     options = {**UNSERVED, "server": named_server}
     layout = {"tp": 2, "micro_batch_size": 2}
     config = make(4, learning_rate=1e-2, engine="megatron", layout=layout, grpo=options)
@@ -123,7 +129,7 @@ def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
 
 
 def _check_rounds(config: TrainConfig, work: Path) -> None:
-    """Train, and compare the server's log-probabilities of its samples with the engine's."""
+    """Train with GRPO, and check that the server's log-probabilities of its samples equal the engine's."""
     run_to_end(work, config)
     rows = logged(work)
     assert max(row["mismatch_mean"] for row in rows) < 1e-4
@@ -133,7 +139,7 @@ def _check_rounds(config: TrainConfig, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Config of a running vLLM server, started with the command that our error message recommends.
+    """Provide the config of a running vLLM server, started with the command that our error message recommends.
 
     Its head is written out, since vLLM on a CPU does not update a tied one.
     """
@@ -169,7 +175,10 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, top_p: float
 ) -> None:
-    """Uses a rarely given reward, so that one draw of completions is not enough, and a temperature other than 1."""
+    """Groups of completions without a reward difference are sampled again from the same distribution.
+
+    The reward is rarely given, so that one draw of completions is not enough, and the temperature is not 1.
+    """
     rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
     options = {**UNSERVED, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p, "server": named_server}
     config = make(3, grpo=options, execution={"checkpoint_every_steps": 3})
@@ -194,7 +203,10 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
 def test_a_named_server_is_refused_where_it_does_not_do(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server must see the same weights folder: /proc/self/cwd is another one in each process."""
+    """A named server is rejected if its context is too short or it does not see the same weights folder.
+
+    /proc/self/cwd stands for such a folder, as it is another one in each process.
+    """
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
     (problem,) = named_server_problems(config, ModelFacts(artifacts["base"] / "model"))
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
@@ -209,7 +221,10 @@ def test_a_named_server_is_refused_where_it_does_not_do(
 def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """Resumed distillation gives bitwise equal weights, although the server first has those of another stage."""
+    """On-policy distillation that is killed resumes with bitwise the same weights.
+
+    The server at first has weights of another stage.
+    """
     inputs = {**artifacts, "teacher": make_teacher(artifacts, tmp_path / "teacher")}
     sampling = {"max_completion_length": 8, "server": named_server}
     distill = {"loss_top_k": 8, "lmbda": 0.75, "sampling": sampling}
@@ -248,7 +263,7 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
 
 
 def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Round, top_p: float) -> None:
-    """Check sampled tokens with Transformers: each is within `top_p`, with the server's probability."""
+    """Check sampled tokens with Transformers: each is within `top_p`, with the log-probability of the server."""
     folder = artifacts["base"] / "model"
     assert config.rollouts
     prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", ModelFacts(folder))
@@ -274,7 +289,10 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
 def test_a_server_that_keeps_its_weights_is_an_error(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM on a CPU does not update a tied head unless it is written out; the check of new weights must notice."""
+    """GRPO fails if the server keeps its old weights.
+
+    vLLM on a CPU does so with a tied head that is not written out; the check of new weights must notice.
+    """
     monkeypatch.setattr(Vllm, "prepare_reloads", lambda *_: None)
     config = make(4, learning_rate=1e-2)
     with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):
@@ -282,7 +300,7 @@ def test_a_server_that_keeps_its_weights_is_an_error(
 
 
 def _check_record(folder: Path, work: Path) -> None:
-    """Check that the recorded log-probabilities of the first completions equal those of Transformers."""
+    """Check that the recorded log-probabilities of the first completions are those that Transformers computes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for one in read_record(work):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A task of lm-eval by its name: its dataset comes from a hub, and the dataset's commit is part of the version."""
+"""An lm-eval task given by name loads its dataset from a hub, and the dataset's commit is part of the version."""
 
 import io
 import json
@@ -41,7 +41,7 @@ CONFIG = {"model": "sft", "serving": SERVING, "tasks": ["arc_easy"], "num_fewsho
 
 
 def questions(subject: str) -> bytes:
-    """Return a split of a dataset like AI2's ARC, with its columns."""
+    """Return a Parquet file with questions in the columns of AI2's ARC dataset."""
     rows = [
         {
             "id": f"{subject}-{number}",
@@ -112,7 +112,10 @@ def test_samples_of_another_commit_than_was_planned_are_not_scored(hub: HubServe
 
 
 def checked(expected: dict[str, object]) -> tuple[int, str]:
-    """Run CHECK in a new process, since libraries read HF_ENDPOINT once; returns exit code and last error line."""
+    """Run the script CHECK in a new process, and return its exit code and last error line.
+
+    Libraries read HF_ENDPOINT only once in a process.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CHECK, json.dumps(expected)], capture_output=True, text=True, timeout=240
     )

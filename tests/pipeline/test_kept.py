@@ -1,4 +1,4 @@
-"""`serve --follow` as a command: restarts killed engines, and ends on a mistake with one message."""
+"""The command `serve --follow` restarts killed engines, and ends on a user's mistake with one message."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ if "serve" in sys.orig_argv:
     from tests.tiny_engine import TinyEngine
     registry.ENGINES["tiny"], registry.DEFAULT_ENGINE = TinyEngine(), "tiny"
 """
-"""Start-up code for Python, by which the command is served by the tiny engine."""
+"""Python start-up code (`sitecustomize`) that makes `lifecycle serve` use the tiny engine of the tests."""
 
 
 @pytest.fixture

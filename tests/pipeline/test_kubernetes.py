@@ -1,4 +1,4 @@
-"""Training as an indexed Job of two pods, which a stand-in for the API server runs on this machine."""
+"""Training runs as a Kubernetes Job of two pods; a stand-in for the API server runs them as local processes."""
 
 from tests.cluster_stages import Refresh
 from tests.kubernetes_api import running_api

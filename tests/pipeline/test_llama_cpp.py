@@ -1,4 +1,4 @@
-"""A GGUF file served by the real llama.cpp, against Transformers on the weights that it was made from."""
+"""A GGUF file served by the real llama.cpp predicts what Transformers predicts with the original weights."""
 
 import json
 import os
@@ -67,7 +67,10 @@ def client(root: Path) -> Iterator[Client]:
 
 
 def test_every_token_is_as_likely_as_transformers_has_it(root: Path, client: Client) -> None:
-    """Most of these tokens are partial characters, whose log-probabilities llama.cpp reports only indirectly."""
+    """llama.cpp gives every token the log-probability that Transformers gives it.
+
+    Most of these tokens are partial characters, whose log-probabilities llama.cpp reports only indirectly.
+    """
     model = AutoModelForCausalLM.from_pretrained(root / "sft" / "model", dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([EVERY_TOKEN])).logits[0, :-1].log_softmax(-1)

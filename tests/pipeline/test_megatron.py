@@ -1,4 +1,4 @@
-"""A recipe on Megatron-core by `lifecycle run`: planned, trained under TP and PP, metrics in MLflow, then cached."""
+"""`lifecycle run` trains a recipe on Megatron-core under TP and PP, logs its metrics in MLflow, and then caches it."""
 
 import json
 
@@ -18,7 +18,7 @@ def home(lent_home):
 
 
 def shortened(home):
-    """Return the quickstart's recipe up to DPO, with few steps."""
+    """Return the quickstart's recipe up to the DPO stage, with few training steps."""
     import yaml
 
     recipe = yaml.safe_load((ROOT / "configs" / "quickstart-megatron.yaml").read_text())

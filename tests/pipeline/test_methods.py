@@ -1,4 +1,4 @@
-"""Train stages of methods beside SFT and DPO: one process and two processes learn the same."""
+"""Train stages of KTO, distillation and reward models learn the same on one process and on two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def labelled(artifacts, tmp_path_factory):
-    """Artifacts in which each answer of a preference pair is a labelled row of its own."""
+    """Provide artifacts in which each answer of a preference pair is a row of its own, labelled good or bad."""
     folder = tmp_path_factory.mktemp("labelled")
     (folder / "data").mkdir()
     for path in (artifacts["preferences"] / "data").iterdir():
@@ -65,7 +65,7 @@ def test_kto_on_two_processes_is_kto_on_one(labelled, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_teacher(artifacts, tmp_path_factory):
-    """Artifacts with a `teacher`: the model with other weights."""
+    """Provide artifacts with a `teacher`: the base model with other weights."""
     return {**artifacts, "teacher": make_teacher(artifacts, tmp_path_factory.mktemp("teacher"))}
 
 
@@ -101,7 +101,7 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
 
 @pytest.fixture(scope="module")
 def served_teacher(with_teacher, tmp_path_factory):
-    """Config of a teacher behind a running server, as a recipe names it."""
+    """Provide the recipe's config of a teacher behind a running vLLM server."""
     folder = tmp_path_factory.mktemp("served")
     spec = new_launch_spec(
         with_teacher["teacher"] / "model", "wise", ServingConfig(**{**SERVING, "max_model_len": 128})
@@ -116,7 +116,7 @@ def served_teacher(with_teacher, tmp_path_factory):
 
 
 def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher, tmp_path):
-    """Two processes with a served teacher, of which one sends the requests, learn as one with a local teacher."""
+    """Two processes that ask a served teacher learn the same as one process with a local teacher."""
     config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill={"loss_top_k": 8})
     alone = make_context(tmp_path / "model" / "work", with_teacher, config)
     run(config, alone)
@@ -143,12 +143,11 @@ TAUGHT_BY = {
 
 @pytest.mark.parametrize("by", [pytest.param("model", marks=pytest.mark.nightly), "server"])
 def test_answers_of_the_model_itself_are_taught(with_teacher, served_teacher, tmp_path, by):
-    """On-policy distillation by a local and by a served teacher has the loss of Transformers over the answers. Two
-    processes share the rows, or each row, of which one asks the server. The learning rate is so small that both steps
-    use the initial weights.
+    """On-policy distillation has the loss that Transformers computes over the answers. The teacher is local or served.
 
-    Quick siblings of that by a model: the other one, and `test_answers_that_a_teacher_is_asked_about…` in
-    `test_grpo.py`.
+    Two processes share the rows, or each row, of which one asks the server. The learning rate is so small that both
+    steps use the initial weights. In `make test`, the other case covers the nightly one of a local teacher, and so does
+    `test_answers_that_a_teacher_is_asked_about…` in `test_grpo.py`.
     """
     distill = {"loss_top_k": 8, "beta": 0.0, "lmbda": 1.0, "sampling": SAMPLING}
     distill |= {"teacher_server": served_teacher} if by == "server" else {}
@@ -174,7 +173,7 @@ def test_answers_of_the_model_itself_are_taught(with_teacher, served_teacher, tm
 
 
 def _divergence(model, teacher, documents):
-    """Return KL(teacher ‖ model) over the teacher's top 8 tokens and the rest, averaged over answer tokens."""
+    """Return KL(teacher ‖ model) over the teacher's top 8 tokens and the rest, as mean over answer tokens in nats."""
     divergences = []
     for document in documents:
         first = len(document["prompt"]) - 1
@@ -189,7 +188,10 @@ def _divergence(model, teacher, documents):
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):
-    """Trains on two processes and on one; the logged held-out accuracy is that of the written model."""
+    """A trained reward model gives the scores that Transformers gives with its files.
+
+    It is trained on two processes and on one; the logged held-out accuracy is that of the written model.
+    """
     losses = []
     for name, layout in {"shared": {"dp_shard": 2, "micro_batch_size": 1}, "alone": {"micro_batch_size": 2}}.items():
         config = make_config("reward", steps=8, layout=layout, reward={"center_rewards_coefficient": 0.01})

@@ -1,5 +1,7 @@
-"""A stage that learns a mixture: shares as asked for and as seen, losses by dataset, the same order under every layout,
-and after it was killed."""
+"""Training on a mixture of datasets keeps the requested shares, and the order of rows does not depend on the layout.
+
+Losses are logged by dataset, and a killed run resumes in the same order.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def config_of(parts=PARTS, steps=NUM_STEPS, method="sft", evaluation_split="vali
 
 
 def learned(work, artifacts, parts=PARTS, **fields):
-    """Train on a mixture of datasets; returns the losses of the steps and the final metrics."""
+    """Train on a mixture of datasets; return the losses of the steps and the final metrics."""
     config = config_of(parts, **fields)
     make_context(work, artifacts, config)
     run_to_end(work, config)
@@ -89,7 +91,10 @@ def test_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts
 
 @pytest.mark.nightly
 def test_killed_and_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts, one_process, tmp_path):
-    """Quick siblings: the test above, and kills in `test_train_faults.py`."""
+    """Training on a mixture that is killed resumes to bitwise the same weights.
+
+    `make test` covers this by the test above and by kills in `test_train_faults.py`.
+    """
     work = tmp_path / "work"
     config = config_of(layout={"micro_batch_size": 2}, execution=OFTEN_SAVED)
     for _ in range(5):  # on a busy machine it may have ended before it is killed

@@ -1,4 +1,4 @@
-"""Prefect's automations notify channels of how refreshes end; the receiver is a real HTTP server."""
+"""Prefect's automations send notifications of how refreshes end; the receiver is a real HTTP server."""
 
 import base64
 import json
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
 SECRET = "secret-4c1e"
 REPEATED_WITHIN_S = 35.0
-"""Seconds within which an event client of Prefect that was cut off connects and sends its events again, and some."""
+"""Seconds within which a disconnected event client of Prefect reconnects and sends its events again, with a margin."""
 
 
 @pytest.fixture
 def receiver():
-    """Port of an HTTP server, and the JSON objects that it received; None for a ping."""
+    """Provide the port of an HTTP server, and the list of JSON objects that it received (None for a ping)."""
     received = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -90,7 +90,10 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):
-    """Prefect's scheduler emits no first event of a run, so Prefect would delay the later ones by 15 minutes."""
+    """Runs that Prefect's scheduler began are notified promptly.
+
+    The scheduler emits no first event of a run, so Prefect would delay the later ones by 15 minutes.
+    """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE, "--on", "failed")
@@ -153,7 +156,10 @@ def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_tha
 
 
 def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(worker_home, receiver, monkeypatch):
-    """Prefect's server forgets events when restarted, and would delay a run's crash event by 15 minutes."""
+    """A crash is notified promptly though Prefect has forgotten the run's earlier events.
+
+    Its server forgets them when restarted, and would delay the crash event by 15 minutes.
+    """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     assert worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE).returncode == 0
@@ -180,8 +186,9 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
 
 
 def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
-    """A server killed between writing a state to its database and emitting the event leaves a state without event.
+    """The end of a refresh is notified once even if Prefect's server dies before it emits the event.
 
+    A server killed between writing a state to its database and emitting the event leaves a state without event.
     The next server notifies once. The one after it does not, though it no longer knows what was notified: Prefect drops
     that after some minutes.
     """
@@ -228,7 +235,10 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
 
 
 def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(worker_home, receiver, monkeypatch):
-    """Prefect would delay the final event by 15 minutes, waiting for the start event that it has forgotten."""
+    """A refresh sends its final ping soon, though Prefect's server was restarted meanwhile.
+
+    Prefect would delay the final event by 15 minutes, waiting for the start event that it has forgotten.
+    """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
     assert worker_home.lifecycle("notify", "add", "ping", "--url-from", VARIABLE).returncode == 0
@@ -247,7 +257,7 @@ def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(work
 
 @pytest.fixture
 def post_office():
-    """Mail server that requires a password: its port, and the received letters with their senders."""
+    """Provide the port of a mail server that requires a password, and the letters received, each with its login."""
     letters = []
 
     class Office(socketserver.StreamRequestHandler):
@@ -304,7 +314,7 @@ def test_a_letter_is_sent_to_the_address_of_the_readme(worker_home, post_office,
 
 
 def assert_told_to_nobody_else(home):
-    """Check that Prefect's API shows notification secrets to the key's owner, and refuses all others."""
+    """Check that Prefect's API shows notification secrets to requests with the key, and refuses all others."""
     question = {"block_documents": {}, "include_secrets": True}
     assert SECRET in json.dumps(home.prefect("block_documents/filter", question))
     with pytest.raises(urllib.error.HTTPError, match="401"):

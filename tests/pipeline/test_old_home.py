@@ -1,4 +1,4 @@
-"""A home made by an earlier version can be read, reported, retried and rolled back, also after it was moved.
+"""A lifecycle home made by an earlier version can be read, reported, retried and rolled back, also after a move.
 
 `old_home.tar.xz` was made below /srv/lifecycle by the version of November 2026: two nights in which a model of 50,000
 parameters was taught sums and learned from its own answers (GRPO), each with a new champion, and a training that was
@@ -18,13 +18,16 @@ from refreshes import Home, states
 OLD_HOME = Path(__file__).with_name("old_home.tar.xz")
 MADE_AT = "/srv/lifecycle"
 OTHER_PROGRAMS = re.compile(r"content of \w+_version|version of .*")
-"""Reasons to rebuild a stage that come only from other versions of its programs, or of its inputs' programs."""
+"""Reasons to rebuild a stage that come only from other program versions, its own or those of its inputs."""
 TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.4.6"}
-"""Library versions in the keys of the old home's tokenized data."""
+"""Library versions in the cache keys of the old lifecycle home's tokenized data."""
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack an old home with its recipes, update the recipes' paths in its ledgers, and return it."""
+    """Unpack the old lifecycle home with its recipes, and return its folder.
+
+    The recipes' paths in its ledgers are adapted.
+    """
     with tarfile.open(OLD_HOME) as tar:
         tar.extractall(folder, filter="data")
     for ledger in folder.glob("home/ledger/*/ledger.jsonl"):
@@ -34,7 +37,10 @@ def unpack(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def old_home(tmp_path_factory):
-    """An old version's home with its MLflow database but no servers, which is enough to look up the champion."""
+    """Provide an old version's lifecycle home without servers.
+
+    Its MLflow database is enough to look up the champion.
+    """
     home = Home(unpack(tmp_path_factory.mktemp("old")))
     home.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{home.folder}/mlflow/mlflow.db"
     return home
@@ -51,7 +57,7 @@ def row_of_step(step, metrics):
 
 
 def first_refresh(home, recipe):
-    """Return the name of the first refresh of a recipe."""
+    """Return the name of the oldest refresh of a recipe in the old lifecycle home."""
     return min(path.name for path in home.folder.glob(f"ledger/{recipe}-*"))
 
 

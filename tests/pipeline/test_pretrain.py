@@ -1,4 +1,4 @@
-"""Continued pre-training equals a plain Transformers loop on the rows of `group_texts`."""
+"""Continued pre-training gives the losses of a plain Transformers loop on the rows that `group_texts` makes."""
 
 from __future__ import annotations
 

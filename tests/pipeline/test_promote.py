@@ -1,4 +1,4 @@
-"""Nightly refreshes on real Prefect and MLflow: which models are promoted, rejected, rolled back to, and kept."""
+"""Nightly refreshes with real Prefect and MLflow promote, reject, roll back and keep the right models."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 class Nights(Home):
-    """A home in which one recipe is refreshed repeatedly, each time with another model."""
+    """A lifecycle home in which one recipe is refreshed repeatedly, each time with another model."""
 
     def night(self, model: str, right: int, *options: str) -> subprocess.CompletedProcess[str]:
         tree = candidate_tree(model, min_scores={"sums.exact_match": 0.5})
@@ -45,7 +45,7 @@ class Nights(Home):
         return json.loads(done.stdout)
 
     def aliases(self) -> tuple[str, str | None]:
-        """Return the numbers of the champion and of the version before it."""
+        """Return the version numbers of the champion and of the previous champion."""
         with self.entered():
             registry = champions.connect()
             champion, previous = (registry.find(NAME, alias) for alias in (CHAMPION, PREVIOUS))
@@ -54,7 +54,7 @@ class Nights(Home):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this home the one of this process, in which MLflow is imported once for all questions."""
+        """Make this process use the lifecycle home, so that MLflow is imported only once for all questions."""
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -69,7 +69,7 @@ class Nights(Home):
         return found["state"]["name"]
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, tuple[str, str]]:
-        """Return state type (which colours Prefect's page) and state name of each task of a refresh."""
+        """Return state type (Prefect's colour) and state name of each of a refresh's tasks in Prefect."""
         found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return {task["name"]: (task["state"]["type"], task["state"]["name"]) for task in found}
 

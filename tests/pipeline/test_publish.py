@@ -1,4 +1,4 @@
-"""Publication of a promoted model to a hub that fails at first; a model that is not promoted is not published."""
+"""A promoted model is published to a hub that fails at first; a model that is not promoted is not published."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ REPOSITORY = "owner/adder"
 
 
 class Nights(Home):
-    """A home whose recipe publishes every promoted model."""
+    """A lifecycle home whose nightly recipe publishes every promoted model."""
 
     def night(self, model: str, right: int) -> subprocess.CompletedProcess[str]:
         tree = candidate_tree(model, min_scores={"sums.exact_match": 0.5})
@@ -33,7 +33,7 @@ class Nights(Home):
         return subprocess.run(command, env=self.environment, text=True, capture_output=True)
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, str]:
-        """Return the state name of each task of a refresh."""
+        """Return the state name of each of a refresh's tasks in Prefect."""
         found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return {task["name"]: task["state"]["name"] for task in found}
 
@@ -55,7 +55,7 @@ def nights(lent_home, hub):
 
 @pytest.fixture(scope="module")
 def failed(nights, hub) -> dict[str, Any]:
-    """Outcome of a refresh during which the hub accepts the weights but no commit."""
+    """Provide the JSON record of a refresh during which the hub accepts the weights but not the commit."""
     hub.faults = [Fault("/commit/main", status=503)]
     done = nights.night("a", right=90)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""Each quantization method on a trained model: the written model is compared with the original."""
+"""Each quantization method keeps a trained model's predictions, and writes weights within its rounding error."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from tests.forked_stages import warm_parent
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
 KL_BOUNDS = {"awq": 0.02, "gptq": 0.02, "int8": 0.002, "fp8": 0.01}
-"""Largest KL divergence by method, in nats per token: twice that of round-to-nearest, far below that of 3 bits."""
+"""Largest accepted KL divergence by method, in nats per token. The bounds are twice those of round-to-nearest, and far
+below those of 3 bits."""
 
 SERVED_SHAPES = [
     (input_size, output_size, group_size)
@@ -53,7 +54,7 @@ print(json.dumps([served(*shape) for shape in json.loads(sys.argv[1])]))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Folder with a Qwen3 of 0.15M parameters that learned to count in steps, and its training rows."""
+    """Provide a folder with a Qwen3 of 0.15M parameters, trained to count in steps, and its training rows."""
     folder = tmp_path_factory.mktemp("quantize")
     rows = counting_rows(600)
     (folder / "rows/data").mkdir(parents=True)
@@ -73,7 +74,7 @@ def counting_rows(num_rows):
 
 
 def train(rows):
-    """Train on one thread, since two that wait for each other are many times slower on a busy machine."""
+    """Train the small model on one thread, since two that wait for each other are slow on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = taught_model(rows)
@@ -119,14 +120,14 @@ main()
 
 
 def quantize(home, name, **fields):
-    """Run a quantize stage to its end in a process forked from one with its imports. The work folder is `home/name`."""
+    """Run a quantize stage in the work folder `home/name`, in a process forked from one with its imports made."""
     work = new_work(home, name, **fields)
     environment = json.dumps({**os.environ, "OMP_NUM_THREADS": "1"})
     warm_parent(WARM).run(WARM, 1, work, environment, log=work / "log")
 
 
 def new_work(home, name, **fields):
-    """Return the work folder of a quantize stage, with its `config.json`."""
+    """Make the work folder of a quantize stage with its `config.json`, and return it."""
     work = home / name
     work.mkdir()
     calibration = {"dataset": "rows", "num_samples": 64, "num_evaluation_samples": 64, "sequence_length": 32}
@@ -142,7 +143,7 @@ def new_work(home, name, **fields):
 
 @pytest.fixture(scope="module")
 def built(home):
-    """Folder with the work folders of all methods, each built."""
+    """Provide the folder with a finished quantize stage's work folder for each method."""
     for method in KL_BOUNDS:
         quantize(home, method, method=method)
     return home
@@ -154,7 +155,7 @@ def original(built):
 
 
 def reload(folder):
-    """Return the quantized model with dequantized weights, which Transformers makes on the first forward pass."""
+    """Load a quantized model with dequantized weights, which Transformers makes on the first forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
@@ -209,7 +210,10 @@ def test_only_linear_layers_are_quantized(built, method, original):
 
 
 def test_fp8_weights_are_within_half_a_step(built, original):
-    """FP8 e4m3 has 3 bits of mantissa: half a step is 2⁻⁴ of the value; bfloat16 scales add 2⁻⁸."""
+    """FP8 weights differ from the original by at most half a quantization step.
+
+    FP8 e4m3 has 3 bits of mantissa: half a step is 2⁻⁴ of the value; bfloat16 scales add 2⁻⁸.
+    """
     written = reload(built / "fp8/model")
     for name, module in original.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -219,7 +223,10 @@ def test_fp8_weights_are_within_half_a_step(built, original):
 
 
 def test_awq_weights_are_within_half_a_step_of_the_scaled_originals(built, original):
-    """AWQ divides the norm by a scale and multiplies the next layer's inputs by it; the rest is rounding."""
+    """AWQ weights differ from the scaled originals by at most half a quantization step.
+
+    AWQ divides the norm by a scale and multiplies the next layer's weights by it; the rest is rounding.
+    """
     written, tensors = reload(built / "awq/model"), load_file(built / "awq/model/model.safetensors")
     for layer, quantized in zip(original.model.layers, written.model.layers, strict=True):
         scaling = (layer.input_layernorm.weight / quantized.input_layernorm.weight).detach()
@@ -264,7 +271,7 @@ def test_progress_and_milestones_are_told(built):
 
 
 def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
-    """A quantize stage checks, runs, reloads and evaluates a method that only the registry knows."""
+    """A quantization method that is only registered is checked, run, reloaded and evaluated like the others."""
     work = new_work(home, "rounded", method="round")
     with (work / "log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Every quantization method on every kind of architecture: complete, readable, and close to the original."""
+"""Every quantization method works on every architecture: complete, readable, and close to the original."""
 
 import itertools
 import json
@@ -25,14 +25,14 @@ METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
 MIXTURES = ("qwen3_moe", "mixtral", "phimoe", "glm4_moe")
 KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
-"""Largest KL divergence by method, in nats per token, of models with random weights."""
+"""Largest accepted KL divergence of models with random weights by method, in nats per token."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
-"""Parts of the names of matrices that are not quantized."""
+"""Parts of the names of weight matrices that quantization leaves as they are."""
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Provide a function that makes and caches the folder of an architecture's model."""
+    """Provide a function that makes a tiny model of an architecture, once, and returns its folder."""
     root, made = tmp_path_factory.mktemp("families"), set()
 
     def folder(family):
@@ -49,7 +49,10 @@ def make_quantization(method, ignore=("lm_head",)):
 
 
 def quantize_family(source, target, method, ignore=("lm_head",)):
-    """Quantize as the stage does, without the check that vLLM can serve it; returns the KL in nats per token."""
+    """Quantize a model as the stage does, but without checking that vLLM can serve it.
+
+    Returns the KL divergence in nats per token.
+    """
     quantization, rows = make_quantization(method, ignore), counting_rows(24)
     check_quantizable(build_without_weights(source, trust_remote_code=False), quantization, ignore)
     options = {"seed": 0, "trust_remote_code": False, "report": lambda *_: None}
@@ -67,7 +70,7 @@ def matrices(folder):
 
 
 def quantizable_in_files(source):
-    """Return the matrices that must be quantized, by the model's files alone."""
+    """Return the names of matrices that must be quantized, found from the model's files alone."""
     with safe_open(source / "model.safetensors", framework="np") as weights:
         found = {key for key in weights.keys() if len(weights.get_slice(key).get_shape()) == 2}  # noqa: SIM118
     return {key.removesuffix(".weight") for key in found if not any(name in key for name in EVERYTHING_BUT)}
@@ -79,9 +82,10 @@ BY_DAY = {
     "int8": {"llama", "gemma3_text", "phi3"},
     "fp8": {"olmo2", "cohere", "phimoe", "glm4_moe"},
 }
-"""Architectures by method in `make test`: all with what differs most between them, AWQ's scaling, others in turns."""
+"""Architectures that `make test` quantizes, by method; the others are nightly. All are quantized with AWQ, whose
+scaling differs most between them; the other methods take turns."""
 PAIRS = [*itertools.product(DENSE, METHODS), *itertools.product(MIXTURES, METHODS.keys() - {"int8"})]
-"""Pairs of architecture and method; int8 experts are refused, since Transformers cannot read them."""
+"""Tested pairs of architecture and method, without int8 experts, which Transformers cannot read."""
 QUANTIZED = [
     pytest.param(family, method, marks=() if family in BY_DAY[method] else pytest.mark.nightly)
     for family, method in sorted(PAIRS)
@@ -169,7 +173,10 @@ def test_a_layer_is_ignored_by_its_name_in_files_as_by_that_in_memory(folder_of)
 
 
 def test_awq_without_anything_to_scale_is_refused(folder_of, tmp_path):
-    """Nemotron allows no AWQ scaling: its norms add one to their weights, and its activation is squared."""
+    """AWQ refuses a model without layers that can be scaled, such as Nemotron.
+
+    Its norms add one to their weights, and its activation is squared.
+    """
     with pytest.raises(ModelError, match="NemotronForCausalLM has no two layers that may be scaled"):
         quantize_family(folder_of("nemotron"), tmp_path / "model", "awq")
 

@@ -1,7 +1,7 @@
-"""The quickstart end to end, as a user runs it: its scores, its records in MLflow, and again fully cached.
+"""The quickstart runs end to end as for a user: its scores and MLflow records are right, and a second run is cached.
 
-What stands on it with adapters, GGUF files and another vLLM is nightly; quick siblings: `test_adapters.py`,
-`test_serve_adapters.py` and `test_llama_cpp.py`.
+Tests of recipes that build on it, with adapters, GGUF files and another vLLM, are nightly; `make test` covers them by
+`test_adapters.py`, `test_serve_adapters.py` and `test_llama_cpp.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 class Quickstart:
-    """The quickstart in a home of its own, with its own servers."""
+    """The quickstart's recipe in a lifecycle home of its own, with its own servers."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -69,7 +69,7 @@ def first(quickstart: Quickstart) -> dict[str, Any]:
 
 
 def processes_that_know(folder: Path) -> list[str]:
-    """Return the command lines of processes, except ancestors, whose environment names the folder."""
+    """Return the command lines of processes whose environment names the folder."""
     commands = []
     for entry in Path("/proc").iterdir():
         try:
@@ -195,7 +195,7 @@ def test_a_gguf_file_is_served_by_llama_cpp_and_answers_as_the_model_that_it_is_
 
 
 def scores_of(quickstart: Quickstart, stage: dict[str, Any]) -> dict[int, float]:
-    """Return each problem's score (1 if solved) by its number."""
+    """Return the score (1 if solved) of each arithmetic problem in an evaluation, by the problem's number."""
     (file,) = (quickstart.home / "store" / "evaluate").glob(f"*-{stage['version']}/samples/addition.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 500
@@ -227,7 +227,10 @@ def test_artifacts_are_intact_and_nothing_is_left_in_work_folders(
 
 @pytest.mark.nightly
 def test_a_quantized_model_is_served_until_a_person_interrupts(quickstart: Quickstart, first: dict[str, Any]) -> None:
-    """The quick sibling in `test_llama_cpp.py` does the same with a model that llama.cpp serves."""
+    """`lifecycle serve` serves a quantized model until it is interrupted.
+
+    `make test` covers this by `test_llama_cpp.py`, with a model that llama.cpp serves.
+    """
     key = "key-of-a-person"
     command = [LIFECYCLE, "serve", "awq"]
     environment = {**quickstart.environment, "VLLM_API_KEY": key}

@@ -1,4 +1,4 @@
-"""The refresh flow on a real Prefect server, tracked by a real MLflow server."""
+"""The refresh flow runs on a real Prefect server and is tracked by a real MLflow server."""
 
 import os
 import signal

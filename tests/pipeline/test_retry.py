@@ -1,4 +1,4 @@
-"""Retries of a failed stage, by Prefect's Retry button and by command, on real servers with a real worker.
+"""A failed stage is retried by Prefect's Retry button and by command, on real servers with a real worker.
 
 What was done is reused, what failed continues from its checkpoint, what depends on it follows, and MLflow shows a new
 attempt under the same refresh.
@@ -22,7 +22,7 @@ DETECTION_BOUND_S = 120
 
 
 def recipe(home, name, mode):
-    """Write a recipe with a stage that succeeds, a slow one in the given mode, and one that depends on it."""
+    """Write a recipe with a stage that succeeds, a slow one in the given mode, and one that depends on the slow one."""
     base = model(mode, name, TINY_STEP_SECONDS="0.5")
     stages = {f"rows-{name}": stage("ok", name), f"base-{name}": base, f"scores-{name}": after(f"base-{name}")}
     return home.write(name, stages)
@@ -33,7 +33,7 @@ def tags(run):
 
 
 def check_attempts(home, name, refresh, expected):
-    """Check that MLflow has the failed stage's attempts under the one, finished run of the refresh."""
+    """Check that MLflow shows the failed stage's attempts below the one, finished run of the refresh."""
 
     def ended_runs():
         runs = home.attempts(f"base-{name}")

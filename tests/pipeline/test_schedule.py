@@ -1,4 +1,4 @@
-"""Scheduled refreshes on a real Prefect server, run by a real worker; only the stage processes are small."""
+"""Scheduled refreshes run on a real Prefect server with a real worker; only the stage processes are stand-ins."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def nightly(worker_home):
-    """A scheduled recipe with two branches, one of which reads a local folder of rows."""
+    """Provide a scheduled recipe with two branches, one of which downloads a local folder of rows."""
     rows = worker_home.folder.parent / "rows"
     rows.mkdir()
     (rows / "train-a.jsonl").write_text('{"prompt": "1+1", "completion": "2"}\n')
@@ -100,7 +100,7 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """One of the runs that were due while the servers were down runs, and the others are marked as missed."""
+    """Of several runs that were due while the servers were down, one runs, and the others are marked as missed."""
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
@@ -140,7 +140,7 @@ def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home
 
 
 def taken_run(worker_home, first_state, *states):
-    """Return a flow run in the state in which a worker leaves it that dies before starting the process."""
+    """Create a flow run in the state in which a worker leaves it that dies before it starts the process."""
     deployment = worker_home.deployment("nightly")
     body = {"parameters": deployment["parameters"], "state": first_state}
     run = worker_home.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
@@ -150,7 +150,7 @@ def taken_run(worker_home, first_state, *states):
 
 
 def reap(worker_home):
-    """Run the reaper of dead refreshes without its start timeout."""
+    """Run the check for dead refreshes once, without the time that it grants to runs that start."""
     look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
     address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
     subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)
@@ -164,14 +164,20 @@ def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, n
 
 
 def test_a_run_whose_process_failed_before_the_ledger_and_could_not_say_so_begins_again(worker_home, nightly):
-    """On a full disk neither the ledger nor the run's end in Prefect may be written."""
+    """A run whose process failed before its refresh began, without a report, is started again.
+
+    On a full disk neither the ledger nor the run's end in Prefect may be written.
+    """
     run = taken_run(worker_home, {"type": "PENDING"}, {"type": "RUNNING"})
     reap(worker_home)
     assert worker_home.ended(run, num_tries=2)["state"]["type"] == "COMPLETED"
 
 
 def test_a_run_whose_process_twice_did_not_come_to_begin_is_called_crashed(worker_home, nightly):
-    """A full disk, for instance, can stop a process from reporting any state to Prefect."""
+    """A run whose process ended twice before its refresh began is marked as crashed.
+
+    A full disk, for instance, can stop a process from reporting any state to Prefect.
+    """
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     again = {"type": "SCHEDULED", "message": DUE_AGAIN, "state_details": {"scheduled_time": tomorrow}}
     run = taken_run(worker_home, again, {"type": "PENDING", "name": "Submitting"})
@@ -198,7 +204,10 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
 
 
 def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home):
-    """Pausing also stops runs that a worker had taken, or that Prefect's scheduler was just planning."""
+    """A paused schedule starts nothing, also no run that a worker or the scheduler had already taken.
+
+    Refreshes started by hand still run.
+    """
     worker_home.schedule(worker_home.write("resting", {"rows": stage("ok", "resting")}))
     taken = worker_home.planned("resting")[0]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -217,7 +226,10 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
 
 
 def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
-    """Covers a run whose process has not begun, and one whose process has begun but not the refresh."""
+    """Runs that a worker had taken end as removed when their schedule is removed.
+
+    One run's process has not begun; the other's has begun, but not its refresh.
+    """
     worker_home.schedule(worker_home.write("removed", {"rows": stage("ok", "removed")}))
     taken, begun = worker_home.planned("removed")[:2]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -274,7 +286,10 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_pa
 
 
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
-    """Prefect's documented zombie automation, with seconds instead of minutes, must accept our named final states."""
+    """Prefect's documented automation against zombie runs accepts the named final states of refreshes.
+
+    The test has seconds instead of minutes.
+    """
     ends = ["heartbeat", "Completed", "Failed", "Cancelled", "Crashed"]
     zombies = {
         "name": "zombies",

@@ -1,4 +1,4 @@
-"""Secrets are planted in every place, everything is run, and all files and outputs are searched for them."""
+"""Secrets planted in every place where users put them never appear in any file, output or command line."""
 
 import json
 import re
@@ -37,13 +37,13 @@ IN_THE_ENVIRONMENT = PLACES[:3]
 
 @pytest.fixture(scope="module")
 def planted():
-    """Planted secrets by place; letters and digits only, so that no encoding changes them."""
+    """Provide a planted secret for each place, of letters and digits only, so that no encoding changes it."""
     return {place: f"planted{place.replace('_', '').lower()}{secrets.token_hex(12)}" for place in PLACES}
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory, planted):
-    """Hub whose only model requires the planted token."""
+    """Provide a model hub whose only model requires the planted token."""
     folder = tmp_path_factory.mktemp("model")
     qwen3.make(folder)
     with running_hub() as server:
@@ -54,7 +54,7 @@ def hub(tmp_path_factory, planted):
 
 
 def recipe(home, hub, planted):
-    """Write a recipe with stages of every kind that uses a secret, and two that fail while using one."""
+    """Write a recipe with a stage of every kind that uses a secret, and two stages that fail while using one."""
     rows = home.folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{a}+1=", "completion": f"{a + 1}"}) + "\n" for a in range(64)))
     planted_variables = {"OWN_SECRET": planted["OWN_SECRET"], "PYTHONPATH": str(STAND_IN)}
@@ -89,7 +89,7 @@ def recipe(home, hub, planted):
 
 
 def bad_recipe(home, planted):
-    """Write a recipe that trains on an invalid row with a secret in it.
+    """Write a recipe that trains on an invalid row in which a secret is planted.
 
     It is a recipe of its own, since the failed check would keep other stages from training.
 
@@ -124,7 +124,10 @@ def bad_recipe(home, planted):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, hub, planted):
-    """Home after two scheduled refreshes, their stages, the pages and outputs shown, and all command lines."""
+    """Provide everything that could show a secret after two scheduled refreshes.
+
+    It is the lifecycle home, the refreshes' record, all texts shown, and the command lines of all processes.
+    """
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
     home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
     home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"
@@ -166,7 +169,7 @@ def overrides(planted):
 
 
 def everything(home):
-    """Return the answers of Prefect's and MLflow's APIs to the owner of the key."""
+    """Yield all answers that Prefect's and MLflow's APIs give to requests with the key."""
     for kind in ("flow_runs", "task_runs", "deployments", "artifacts", "logs", "events", "automations", "flows"):
         yield home.prefect(f"{kind}/filter", {})
     yield home.prefect("block_documents/filter", {})
@@ -177,7 +180,7 @@ def everything(home):
 
 @contextmanager
 def command_lines():
-    """Collect the command lines of all processes of the machine while the context lasts."""
+    """Collect the command lines of all processes of the machine until the end of the context."""
     commands, ended = set(), threading.Event()
 
     def sample():

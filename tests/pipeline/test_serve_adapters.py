@@ -1,4 +1,4 @@
-"""Adapters served beside their base by one real vLLM, asked and evaluated by name, compared with PEFT.
+"""Adapters served with their base model by one real vLLM answer, by name, as with PEFT, and are evaluated.
 
 Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
 here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_tool_prompt(artifact: Path, folder: Path) -> None:
-    """Write a model's record of a prompt with tools, as training does: bare tools, with fields in any order."""
+    """Write a model's record of a training prompt with tools, which are bare and have their fields in any order."""
     call = {"name": "f", "arguments": {"b": 1, "a": "<"}}
     messages = [
         {"role": "user", "content": "f?"},
@@ -107,7 +107,7 @@ def adopt(folder: Path, base: Path, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def result(root: Path) -> Iterator[StageResult]:
-    """Return the result of a serve stage, whose server is up."""
+    """Provide the result of a serve stage whose server is running."""
     work = write_work(root / "serve", "serve", CONFIG, {name: root / name for name in NAMES})
     with stage_process(work) as process:
         wait_for(lambda: (work / "result.json").exists() or process.poll() is not None, what="the lease")
@@ -119,14 +119,14 @@ def result(root: Path) -> Iterator[StageResult]:
 
 @pytest.fixture(scope="module")
 def client(result: StageResult) -> Client:
-    """Client of the base model; `replace(client, model=…)` asks an adapter."""
+    """Provide a client of the served base model; `replace(client, model=…)` asks an adapter instead."""
     assert result.lease
     return Client(result.lease.url, API_KEY, "sft")
 
 
 @pytest.fixture(scope="module")
 def references(root: Path) -> dict[str, Any]:
-    """Transformers models by served name, with PEFT's adapter where there is one."""
+    """Provide the models loaded by Transformers, with PEFT's adapter where there is one, by served name."""
     base = root / "sft" / "model"
     return {"sft": load(base), **{name: adapted(base, root / name) for name in NAMES[1:]}}
 
@@ -226,7 +226,7 @@ def samples(root: Path, work: str) -> list[dict[str, Any]]:
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
-    """Evaluates an imported adapter while the server also has one that was trained here."""
+    """An evaluation asks the adapter that it names, an imported one, though the server also has a trained one."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
 
     def text(name: str, prompt: Any) -> str:
@@ -251,7 +251,10 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """Run the promote stage on the adapter `narrow`, and return its verdict."""
+    """Run the promote stage on the adapter `narrow` with a bound on its log-probability difference.
+
+    Returns the verdict.
+    """
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(
@@ -287,7 +290,7 @@ def test_an_adapter_that_does_nothing_is_an_error(client: Client, root: Path, tm
         compare_with_records(client, idle, ["sft-too"], 256, pytest.fail)
 
     class Base(Client):
-        """Client of a server whose adapters have no effect: always asks the base model."""
+        """Client that always asks the base model, as if the served adapters had no effect."""
 
         def predictions(self, rows: list[list[int]]) -> list[Predicted]:
             return Client(self.url, self.api_key, "sft").predictions(rows)

@@ -1,4 +1,4 @@
-"""A model served by the real vLLM and evaluated by the real lm-eval, against Transformers on the same weights."""
+"""A model served by real vLLM and evaluated by real lm-eval answers as Transformers does with the same weights."""
 
 import json
 import os
@@ -38,7 +38,7 @@ ANSWERED = "vllm:request_success_total"
 
 @dataclass(frozen=True)
 class Served:
-    """Running server: its stage's work folder, its result, and a client."""
+    """A running server: its serve stage's work folder and result, and a client."""
 
     work: Path
     result: StageResult
@@ -78,7 +78,7 @@ def served(root: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def reference(root: Path) -> Any:
-    """Transformers model with the served weights, and its tokenizer."""
+    """Provide the served model as Transformers loads it, and its tokenizer."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(root / "sft" / "model", dtype="float32")
@@ -86,7 +86,7 @@ def reference(root: Path) -> Any:
 
 
 def log_probabilities(model: Any, token_ids: list[int]) -> list[float]:
-    """Return Transformers' log-probability of every token but the first."""
+    """Return the model's log-probability of every token but the first, computed with Transformers."""
     import torch
 
     with torch.no_grad():
@@ -107,7 +107,7 @@ def evaluate_leased(root: Path, served: Served, work: str, *tasks: str, **config
 
 
 def generate(root: Path, served: Served, work: str, **config: Any) -> tuple[StageResult, list[dict[str, Any]]]:
-    """Run a generate stage on the server; returns its result and its completions."""
+    """Run a generate stage on the running server; return its result and its completions."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is {a} + {a + 3}?"}],
@@ -234,7 +234,10 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
 def test_a_judge_programs_and_formulas_score_the_same_completions(
     root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores completions of a few letters, some of them programs and some numbers, by a weighted sum of rewards."""
+    """Judge, code and math rewards score the same completions of a generate stage.
+
+    The completions are a few letters, some of them programs and some numbers; their reward is a weighted sum.
+    """
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_server() as judge:
         rewards = {
@@ -272,7 +275,7 @@ def test_a_judge_programs_and_formulas_score_the_same_completions(
 
 
 def runs(code: str) -> float:
-    """Return 1 if the code runs without an error, else 0."""
+    """Return 1 if the Python code runs without an error, else 0."""
     try:
         exec(compile(code, "a few letters", "exec"), {})
     except Exception:
@@ -317,7 +320,11 @@ def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) 
 
 @pytest.mark.nightly
 def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
-    """Quick sibling: `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`."""
+    """An evaluation that gets no lease of a running server starts the serve stage's server itself, with equal results.
+
+    `make test` covers this by `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`.
+    `make test` covers this by `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`.
+    """
     stage_config = {"model": "serve", **evaluation(root, "sums", limit=20)}
 
     alone = run_to_the_end(write_work(root / "alone", "evaluate", stage_config, {"serve": served.work}))

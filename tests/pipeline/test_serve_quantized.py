@@ -1,4 +1,4 @@
-"""The real vLLM serves a quantized mixture of experts with the values that Transformers reads."""
+"""The real vLLM serves a quantized mixture of experts, and predicts what Transformers predicts with its files."""
 
 import signal
 
@@ -19,7 +19,7 @@ TOKENS = [token for row in counting_rows(4) for token in row][:48]
 
 
 def log_probabilities(folder):
-    """Return Transformers' log-probability of every token but the first."""
+    """Return the model's log-probability of every test token but the first, computed with Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         logits = model(torch.tensor([TOKENS])).logits[0, :-1].float()
@@ -27,7 +27,10 @@ def log_probabilities(folder):
 
 
 def test_a_mixture_is_served_with_quantized_attention_and_experts_as_they_are(folder_of, tmp_path):
-    """Mixtral's experts are `mlp.experts.0.gate_proj` in memory, `block_sparse_moe.experts.0.w1` in files and vLLM."""
+    """vLLM serves a Mixtral with quantized attention and unquantized experts.
+
+    Mixtral's experts are `mlp.experts.0.gate_proj` in memory, `block_sparse_moe.experts.0.w1` in files and vLLM.
+    """
     source, artifact = folder_of("mixtral"), tmp_path / "small"
     quantize_family(source, artifact / "model", "fp8", ("lm_head", r"re:.*\.experts\."))
     config = {"model": "small", "serving": SERVING, "benchmark": None}

@@ -1,4 +1,4 @@
-"""Local servers admit only requests with the home's key, from their own pages or from no page."""
+"""Local Prefect and MLflow servers admit only requests with the lifecycle home's key, and only from their own pages."""
 
 import base64
 import http.client
@@ -30,7 +30,7 @@ QUESTIONS = {
         ("GET", "/", None),
     ],
 }
-"""Requests (method, path, body) that a stranger may try, by server."""
+"""Requests (method, path, body) that a stranger may try without the key, by server."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def home(lent_home):
 
 
 def ask(home, server, method="GET", path="/", body=None, key=True, timeout_s=PATIENCE_S, **headers):
-    """Send a request to a home's server; returns status and body. `host` replaces the Host header."""
+    """Send a request to a server of the lifecycle home, and return status and body. `host` replaces the Host header."""
     address = home.address(server).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     connection.putrequest(method, path, skip_host=True)
@@ -103,14 +103,14 @@ def test_no_spelling_of_a_path_leads_past_the_key(home, server, path):
 
 
 def test_prefects_api_is_described_to_nobody_without_the_key(home):
-    """Without the key, Prefect's schema has one route, which describes the server to its pages."""
+    """Without the key, Prefect's API schema shows one route only, which describes the server to its pages."""
     status, text = ask(home, "prefect", path="/openapi.json", key=False)
     assert (status, set(json.loads(text)["paths"])) == (200, {"/ui-settings"})
     assert ask(home, "prefect", path="/api/openapi.json", key=False)[0] == 401
 
 
 def raw(home, server, *lines, body=b""):
-    """Send raw bytes that no HTTP client would send; returns the statuses of the answers."""
+    """Send raw bytes to a server that no HTTP client would send, and return the status of each response."""
     address = home.address(server).removeprefix("http://")
     host, port = address.split(":")
     data = "\r\n".join([*lines, f"Host: {address}", "", ""]).encode() + body
@@ -199,7 +199,10 @@ def test_a_web_socket_of_another_page_is_refused(home):
 
 
 def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
-    """The worker has Prefect's second socket, where processes of its flows identify themselves by a token."""
+    """Only the servers listen, and on the loopback only.
+
+    The worker has a second socket of Prefect, where processes of its flows identify themselves by a token.
+    """
     pids = {name: marked_processes(server["token"]) for name, server in home.servers().items()}
     for name in SERVERS:
         assert listening_addresses(pids[name]) == {home.address(name).removeprefix("http://")}
@@ -236,7 +239,7 @@ def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
 
 
 def try_while_they_start(home):
-    """Check during start-up that no other process can bind a server's published port, and that it answers."""
+    """Check while servers start that no other process can bind their published ports, and that they answer."""
     eventually(lambda: (home.folder / "servers.json").exists() and home.servers().keys() >= {*SERVERS})
     for server in SERVERS:
         port = home.servers()[server]["port"]
@@ -249,7 +252,7 @@ def try_while_they_start(home):
 
 @pytest.fixture(scope="module")
 def second_home(tmp_path_factory):
-    """A second home at the same time, whose servers cannot get the usual ports."""
+    """Provide a second running lifecycle home, whose servers cannot get the usual ports."""
     home = Home(tmp_path_factory.mktemp("second") / "home")
     home.folder.mkdir()
     up = home.lifecycle_beside("up")
@@ -276,7 +279,10 @@ def basic(key):
 
 
 def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tmp_path):
-    """Records the browser's arguments by a script in its place, then opens the login file as a browser would."""
+    """`lifecycle status --open` logs a person in without putting the key on a command line.
+
+    A script in the browser's place records its arguments; the test then opens the login file as a browser would.
+    """
     browser, noted = tmp_path / "browser", tmp_path / "noted"
     browser.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
     browser.chmod(0o700)
@@ -302,7 +308,7 @@ def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tm
 
 
 def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
-    """Servers of an earlier version have no key in their record."""
+    """Servers that run without a key, as those of an earlier version do, are restarted with one."""
     file = second_home.folder / "servers.json"
     old = json.loads(file.read_text())
     for server in SERVERS:
@@ -321,7 +327,7 @@ def test_servers_that_run_without_a_key_are_started_again_with_one(second_home):
 
 
 def test_a_person_who_is_logged_in_sees_the_list_of_runs(second_home):
-    """Opens MLflow's list of runs, which exists once there was a refresh."""
+    """`lifecycle status --open` opens MLflow's list of runs, which exists after the first refresh."""
     assert second_home.run(second_home.recipe("listed", rows=stage("ok", "listed")))[0] == 0
     assert second_home.attempts("rows")
     environment = {**second_home.environment, "BROWSER": "true %s"}

@@ -1,4 +1,4 @@
-"""Training as a Slurm job of two nodes equals the training of two local processes, also when cancelled in between."""
+"""Training as a Slurm job of two nodes gives what two local processes give, also when it is cancelled and resumed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def artifacts(folder):
 
 @pytest.fixture(scope="module")
 def local(folder, artifacts):
-    """Result of the SFT stage on two local processes."""
+    """Provide the outcome of the SFT stage on two local processes."""
     return Refresh(folder / "local", artifacts, {"checkpoint_every_steps": 4}, **FIELDS).run()
 
 
 @pytest.fixture(scope="module")
 def cancelled(folder, artifacts):
-    """Error of a two-node job cancelled after its first checkpoint, and the stage built when it was resumed."""
+    """Provide the error of a two-node Slurm job cancelled after a checkpoint, and the outcome of its resumption."""
     (folder / "cluster").mkdir()
     with running_cluster(folder / "cluster") as cluster:
         refresh = Refresh(

@@ -1,4 +1,4 @@
-"""A team's servers (`deploy/compose.yaml`) admit requests with the key, also from other machines."""
+"""A team's servers (`deploy/compose.yaml`) admit only requests with the key, also from other machines."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def team(tmp_path_factory):
 
 @pytest.fixture
 def client(team, tmp_path):
-    """A home on another machine: it has the servers' addresses, and a copy of the key."""
+    """Provide a lifecycle home on another machine, with the servers' addresses and a copy of the key."""
     home = Home(tmp_path / "home")
     home.folder.mkdir()
     home.environment |= {
@@ -90,7 +90,7 @@ def test_the_worker_runs_what_a_client_schedules(team, client):
 
 
 def test_the_key_is_in_its_file_alone(team):
-    """The key occurs in no log, database or command line, nor in what `docker inspect` shows."""
+    """The servers' key occurs in no log, database or command line, nor in what `docker inspect` shows."""
     assert team.log("prefect").stat().st_size
     assert files_with(team.folder, team.password) == [team.secret("servers_key")]
     assert command_lines_with(team.password) == []

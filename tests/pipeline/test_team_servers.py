@@ -1,4 +1,4 @@
-"""Servers as a team runs them: Prefect and MLflow on PostgreSQL, and an MLflow that requires a login."""
+"""A team's servers work: Prefect and MLflow store their data in PostgreSQL, and MLflow may require a login."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ def database():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, database):
-    """A home whose servers store everything in PostgreSQL."""
+    """Provide a lifecycle home whose servers store everything in PostgreSQL."""
     home = Home(tmp_path_factory.mktemp("team") / "home")
     home.folder.mkdir()
     home.environment |= database_environment(database)
@@ -83,7 +83,7 @@ def rows(address, database, query):
 
 @pytest.fixture(scope="module")
 def guarded_mlflow(tmp_path_factory):
-    """Address and administrator's password of an MLflow server with basic authentication."""
+    """Provide address and administrator's password of an MLflow server that requires a login."""
     folder = tmp_path_factory.mktemp("guarded")
     password = secrets.token_hex(16)
     settings = folder / "auth.ini"

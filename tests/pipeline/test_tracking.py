@@ -1,4 +1,4 @@
-"""Shipping to MLflow (a real one on sqlite): everything arrives exactly once, even if processes die."""
+"""Refreshes are recorded in a real MLflow (on SQLite) completely and exactly once, even if processes die."""
 
 import json
 
@@ -191,7 +191,7 @@ def test_trouble_is_noted_and_gone_after_the_next_success(client, ledger, work):
 
 @pytest.fixture
 def compared(ledger, work):
-    """Ledger of a finished comparison: one layout was measured, the other refused."""
+    """Provide the ledger of a finished comparison of layouts, of which one was measured and one rejected."""
     entry = {"engine": "fsdp", "num_devices": 1, "global_batch_size": 4, "params": {"engine": "fsdp"}, "tags": {}}
     texts = {"fsdp dp_shard=1": None, "fsdp dp_shard=3": "4 rows are not divisible by 3"}
     layouts = tuple(LayoutEntry(text=text, refused=refused, **entry) for text, refused in texts.items())

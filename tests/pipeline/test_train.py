@@ -1,4 +1,4 @@
-"""SFT and then DPO as stages: artifacts, reports, and no other leftovers."""
+"""SFT and DPO train stages learn, and leave their artifacts and reports but nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def artifacts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sft(artifacts, tmp_path_factory):
-    """Work folder of an SFT stage with one process."""
+    """Provide the work folder of an SFT stage on one process."""
     work = tmp_path_factory.mktemp("sft") / "work"
     config = make_config(
         steps=NUM_SFT_STEPS,
@@ -53,7 +53,7 @@ def sft(artifacts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dpo(artifacts, sft, tmp_path_factory):
-    """Work folder of a DPO stage with two processes, on the SFT stage's model."""
+    """Provide the work folder of a DPO stage on two processes, which trained the SFT stage's model."""
     work = tmp_path_factory.mktemp("dpo") / "work"
     config = make_config("dpo", steps=NUM_DPO_STEPS, layout={"dp_shard": 2, "micro_batch_size": 2}, learning_rate=1e-3)
     make_context(work, {**artifacts, "base": sft}, config)
@@ -63,7 +63,7 @@ def dpo(artifacts, sft, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def margin(artifacts, sft, tmp_path_factory):
-    """Work folder of a train stage with a method that only this test registers, on the SFT stage's model."""
+    """Provide the work folder of a train stage with a method that only this test registers."""
     work = tmp_path_factory.mktemp("margin") / "work"
     context = make_context(work, {**artifacts, "base": sft}, make_config("dpo", steps=NUM_DPO_STEPS))
     stage_input = StageInput.model_validate_json((work / "config.json").read_text())
@@ -87,7 +87,7 @@ def test_sft_learns(sft):
 
 @pytest.fixture(scope="module")
 def few_rows(artifacts, tmp_path_factory):
-    """Artifacts with so few training rows that the held-out loss soon rises."""
+    """Provide artifacts with so few training rows that the held-out loss soon rises."""
     folder = tmp_path_factory.mktemp("few")
     (folder / "data").mkdir()
     for split, num_rows in (("train", 8), ("validation", 40)):
@@ -97,7 +97,10 @@ def few_rows(artifacts, tmp_path_factory):
 
 
 def overfitted(work, few_rows, keep, **layout):
-    """Train on few rows until overfitted; returns evaluation losses by step, the result, and the warnings."""
+    """Train on few rows until the model overfits.
+
+    Returns evaluation losses by step, the result's metrics, and the warnings.
+    """
     config = make_config(
         steps=60,
         learning_rate=1e-2,
@@ -113,7 +116,7 @@ def overfitted(work, few_rows, keep, **layout):
 
 
 def rightmost(picture, series):
-    """Return the column of the rightmost pixel in the picture that has a series' colour of matplotlib."""
+    """Return the rightmost pixel column of a plot that has a series' colour, to check where the series ends."""
     pixels = imread(picture)[..., :3]
     return np.flatnonzero((abs(pixels - to_rgb(f"C{series}")) < 0.01).all(axis=-1).any(axis=0)).max()
 
@@ -151,14 +154,16 @@ def test_sft_logs_the_steps_that_were_asked_for(sft):
 
 
 def test_it_takes_little_time_to_the_first_step(artifacts, tmp_path):
-    """The best of three CPU times counts, since disturbances only make them longer. On an idle machine the CPU time is
-    nearly all of the time.
+    """A train stage needs less than 12 s of CPU time until the end of its first step.
+
+    The best of three counts, since disturbances only make the time longer. On an idle machine the CPU time is nearly
+    all of the time.
     """
     assert any(processor_s_to_first_step(tmp_path / str(number), artifacts) < 12 for number in range(3))
 
 
 def processor_s_to_first_step(work, artifacts):
-    """Return the processor seconds of a stage from its start to the end of its first step."""
+    """Return the CPU seconds that a train stage uses until its first step is logged."""
     config = make_config(steps=1)
     make_context(work, artifacts, config)
     with start(work, config) as process:

@@ -1,4 +1,4 @@
-"""A home whose worker runs due refreshes, with stand-ins for our stages."""
+"""Lifecycle home whose worker runs scheduled refreshes, with stand-ins for the stage processes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NIGHTLY = "0 3 * * *"
 
 class WorkerHome(Home):
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
-        """Write a recipe whose stages use the stand-in for `stages`, whatever starts them."""
+        """Write a recipe whose stage processes are the stand-in for `stages`, also when the worker starts them."""
         for stage in stages.values():
             stage["execution"]["environment"]["PYTHONPATH"] = str(STAND_IN)
         path = self.folder.parent / f"{name}.yaml"
@@ -34,7 +34,7 @@ class WorkerHome(Home):
         return json.loads(done.stdout)["schedules"][0]
 
     def prefect(self, path: str, body: Any = None, method: str | None = None) -> Any:
-        """Send a request to Prefect's API, and repeat it while it answers 503 because its database is locked."""
+        """Send a request to Prefect's API, repeatedly while it answers 503 because its database is locked."""
 
         def answer() -> list[Any]:
             try:
@@ -50,13 +50,13 @@ class WorkerHome(Home):
         return self.prefect(f"deployments/name/refresh/{name}")
 
     def start_now(self, name: str, state: str = "SCHEDULED", **parameters: Any) -> str:
-        """Run a deployment now with other parameters, as the form in Prefect's UI does; return the flow run."""
+        """Start a scheduled recipe now with other parameters, as Prefect's UI can, and return the flow run's id."""
         deployment = self.deployment(name)
         body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def planned(self, name: str) -> list[dict[str, Any]]:
-        """Return the flow runs that Prefect's scheduler has planned and that have not begun."""
+        """Return a recipe's flow runs that Prefect's scheduler has planned and that have not begun."""
         wanted = {
             "deployments": {"id": {"any_": [self.deployment(name)["id"]]}},
             "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
@@ -64,8 +64,9 @@ class WorkerHome(Home):
         return self.prefect("flow_runs/filter", wanted)
 
     def miss_nights(self, name: str, count: int | None = None, planned_days_ago: int = 0) -> list[str]:
-        """Move planned runs (at most `count`) to past nights, as if they were missed; returns their ids.
+        """Move a recipe's planned flow runs to past nights, as if they were missed, and return their ids.
 
+        count: how many at most.
         By the dates in Prefect's own database.
         """
         runs = [run["id"] for run in eventually(lambda: self.planned(name))][:count]
@@ -82,13 +83,13 @@ class WorkerHome(Home):
         return runs
 
     def press_retry(self, flow_run: str) -> None:
-        """Set a flow run's state as Prefect's Retry button does."""
+        """Set a flow run's state as the Retry button in Prefect's UI does."""
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retried from the UI"}
         answer = self.prefect(f"flow_runs/{flow_run}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
     def heartbeat(self, flow_run: str) -> None:
-        """Send a flow run's heartbeat event, as its process does when heartbeats are enabled."""
+        """Send Prefect a heartbeat event of a flow run, as the run's process does when heartbeats are enabled."""
         event = {
             "id": str(uuid.uuid4()),
             "event": "prefect.flow-run.heartbeat",
@@ -101,12 +102,15 @@ class WorkerHome(Home):
         return self.prefect(f"flow_runs/{flow_run}")
 
     def logs(self, flow_run: str) -> str:
-        """Return the log messages of a flow run in Prefect."""
+        """Return the log messages of a flow run that Prefect has stored."""
         wanted = {"logs": {"flow_run_id": {"any_": [flow_run]}}}
         return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
 
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
-        """Wait until a flow run has ended after `num_tries` starts; 0 for one that never began."""
+        """Wait until a flow run has ended, and return it.
+
+        num_tries: how often it must have started; 0 for a run that never began.
+        """
 
         def ended_run() -> dict[str, Any] | None:
             run = self.flow_run(flow_run)
@@ -119,11 +123,11 @@ class WorkerHome(Home):
         return self.ended(self.start_now(name, **parameters))
 
     def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
-        """Return the recorded states of the stages of a refresh."""
+        """Return the states of a refresh's stages that its ledger records."""
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
     def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:
-        """Return state type and name of each task run, once all have ended."""
+        """Wait until all tasks of a flow run have ended; return state type and state name of each."""
 
         def ended() -> dict[str, tuple[str, str]] | None:
             runs = self.prefect("task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run["id"]]}}})
@@ -136,6 +140,6 @@ class WorkerHome(Home):
         return Ledger(self.folder / "ledger" / flow_run["name"]).read()
 
     def kill_refresh(self, flow_run: str) -> None:
-        """SIGKILL the process of a refresh."""
+        """Kill the process of a refresh with SIGKILL."""
         record = self.record(self.flow_run(flow_run))
         os.kill(record.process.pid, signal.SIGKILL)
