@@ -1,7 +1,8 @@
 """Protocol of evaluation harnesses: from tasks and a served model to scores and samples, in one schema.
 
-A new harness is a room here and a line in `registry.py`. The schema is that of lm-eval's results, so that evaluations
-of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
+A new harness is a package here and a line in `registry.py`. The schema is that of lm-eval's results, so that
+evaluations of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran
+them:
 
 - scores: `results` (task → {"METRIC,FILTER": score}; the filter `none` is no filter), `configs` (task → its settings),
   `versions`, `n-shot` and `higher_is_better` (task → {metric: bool});
@@ -101,7 +102,10 @@ class Harness(Protocol):
     unused: Mapping[str, str]
 
     def version(self) -> str:
-        """Return the harness's version that is installed, or will be. Raises ResourceError where it is unknown."""
+        """Return the installed version of the harness, or the one that `prepare` would install.
+
+        Raises ResourceError where it is unknown.
+        """
 
     def to_install(self) -> str | None:
         """Describe the packages that `prepare` will install, with folder and size; None if all are installed.

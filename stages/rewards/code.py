@@ -176,7 +176,7 @@ def _code_in(text: str) -> str:
 
 
 def _tests_in(content: object) -> tuple[str, ...]:
-    """Return the tests in a row's column; empty where there are none."""
+    """Return the tests in the value of a dataset column; empty where there are none."""
     tests = tuple(content) if isinstance(content, list) else (content,)
     return tests if all(isinstance(test, str) and test.strip() for test in tests) else ()
 

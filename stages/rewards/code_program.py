@@ -223,7 +223,7 @@ READABLE = (
 
 
 def main(limits: str) -> None:
-    """Confine this process, run the code and its tests, and write the secret word if all passed.
+    """Confine this process, run the code with its tests, and write the parent's secret word if all passed.
 
     limits: JSON of `cpu_s`, `memory_bytes` and `file_bytes`.
     """

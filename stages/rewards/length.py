@@ -10,9 +10,9 @@ from stages.rewards.reward import Completion, CompletionReward
 
 
 class LengthReward(CompletionReward):
-    """Penalty of 0 for a short completion and -1 beyond `max_tokens`, linear in between (DAPO, Yu et al.
+    """Penalty of 0 for a short completion and -1 beyond `max_tokens`, linear in between.
 
-    2025, equation 13).
+    DAPO: Yu et al. 2025, equation 13.
     """
 
     type: Literal["length"]

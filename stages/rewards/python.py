@@ -90,7 +90,7 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Return what the reward function's process answers.
+        """Ask the reward function's process, and return its answer.
 
         Raises DataError for an error, and for no answer in time.
         """

@@ -74,7 +74,7 @@ def evaluated(
 
 
 def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
-    """Return the questions of a set, all with right answers.
+    """Read a question set, and check that each question has the right answer that EvalScope compares with.
 
     Raises EvaluationError for an empty set, and for a question without a right answer.
     """

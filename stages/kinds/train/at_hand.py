@@ -1,7 +1,7 @@
 """Quick checks of a training stage at planning time, against models and datasets that are already on this machine.
 
-They read its chat template, its model's config and headers, and first rows. What is only on a hub is checked after its
-download, by the same functions; the check of inputs then reads every row.
+They read the chat template, the config and file headers of the model, and the first rows of the datasets. What is only
+on a hub is checked after its download, by the same functions; the check of inputs then reads every row.
 """
 
 from __future__ import annotations

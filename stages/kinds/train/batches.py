@@ -170,9 +170,9 @@ class RowBatches:
 
 
 def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
-    """Group rows, in order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets, for EVA.
+    """Group rows, in order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets.
 
-    Raises DataError when all rows together have fewer than `least_targets`.
+    EVA initialises an adapter from them. Raises DataError when all rows together have fewer than `least_targets`.
     """
     batches: list[Batch] = []
     together: list[int] = []

@@ -1,4 +1,4 @@
-"""Checks of a training stage before its inputs are made: data, prompts, adapter, experts, teacher and named servers."""
+"""Checks of a training stage's inputs before it runs: data, prompts, adapter, experts, teacher and named servers."""
 
 from __future__ import annotations
 

@@ -259,9 +259,9 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Convert a loss to bits per byte, which is comparable between tokenizers: Gao et al.
+    """Convert a loss to bits per byte, which is comparable between tokenizers.
 
-    2020 (The Pile), section 3.1.
+    Gao et al. 2020 (The Pile), section 3.1.
     """
     return nats_per_token / bytes_per_token / math.log(2)
 

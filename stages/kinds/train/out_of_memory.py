@@ -38,7 +38,7 @@ def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) ->
 
 
 def _settings(config: TrainConfig) -> Iterator[str]:
-    """Yield memory settings that can still be changed, the cheapest in speed first."""
+    """Yield settings that would lower memory use, those that slow training least first."""
     layout, rules = config.layout, RULES[config.engine]
     if layout.micro_batch_size > 1:
         yield f"lower layout.micro_batch_size (now {layout.micro_batch_size})"

@@ -32,7 +32,7 @@ class ReferenceRows:
     """Reference model's log-probabilities of the documents in some dataset rows."""
 
     documents: NDArray[np.int64]
-    """Numbers of documents in the dataset, int64 [documents], sorted."""
+    """Document numbers within the dataset, int64 [documents], sorted."""
     log_probabilities: NDArray[np.float32]
     """Reference log-probabilities in nats, float32 [documents], sums over a document's targets."""
 

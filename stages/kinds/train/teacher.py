@@ -197,7 +197,7 @@ class TeacherRows:
     """Dataset rows with the teacher's likeliest tokens at their targets."""
 
     rows: NDArray[np.int64]
-    """Numbers of the rows in the dataset, int64 [rows], sorted."""
+    """Row numbers within the dataset, int64 [rows], sorted."""
     starts: NDArray[np.int64]
     """Index of each row's first target in `records`, int64 [rows + 1]."""
     records: NDArray[np.void]

@@ -81,11 +81,11 @@ class CpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's pairs and the target tokens of its preferred answers."""
+        """Count a micro-batch's pairs and its preferred answers' target tokens, over which losses are averaged."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β r."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π or AlphaPO's."""
         rewards = self._rewards(token_log_probabilities, signal)
         chosen, rejected = rewards[0::2], rewards[1::2]
         nll = chosen_nll(token_log_probabilities, signal, totals)
@@ -93,14 +93,14 @@ class CpoLoss:
         return loss, {**pair_metrics(chosen, rejected, totals), "nll_loss": nll.detach()}
 
     def _rewards(self, token_log_probabilities: Tensor, signal: Signal) -> Tensor:
-        """Return the reward β r of each answer, float32 [documents]."""
+        """Return each answer's reward, β log π or AlphaPO's function of it, float32 [documents]."""
         values, alpha = signal.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
             values = values / signal.documents.sums(signal.has_target.float())
         return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
 
     def _losses(self, margins: Tensor) -> Tensor:
-        """Return CPO's loss of each pair; `margins` are β (r_chosen - r_rejected)."""
+        """Return CPO's loss of each pair. margins: its chosen answer's reward minus the rejected one's."""
         from torch.nn.functional import logsigmoid
 
         config = self.config

@@ -34,9 +34,9 @@ class DistillSampling(SamplingOptions):
 
 
 class DistillConfig(StrictModel):
-    """Options of distillation by a generalised Jensen-Shannon divergence (Agarwal et al.
+    """Options of distillation by a generalised Jensen-Shannon divergence, named as in TRL's GKD.
 
-    2024), named as in TRL's GKD.
+    Agarwal et al. 2024.
     """
 
     beta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32] = Field(
@@ -102,7 +102,7 @@ class DistillLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the target tokens of a micro-batch."""
+        """Count the target tokens of a micro-batch, over which the loss is averaged."""
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:

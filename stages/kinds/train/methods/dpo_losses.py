@@ -63,7 +63,10 @@ PairLoss = Callable[[Pairs, Options], Tensor]
 
 
 def sigmoid(pairs: Pairs, options: Options) -> Tensor:
-    """Sigmoid DPO loss, -(1 - ε) log σ(β h) - ε log σ(-β h): Rafailov et al. 2023, equation 7; ε: Mitchell 2023."""
+    """Sigmoid loss of DPO on the log-ratio difference h: -(1 - ε) log σ(β h) - ε log σ(-β h).
+
+    Rafailov et al. 2023, equation 7; ε: Mitchell 2023.
+    """
     return _smoothed(options.beta * pairs.h, options.label_smoothing)
 
 
@@ -73,23 +76,35 @@ def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
 
 
 def ipo(pairs: Pairs, options: Options) -> Tensor:
-    """IPO loss (h - 1 / 2β)², with h averaged over tokens, as its authors and TRL do: Azar et al. 2023, equation 17."""
+    """IPO's loss (h - 1 / 2β)² of the log-ratio difference h, averaged over tokens as its authors and TRL do.
+
+    Azar et al. 2023, equation 17.
+    """
     return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
 
 
 def hinge(pairs: Pairs, options: Options) -> Tensor:
-    """Hinge loss max(0, 1 - β h): Zhao et al. 2023 (SLiC)."""
+    """Hinge loss max(0, 1 - β h) of the log-ratio difference h.
+
+    Zhao et al. 2023 (SLiC).
+    """
     return (1 - options.beta * pairs.h).relu()
 
 
 def robust(pairs: Pairs, options: Options) -> Tensor:
-    """Robust DPO, (-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε): Chowdhury et al. 2024."""
+    """Loss of robust DPO on the log-ratio difference h: (-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε).
+
+    Chowdhury et al. 2024.
+    """
     right, wrong = -logsigmoid(options.beta * pairs.h), -logsigmoid(-options.beta * pairs.h)
     return ((1 - options.label_smoothing) * right - options.label_smoothing * wrong) / (1 - 2 * options.label_smoothing)
 
 
 def exo_pair(pairs: Pairs, options: Options) -> Tensor:
-    """EXO loss KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)): Ji et al. 2024, equation 16."""
+    """EXO's loss of the log-ratio difference h: KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)).
+
+    Ji et al. 2024, equation 16.
+    """
     wins, loses = logsigmoid(options.beta * pairs.h), logsigmoid(-options.beta * pairs.h)
     return wins.exp() * (wins - math.log1p(-options.label_smoothing)) + loses.exp() * (
         loses - math.log(options.label_smoothing)
@@ -97,41 +112,50 @@ def exo_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, options: Options) -> Tensor:
-    """NCA loss -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r): Chen et al. 2024."""
+    """NCA's loss of the log-ratios c and r: -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r).
+
+    Chen et al. 2024.
+    """
     c, r = options.beta * pairs.c, options.beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 def bco_pair(pairs: Pairs, options: Options) -> Tensor:
-    """BCO loss -log σ(β c) - log σ(-β r), without its moving threshold, as TRL has it: Jung et al. 2024."""
+    """BCO's loss of the log-ratios c and r: -log σ(β c) - log σ(-β r).
+
+    Without its moving threshold, as TRL has it: Jung et al. 2024.
+    """
     return -logsigmoid(options.beta * pairs.c) - logsigmoid(-options.beta * pairs.r)
 
 
 def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
-    """SPPO loss (c - 1 / 2β)² + (r + 1 / 2β)²: Wu et al. 2024, equation 4.7; the chosen answer always wins."""
+    """SPPO's loss of the log-ratios c and r: (c - 1 / 2β)² + (r + 1 / 2β)².
+
+    Wu et al. 2024, equation 4.7; the chosen answer always wins.
+    """
     return (pairs.c - 0.5 / options.beta) ** 2 + (pairs.r + 0.5 / options.beta) ** 2
 
 
 def apo_zero(pairs: Pairs, options: Options) -> Tensor:
-    """APO-zero loss 1 - σ(β c) + σ(β r), for chosen answers better than the model's. D'Oosterlinck et al.
+    """APO-zero's loss of the log-ratios, for chosen answers better than the model's: 1 - σ(β c) + σ(β r).
 
-    2024, equation 7.
+    D'Oosterlinck et al. 2024, equation 7.
     """
     return 1 - (options.beta * pairs.c).sigmoid() + (options.beta * pairs.r).sigmoid()
 
 
 def apo_down(pairs: Pairs, options: Options) -> Tensor:
-    """APO-down loss σ(β c) + 1 - σ(β h), for chosen answers worse than the model's. D'Oosterlinck et al.
+    """APO-down's loss of the log-ratios, for chosen answers worse than the model's: σ(β c) + 1 - σ(β h).
 
-    2024, equation 8.
+    D'Oosterlinck et al. 2024, equation 8.
     """
     return (options.beta * pairs.c).sigmoid() + 1 - (options.beta * pairs.h).sigmoid()
 
 
 def discopop(pairs: Pairs, options: Options) -> Tensor:
-    """DiscoPOP loss: log-ratio modulated mean of -log σ(β h) and exp(-β h). Lu et al.
+    """DiscoPOP's loss of the log-ratio difference h: a modulated mean of -log σ(β h) and exp(-β h).
 
-    2024, equation 5; τ is `discopop_tau`.
+    Lu et al. 2024, equation 5; τ is `discopop_tau`.
     """
     logits = options.beta * pairs.h
     share = (logits / options.discopop_tau).sigmoid()

@@ -127,9 +127,9 @@ def _deviation(groups: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GrpoLoss:
-    """GRPO's loss -min(w A, clip(w, 1 - ε, 1 + ε_high) A) + β KL, with w = π/π_old and advantage A. Shao et al.
+    """GRPO's loss -min(w A, clip(w, 1 - ε, 1 + ε_high) A) + β KL, with w = π/π_old and advantage A.
 
-    2024, equation 3.
+    Shao et al. 2024, equation 3.
     Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al. 2025 (GSPO), equation 7;
     correction by the server's own probabilities: Yao et al. 2025.
     """
@@ -138,7 +138,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count completions, their tokens, and the tokens whose log-probabilities came from the sampling server."""
+        """Count completions, their tokens, and tokens with a server's log-probability, over which means are taken."""
         assert signal.rollouts is not None
         served = signal.rollouts.server_log_probabilities
         return {

@@ -53,7 +53,7 @@ class KtoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the documents of a micro-batch, and the good and bad answers among them."""
+        """Count a micro-batch's documents, and the good and bad ones among them, over which means are taken."""
         assert signal.is_good is not None
         num_good = int(signal.is_good.sum())
         return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}

@@ -33,9 +33,9 @@ class OrpoConfig(StrictModel):
 
 @dataclass(frozen=True)
 class OrpoLoss:
-    """ORPO's loss -log π of the preferred texts - β log σ(log odds_chosen / odds_rejected). Hong et al.
+    """ORPO's loss -log π of the preferred texts - β log σ(log odds_chosen / odds_rejected).
 
-    2024, equations 6 and 7.
+    Hong et al. 2024, equations 6 and 7.
     As in TRL, the first term is a mean over all tokens of the preferred texts, prompts included; the probability P of
     odds P / (1 - P) is the geometric mean over an answer's tokens.
     """
@@ -44,11 +44,11 @@ class OrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's pairs and the tokens of its preferred texts."""
+        """Count a micro-batch's pairs and its preferred texts' tokens, over which losses are averaged."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log P."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β × mean log-probability."""
         from torch.nn.functional import logsigmoid
 
         assert signal.target_weights is not None, "prompts and answers are both targets"

@@ -33,9 +33,9 @@ class RewardConfig(StrictModel):
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """Loss of a reward model: mean over pairs of -log σ(r_chosen - r_rejected - margin). Ouyang et al.
+    """Loss of a reward model: mean over pairs of -log σ(r_chosen - r_rejected - margin).
 
-    2022, equation 1.
+    Ouyang et al. 2022, equation 1.
     With margins: Touvron et al. 2023, equation 2. Added to it is (r_chosen + r_rejected)² times
     `center_rewards_coefficient`: Eisenstein et al. 2023, equation 2.
     """
@@ -44,7 +44,7 @@ class RewardLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the pairs of a micro-batch."""
+        """Count the pairs of a micro-batch, over which the loss is averaged."""
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:

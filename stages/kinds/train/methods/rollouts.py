@@ -91,7 +91,9 @@ class RolloutOptions(SamplingOptions, ABC):
     )
     system: str | None = Field(None, min_length=1, description="System message that is added to chats without one.")
     apply_chat_template: bool | None = Field(
-        None, description="Ask prompts of plain text as chat messages; default: as `kind: generate` does."
+        None,
+        description="Send plain-text prompts as a user's chat message (true) or as they are (false). Default: as the "
+        "model was last trained, if this project trained it; else true if it has a chat template.",
     )
     reference: str | None = Field(
         None,

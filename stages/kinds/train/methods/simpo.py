@@ -40,11 +40,11 @@ class SimpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the pairs of a micro-batch."""
+        """Count the pairs of a micro-batch, over which the loss is averaged."""
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics over pairs; rewards are β p."""
+        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β × mean log-probability."""
         from torch.nn.functional import logsigmoid
 
         tokens = signal.documents.sums(signal.has_target.float())

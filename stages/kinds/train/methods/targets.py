@@ -11,9 +11,9 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TailWeights:
-    """Change of a batch that weights an answer's tokens beyond its pair's shorter length by `alpha`. Liu et al.
+    """Change of a batch that weights an answer's tokens beyond its pair's shorter length by `alpha`.
 
-    2024 (LD-DPO).
+    Liu et al. 2024 (LD-DPO).
     """
 
     alpha: float

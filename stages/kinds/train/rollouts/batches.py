@@ -268,7 +268,7 @@ class RolloutData:
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
-        """Return the data unchanged: methods whose completions rewards judge have no teacher."""
+        """Return the data unchanged: methods that judge completions by rewards have no teacher."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:

@@ -63,7 +63,7 @@ class OnPolicyBatches:
     samples: SampleFile | None
     """File of answers for people to read, on rank 0 only."""
     decode: Callable[[Sequence[int]], str]
-    """Function from token ids to text."""
+    """Function that decodes token ids to text, for the file of answers."""
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
