@@ -191,7 +191,7 @@ class NearDuplicates(StrictModel):
         ge=0.2,
         le=1,
         description="Smallest Jaccard similarity of two rows' word n-grams at which they count as near-duplicates. "
-        "Changing every 20th word of a row leaves about 0.73.",
+        "Changing every 20th word leaves about 0.73.",
     )
     words: PositiveInt = Field(3, le=50, description="Length of the n-grams in words by which rows are compared.")
 
