@@ -1,4 +1,4 @@
-"""Test cases chosen for `make test` cover all pairs, and every nightly test is in a part of `make nightly`."""
+"""Test cases chosen for `make test` cover all pairs of options; `make nightly` has each nightly test in a part."""
 
 import json
 from itertools import combinations, product

@@ -1,4 +1,4 @@
-"""Code that decides by the kind of a stage is rare, each place with a reason; usually the config's class decides."""
+"""Few places decide by the kind of a stage, each with a reason; elsewhere a method or attribute of the config does."""
 
 import ast
 from collections import Counter

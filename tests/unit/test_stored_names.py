@@ -1,4 +1,4 @@
-"""Names in the files of lifecycle homes, and in answers to programs, may not change.
+"""Names in the files of lifecycle homes, and in output that other programs read, may not change.
 
 A home outlives the version that wrote it. Readers refuse unknown fields, so a field that is renamed makes old ledgers,
 records, launch orders and caches unreadable; a field may be added, with a default. Classes may be renamed and moved:
@@ -106,7 +106,7 @@ EVENTS = """
 attempt_began attempt_ended compare_began flow_run_known layout_measured refresh_began refresh_ended refresh_killed
 stage_cached stage_failed stage_waits trial_ended
 """
-"""Names of the events in the ledger of a refresh."""
+"""Names of the events in the event log (ledger) of a refresh."""
 FILES = """
 record.json .record.json attempt.json config.json metrics.jsonl events.jsonl result.json error.json state.json
 manifest.json order.json ended.json environment.json ledger.jsonl mlflow.json servers.json servers.key retention.yaml

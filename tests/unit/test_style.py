@@ -37,7 +37,7 @@ DEFINITIONS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def text_of(node):
-    """Return a string node's text, stripped; "" for everything else."""
+    """Return the stripped text of a syntax node that is a string; "" for every other node."""
     value = node.value if isinstance(node, ast.Expr) else node
     return value.value.strip() if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
 
@@ -55,7 +55,7 @@ def explanations(node):
 
 @cache
 def found_in(folder):
-    """Return counts of style problems in a folder by name, and the place and text of each riddle and worn phrase."""
+    """Return counts of style problems in a folder by name, and the places of unclear beginnings and worn phrases."""
     counts, places, num_lines, num_imports = Counter(), {"riddles": [], "worn phrases": []}, 0, 0
     for file in sorted((ROOT / folder).rglob("*.py")):
         if file == Path(__file__):

@@ -1,4 +1,4 @@
-"""The accelerator benchmark also runs on a CPU with a tiny model, and a restart measures only what is missing."""
+"""The accelerator benchmark also runs on a CPU with a tiny model; a restart measures only what was not measured."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Content of the project that enters artifact versions or cache keys may not change.
 
-Builtin models and datasets, tasks, chat templates, what judges are asked, and the texts that a model or a template is
-tried with. Where one has to change, raise the version beside it (of the builtin, the stage or the harness), and
-`python -m tests.unit.configs.test_frozen_content` writes `frozen_content.json` again.
+This content consists of builtin models and datasets, tasks, chat templates, judge prompts, and the texts with which a
+model or a template is tried. To change a part, raise the version of the builtin, stage or harness that it belongs to,
+and let `python -m tests.unit.configs.test_frozen_content` write `frozen_content.json` again.
 """
 
 import hashlib

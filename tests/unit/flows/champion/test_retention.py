@@ -30,7 +30,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
-    """Write the ledger of a refresh that began `days_ago` days ago.
+    """Write the event log (ledger) of a refresh that began `days_ago` days ago.
 
     `versions` are the artifact versions of its stages by stage name; all stages are of kind train.
     """

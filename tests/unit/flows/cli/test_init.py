@@ -1,6 +1,6 @@
 """`lifecycle init` turns a user's rows into a valid recipe, with an evaluation task that training never sees.
 
-What it writes is read by training at once: rows are made up in every form that the page on recipes lists.
+Rows of every format that the documentation of recipes lists are read by the train stage of the written recipe.
 """
 
 import csv

@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch):
 
 
 def begin(home, refresh, number=1, process=None):
-    """Write the ledger of a refresh whose stage `sft` is running, and create the stage's work folder."""
+    """Write the event log (ledger) of a refresh whose stage `sft` is running, and create its work folder."""
     ledger = ledger_of(refresh)
     work = home / "work" / f"{refresh}-{number}"
     work.mkdir(parents=True)

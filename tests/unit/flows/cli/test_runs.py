@@ -1,4 +1,4 @@
-"""`lifecycle runs` lists the runs of stages from the ledgers of refreshes."""
+"""`lifecycle runs` lists the runs of stages that are recorded in the event logs (ledgers) of refreshes."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def home(tmp_path, monkeypatch):
 
 
 def record(home, refresh, recipe, *stages, process=None):
-    """Write the ledger of a refresh whose stages each failed once and then succeeded; the last one is still running."""
+    """Write the event log (ledger) of a refresh whose stages each failed once, then succeeded; the last still runs."""
     ledger = ledger_of(refresh)
     ledger.append(
         RefreshBegan(

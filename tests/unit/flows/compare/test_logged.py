@@ -1,4 +1,4 @@
-"""Comparison tables from MLflow runs; runs that differ in more than the layout are refused unless asked for."""
+"""Comparison tables are made from MLflow runs; runs that differ in more than the layout are refused by default."""
 
 import pytest
 

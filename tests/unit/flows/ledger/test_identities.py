@@ -1,4 +1,4 @@
-"""Records tell whether their process still runs: after reboots, in containers, and in homes copied or moved."""
+"""Process records tell whether the process still runs: after reboots, in containers, and in copied or moved homes."""
 
 import os
 import shutil

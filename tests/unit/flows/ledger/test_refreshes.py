@@ -1,4 +1,4 @@
-"""Ledgers stay readable after crashes, full disks and retries, and show running refreshes and a retry's stages."""
+"""Event logs (ledgers) of refreshes can be read after crashes, full disks and retries, and while a refresh runs."""
 
 import ast
 import os
@@ -34,7 +34,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def begin(home):
-    """Provide a function that writes the first event of a refresh with the given stages, and returns its ledger."""
+    """Provide a function that begins a refresh with the given stages, and returns its event log (ledger)."""
 
     def begin(name, *stages, recipe="nightly", process=None, **fields):
         ledger = ledger_of(name)
@@ -282,7 +282,7 @@ def test_a_refresh_that_another_process_ships_is_left_to_it(begin):
 
 
 def test_the_events_of_attempts_are_read_by_the_ledger_alone():
-    """Only the ledger's own modules read events of stage attempts; all other code uses `AttemptRecord`."""
+    """Only the `ledger` package reads the recorded events of stage attempts; all other code uses `AttemptRecord`."""
     importers = {
         (str(file.relative_to(ROOT)), alias.name)
         for file in sorted((ROOT / "flows").rglob("*.py"))

@@ -37,7 +37,7 @@ def write_rows(file, number, word="Hello"):
 
 @pytest.fixture
 def rows(tmp_path, lifecycle):
-    """Provide a dataset folder that was adopted into the store, with a recipe beside it that names the folder."""
+    """Provide a dataset folder taken into the store by `lifecycle adopt`, with a recipe beside it that names it."""
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "train.jsonl", 300)

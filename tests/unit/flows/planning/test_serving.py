@@ -1,4 +1,4 @@
-"""Servers that cannot start, or have no room for their benchmark, are refused when the refresh is planned."""
+"""Servers that cannot start, or whose context is too short for their benchmark, are refused when a plan is made."""
 
 import json
 import socket

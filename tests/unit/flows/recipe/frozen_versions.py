@@ -1,7 +1,8 @@
 """Generate the configs whose versions and resume keys are frozen in `frozen_versions.json`.
 
-`python -m tests.unit.flows.recipe.frozen_versions` writes the file. Its diff may have new lines. A line that changes is
-an artifact of every home that is built again: raise a `STAGE_VERSION` for that, or mark the new field `AddedLater`.
+`python -m tests.unit.flows.recipe.frozen_versions` writes the file. Its diff may have new lines. A changed line means
+that every lifecycle home builds such an artifact again: raise a `STAGE_VERSION` for that, or mark the new field
+`AddedLater`.
 """
 
 import functools
@@ -80,7 +81,7 @@ def digests_of(config: StageConfig) -> list[str]:
 
 
 def valid_bases(kind: str) -> Iterator[dict]:
-    """Yield the valid example configs of a stage kind, which are frozen themselves and with single fields changed."""
+    """Yield the valid example configs of a stage kind, which are frozen as they are and with one field changed."""
     for base in (*EXAMPLES[kind], *BASES.get(kind, ())):
         try:
             KINDS[kind].model_validate(base)

@@ -14,7 +14,7 @@ FROZEN = Path(__file__).with_name("frozen_schema.json")
 
 
 def without_texts(tree):
-    """Return a JSON schema without descriptions and titles, but with properties that are called so."""
+    """Return a JSON schema without descriptions and titles, but with properties of these names."""
     if isinstance(tree, dict):
         texts = {key for key in ("description", "title") if isinstance(tree.get(key), str)}
         return {key: without_texts(value) for key, value in tree.items() if key not in texts}

@@ -1,4 +1,4 @@
-"""Fixtures with ledgers of refreshes and layout comparisons, and artifacts in a store, without running any stage."""
+"""Fixtures with event logs (ledgers) of refreshes and layout comparisons, and stored artifacts; nothing runs."""
 
 import json
 from dataclasses import replace
@@ -95,7 +95,7 @@ class Night:
         self.store, self.folder, self.number = store, folder, 0
 
     def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
-        """Write a refresh into ledger and store, and return its record.
+        """Write a refresh into its event log (ledger) and the store, and return its record.
 
         `failing` names a stage that fails with `error`; later stages are skipped.
         """

@@ -1,4 +1,4 @@
-"""Adopting local files gives the same artifact as downloading them."""
+"""`lifecycle adopt` makes the same artifact of local files as a download stage does."""
 
 import json
 

@@ -31,7 +31,10 @@ def home(tmp_path, monkeypatch):
 
 
 def ended(home, state, **fields):
-    """Write the ledger of a refresh that trained, evaluated and refused to promote, and return its record."""
+    """Write the event log (ledger) of a refresh that refused to promote its model, and return its record.
+
+    The refresh trained and evaluated before.
+    """
     ledger = ledger_of("nightly-1")
     kinds = {"sft": "train", "scores": "evaluate", "promote": "promote"}
     ledger.append(

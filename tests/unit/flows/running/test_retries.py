@@ -9,7 +9,7 @@ from stages.core.errors import StageCrashError, TransientError
 
 
 def planned(progress, retries=2):
-    """Return a fake train stage whose newest checkpoint is at the next of these steps after each crash."""
+    """Return a fake train stage whose newest checkpoint after each crash is at the next step of `progress`."""
     reached = iter(progress)
     config = SimpleNamespace(execution=SimpleNamespace(retries=retries), progress_kept=lambda folder: next(reached))
     return SimpleNamespace(name="sft", kind="train", resume_key="0" * 12, config=config)

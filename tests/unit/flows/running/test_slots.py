@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class BusyError(Exception):
-    """Raised instead of waiting when a device slot is not free."""
+    """Error raised instead of waiting when a device slot is not free."""
 
 
 def busy():

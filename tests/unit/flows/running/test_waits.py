@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, clock):
 
 @contextmanager
 def waiting_for_another(run):
-    """Let a stage of the run wait in the context, as if another refresh were building the same artifact."""
+    """Make a stage wait for the duration of the context, as if another refresh were building the same artifact."""
     waits = threading.Event()
     append = run.append
 

@@ -42,7 +42,7 @@ def began(work, stages) -> Ledger:
 
 
 def resumed(work) -> Ledger:
-    """Write the ledger of a train stage that was stopped after its fourth step, and resumed."""
+    """Write the event log (ledger) of a train stage that was stopped after its fourth step, and resumed."""
     work.mkdir()
     ledger = began(work, {"sft": "train"})
     tags = {"recipe": "nightly", "kind": "train", "version": "0123456789ab"}

@@ -1,4 +1,4 @@
-"""Interface of orchestrator and stage process: the identity and inputs of a config, and the files of a work folder."""
+"""Interface between orchestrator and stage process: identity and inputs of a config, and files of the work folder."""
 
 import importlib
 import inspect

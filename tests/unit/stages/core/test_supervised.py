@@ -1,4 +1,4 @@
-"""A supervised command: its exit code is passed on, and no descendant survives it."""
+"""The exit code of a supervised command is passed on, and no descendant process survives the command."""
 
 import os
 import re

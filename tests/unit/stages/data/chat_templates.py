@@ -1,7 +1,8 @@
 """Chat templates of published models: the ones that TRL ships, and short rewrites that keep others' structure.
 
-Of each, by hand: what its generation prompts end with (what stands right before a turn), what ends a turn, and what it
-has no place for: `system`, `thoughts` (a field), `tools` (definitions), `calls`, `parallel` calls, text `beside` calls.
+Written by hand for each template: what its generation prompts end with (the text right before a turn), what ends a
+turn, and what the template cannot render: `system`, `thoughts` (a field), `tools` (definitions), `calls`, `parallel`
+calls, text `beside` calls.
 """
 
 from __future__ import annotations

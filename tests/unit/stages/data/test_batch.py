@@ -34,7 +34,7 @@ def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
 
 
 def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning a batch pins every tensor, and keeps the documents that inputs and signal share.
+    """Pinning a batch pins all of its tensors; inputs and signal still share the same documents.
 
     torch pins memory only where there is an accelerator, so each tensor is marked instead.
     """

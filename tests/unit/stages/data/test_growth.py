@@ -75,7 +75,7 @@ def test_the_row_that_a_normalizer_makes_huge_is_named(with_part, write_rows, tm
 
 
 def test_what_stands_before_each_part_of_a_text_counts(with_part):
-    """A prefix added by the normalizer counts for each part of a text between special tokens.
+    """The limit on a text's growth counts the normalizer's prefix for each part between special tokens.
 
     Each special token starts a new part of the text, to which the normalizer's prefix is added.
     """

@@ -1,4 +1,4 @@
-"""A mixture visits each dataset by its share, in an order that is computed without state."""
+"""A mixture of datasets visits each by its share, in an order that is computed without stored state."""
 
 from __future__ import annotations
 

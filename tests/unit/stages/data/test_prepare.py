@@ -29,7 +29,7 @@ CHATS = [chat(f"question {number}", f"answer {number}") for number in range(30)]
 
 @pytest.fixture
 def run(tmp_path, tokenizer_folder):
-    """Provide a function that prepares a dataset folder, with the reports and the file of bad rows as attributes."""
+    """Provide a function that prepares a dataset folder; its attributes hold the reports and the file of bad rows."""
 
     def prepare_folder(folder, rows="examples", tokenizer=tokenizer_folder, **options):
         return prepare(

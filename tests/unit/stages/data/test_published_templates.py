@@ -1,6 +1,7 @@
 """Loss masks under published chat templates, checked by marker words that only one turn contains.
 
-The oracle knows the words, and by hand what stands before a turn and what ends it; it asks nothing of the code.
+Expected masks follow from these words, and from hand-written texts that stand before a turn and end it, not from our
+code.
 """
 
 from __future__ import annotations

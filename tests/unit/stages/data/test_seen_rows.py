@@ -1,4 +1,4 @@
-"""Repeated, contradicting and held-out rows are found equally with every chunk size of the comparison."""
+"""Repeated, contradicting and held-out rows are found, whatever the size of the chunks that are compared."""
 
 from __future__ import annotations
 

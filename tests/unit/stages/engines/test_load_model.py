@@ -1,4 +1,4 @@
-"""Models that cannot be trained or exported are refused by name before the first step."""
+"""Models that cannot be trained or exported are refused before the first step, with an error that names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities equal the log-softmax of all logits, with gradients, and never hold all logits."""
+"""Log-probabilities computed in chunks equal those from all logits, gradients included, but never hold all logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the hub tests: a fake server for both hubs' client libraries, and download stages in this process."""
+"""Fixtures of the hub tests: a fake server of Hugging Face and ModelScope, and download stages in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Malicious answers of hubs lead to no file outside its folder, no traceback, and no accepted wrong file."""
+"""Malicious answers of hubs write no file outside the download's folder, cause no traceback, and pass no wrong file."""
 
 import json
 from collections.abc import Callable

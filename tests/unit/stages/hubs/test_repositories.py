@@ -1,4 +1,4 @@
-"""Downloads from a server with both hubs' APIs: which files are taken, verified, retried and refused."""
+"""Downloads from a server with both hubs' APIs (Hugging Face, ModelScope): what is taken, checked and retried."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tokenizers that lose text are refused by name; each is made from a valid one by a single change."""
+"""Tokenizers that lose text are refused with the reason; each is made from a valid one by a single change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device types are defined in one table: each can be planned for, and features that it lacks are refused by name."""
+"""Device types are defined in one table; each can be planned for, and errors name the features that it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware descriptions: built-in ones, YAML files, their errors, and this machine's own."""
+"""Hardware for the planner is described by a built-in list, YAML files or this machine; mistakes are reported."""
 
 from __future__ import annotations
 

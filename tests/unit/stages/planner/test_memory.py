@@ -33,8 +33,8 @@ def kept(layout: Layout, software: Software = PAPER) -> float:
 def test_selective_recomputation_keeps_results_of_products():
     """Selective recomputation keeps the results of all, or of every second, matrix product in a Llama layer.
 
-    Every second are those of queries, values, gate and down. The layer's input and attention's output are kept as well.
-    If compiled, the last result is not kept, which only the next layer needs.
+    Every second means those of queries, values, gate and down. The layer's input and attention's output are kept as
+    well. If compiled, the last result is not kept, which only the next layer needs.
     """
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     every_second = Software(keeps_every_second_product=True)

@@ -1,4 +1,4 @@
-"""Predictions of memory and time become metrics of a train stage, and refuse runs that cannot fit before they start."""
+"""Predicted memory and time become metrics of a train stage; a run that cannot fit is refused before it starts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Each reward function returns its documented number, and refuses by name what it cannot score."""
+"""Each reward function returns its documented number, and refuses what it cannot score, with a reason."""
 
 import json
 import os

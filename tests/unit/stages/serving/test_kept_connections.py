@@ -20,8 +20,9 @@ PATIENCE_S = 30.0
 class Engine:
     """Fake engine that answers each request, or closes the connection instead where `closes` says so.
 
-    closes: (number of the connection, number of its request), both from 1, of requests to close at.
-    asked: these numbers, of all requests.
+    closes: whether to close the connection at a request, by the number of the connection and that of its request, both
+    from 1.
+    asked: number of the connection, and of its request, for each request that arrived.
     """
 
     def __init__(self, closes: Callable[[int, int], bool]):

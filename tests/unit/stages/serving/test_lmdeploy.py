@@ -1,6 +1,7 @@
 """LMDeploy gets our settings in its command, its parser accepts them, and its log is understood.
 
-No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_LMDEPLOY names its interpreter.
+Expectations come from LMDeploy's source: none of its servers was run. Its parser is asked where the package is
+installed: LIFECYCLE_LMDEPLOY names its interpreter.
 """
 
 import json

@@ -32,8 +32,8 @@ COMPLETIONS = "/v1/completions"
 class Model:
     """Fake engine behind the proxy, with an ASGI application that answers as a test needs.
 
-    `/v1/completions` returns what arrived, chats are answered in two parts, the second on demand, `/metrics` without
-    end; `secret` answers every other request.
+    `/v1/completions` returns the request that arrived. Chats are answered in two parts, the second on demand;
+    `/metrics` is answered without end, and every other path by `secret`.
     """
 
     def __init__(self, name: str):

@@ -1,4 +1,4 @@
-"""The proxy program of a Kubernetes pod runs in vLLM's environment, with only our folder `stages`."""
+"""The proxy program of a Kubernetes pod runs in vLLM's image, which has only our folder `stages`."""
 
 import os
 import signal

@@ -1,6 +1,7 @@
 """SGLang gets our settings in its command, its parser accepts them, and its log is understood.
 
-No server of it was run. Its parser is asked where the package is installed: LIFECYCLE_SGLANG names its interpreter.
+Expectations come from SGLang's source: none of its servers was run. Its parser is asked where the package is installed:
+LIFECYCLE_SGLANG names its interpreter.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Models that Megatron would compute wrongly are refused by name, with supported ones and advice."""
+"""Models that Megatron would compute wrongly are refused, with the models that it supports and advice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Tests against silent errors of Megatron-core that our engine must avoid, one for each error.
 
-Others are held by `tests/parity`: gradients under interleaved stages on gloo, weights exported while their gathering is
-still due, mixtures without Transformer Engine, experts reduced over tensor-parallel ranks, Transformers 5's spellings.
+Other such errors are tested in `tests/parity`: gradients under interleaved stages on gloo, weights exported while their
+gathering is still due, mixtures without Transformer Engine, experts reduced over tensor-parallel ranks, Transformers
+5's spellings.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ STEPS = {
 
 
 class Interrupted(BaseException):
-    """Interruption as by Ctrl-C, raised at a chosen moment."""
+    """Error that interrupts a stage at a chosen moment, as Ctrl-C does."""
 
 
 class Impatient(StageContext):

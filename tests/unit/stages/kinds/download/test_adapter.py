@@ -1,4 +1,4 @@
-"""PEFT adapters trained elsewhere are adopted with a record of their predictions, or refused by name."""
+"""PEFT adapters trained elsewhere are taken over with a record of their predictions, or refused with the reason."""
 
 import json
 import math

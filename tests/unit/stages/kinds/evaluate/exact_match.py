@@ -1,4 +1,4 @@
-"""Second evaluation harness for tests: asks the questions of `TASK.jsonl`, and compares answers exactly."""
+"""Evaluation harness for tests, which asks the questions of `TASK.jsonl` and compares answers exactly."""
 
 import hashlib
 import json

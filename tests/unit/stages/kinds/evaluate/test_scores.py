@@ -1,4 +1,4 @@
-"""Metrics made from lm-eval's results keep their filters apart, and come with their standard errors."""
+"""Scores of lm-eval become metrics with standard errors, and with separate names for each answer filter."""
 
 from stages.harnesses.scores import score_metrics
 

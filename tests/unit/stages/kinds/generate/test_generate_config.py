@@ -1,4 +1,4 @@
-"""Configs of a generate stage: contradictions are refused before anything starts."""
+"""Contradictions in a generate stage's config are refused before anything starts."""
 
 import json
 from pathlib import Path

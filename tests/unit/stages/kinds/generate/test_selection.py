@@ -1,4 +1,4 @@
-"""Completions of a generate stage are kept or dropped by their rewards, and written as rows."""
+"""Completions of a generate stage are kept or dropped by their rewards, and written as dataset rows."""
 
 from typing import Any
 

@@ -68,7 +68,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Make PEFT draw DARE's kept elements with our seed, set where PEFT first combines adapters.
+    """Seed torch when PEFT first combines adapters, so that DARE keeps the elements that our seed gives.
 
     PEFT draws the new adapter's initial weights before DARE's kept elements.
     """

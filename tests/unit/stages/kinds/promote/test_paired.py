@@ -1,4 +1,4 @@
-"""Paired comparison equals figures by hand and scipy's; evaluations with different questions are refused."""
+"""Paired comparison of evaluations equals scipy's and computations by hand; different questions are refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Publishing to a folder copies the right files, and copies only changed ones again."""
+"""Publishing to a folder writes the model with card, licence and checksums, and copies only changed files again."""
 
 import hashlib
 import subprocess

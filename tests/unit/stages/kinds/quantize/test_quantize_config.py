@@ -1,4 +1,4 @@
-"""Contradictions in a quantize stage's config are refused when the recipe is read, by the field's name."""
+"""Contradictions in a quantize stage's config are refused when the recipe is read, with the field's name."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,7 +1,7 @@
 """Cache keys may not change, so that an existing lifecycle home computes or requests nothing again.
 
-Where the same input gives other content than before, a version or a field among the parts of its key says so, and
-`python -m tests.unit.stages.kinds.train.test_cache_keys` writes `frozen_cache_keys.json` again.
+If the cached result of the same input changes, change a version or a field among the parts of its key, and let
+`python -m tests.unit.stages.kinds.train.test_cache_keys` write `frozen_cache_keys.json` again.
 """
 
 import json
@@ -48,7 +48,7 @@ METHOD_OPTIONS = {"dpo": {"ld_alpha": 0.5}, "orpo": {}}
 
 
 class StoppedError(Exception):
-    """Raised to end a function as soon as its cache key is known."""
+    """Error raised to end a function as soon as its cache key is known."""
 
 
 class NoChange(str):

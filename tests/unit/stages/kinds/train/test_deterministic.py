@@ -1,4 +1,4 @@
-"""Training with deterministic kernels gives the same weights on a CPU as training without."""
+"""Training with deterministic kernels gives the same weights on a CPU as training without them."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ NOT_COMPUTED_WITH = {
 }
 """Config fields whose numbers never enter a computation in fp32, by config class.
 
-Limits in time and bounds that something is compared with, shares of rows, and how often rows are seen; options of a
-server, and rewards, which are weighted in double precision.
+They are limits in time, bounds of comparisons, shares of rows, numbers of passes over the rows, options of a server,
+and rewards, which are weighted in double precision.
 """
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that conflict with other fields are refused by name; the default optimizer changes no version."""
+"""Optimizers that conflict with other fields are refused; the default optimizer changes no artifact version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM options that a recipe passes through are refused by name, or validated by vLLM's own parser."""
+"""vLLM options that a recipe passes through are refused from a list, or validated by vLLM's own parser."""
 
 import json
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_what_opens_doors_or_is_said_elsewhere_is_refused_by_name(name: str, val
 
 
 def test_every_refused_option_is_one_that_vllm_has() -> None:
-    """Every option that we refuse by name exists in vLLM. A typo in the name would let the option through."""
+    """Every option on our list of refused options exists in vLLM. A typo in a name would let the option through."""
     asked = json.dumps({name: [] for name in [*arguments.REFUSED, "no-such-option"]})
 
     said = parsed((find_vllm().python, "-P", arguments.CHECK), asked)

@@ -1,4 +1,4 @@
-"""Sampled completions can be packed into rows in any way with the same training, and each token keeps its data."""
+"""Sampled completions train in the same way however they are packed; each token keeps its log-probability."""
 
 from __future__ import annotations
 

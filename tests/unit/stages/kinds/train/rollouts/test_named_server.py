@@ -45,9 +45,9 @@ CONFIGURED = {
 class Served:
     """State of a fake sampling server.
 
-    configured: its description of the model.
-    loaded: folders that it was asked to load.
-    num_failing: requests of a kind (`completions`, `health`, …) that it has yet to fail.
+    configured: the server's description of its model.
+    loaded: folders of weights that the server was asked to load.
+    num_failing: number of further requests that the server fails, by kind (`completions`, `health`, …).
     """
 
     url: str = ""
