@@ -92,7 +92,7 @@ class LaunchSpec(StrictModel):
         return ModelFacts(self.model)
 
     def asking(self, name: str) -> LaunchSpec:
-        """Return the spec of the same server with another of its model names as the default in requests."""
+        """Return a copy of the launch spec in which `name`, of the model or an adapter, is the default in requests."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
 
     @property
@@ -130,7 +130,7 @@ class Quantization:
     tensor_parallel_size: int
 
     def layers(self, projections: list[Projection]) -> list[Projection]:
-        """Return those linear layers of a model that the quantization does not leave out."""
+        """Return those of a model's linear layers that are to be quantized."""
         return [layer for layer in projections if not matches(layer.name, self.ignore)]
 
 

@@ -52,7 +52,7 @@ class WaitingRoom:
         return Visit(self, num_bytes)
 
     def wake(self) -> None:
-        """Make all waiting requests look for a new engine. May be called from any thread."""
+        """Make all requests that wait for an engine look for a new one. May be called from any thread."""
         if self._loop:
             self._loop.call_soon_threadsafe(self._wake)
 

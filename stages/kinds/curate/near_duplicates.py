@@ -264,9 +264,9 @@ class _Groups:
 
 
 def values_per_band(threshold: float) -> int:
-    """Return the largest number of MinHash values per band that still finds pairs of this similarity.
+    """Return how many MinHash values to compare at a time so that pairs of this similarity are still found.
 
-    1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for b bands of v values.
+    It is the largest v with 1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for the similarity t and b bands of v values.
     """
     return next(
         values for values in range(NUM_HASHES, 0, -1) if 1 - (1 - threshold**values) ** (NUM_HASHES // values) >= FOUND

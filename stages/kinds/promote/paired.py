@@ -74,7 +74,7 @@ class Difference:
 
     @property
     def solved_by_neither(self) -> bool:
-        """Return whether both models scored 0 where higher is better, so that the score distinguishes neither."""
+        """Return whether both models scored 0 where higher is better, so that the score cannot show which is better."""
         return self.higher_is_better and self.candidate == self.reference == 0
 
     @property

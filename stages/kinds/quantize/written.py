@@ -31,9 +31,9 @@ def quantized_in_files(folder: Path) -> set[str]:
 
 
 def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
-    """Yield an error for each way in which the written model differs from the plan.
+    """Yield an error for each way in which a quantized model folder differs from what was to be quantized.
 
-    Planned: exactly the `expected` layers (names in files) are quantized, and the config says so.
+    Exactly the `expected` layers (names in files) must be quantized, and the config must say so.
     """
     quantized = quantized_in_files(folder)
     if missing := sorted(expected - quantized):

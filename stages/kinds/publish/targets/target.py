@@ -26,7 +26,7 @@ class Address:
     is_hub: bool = False
 
     def __str__(self) -> str:
-        """Return the address as a recipe writes it."""
+        """Return the publishing address as a recipe writes it, such as `hf://owner/name`."""
         return f"{self.scheme}://{self.place}"
 
 
