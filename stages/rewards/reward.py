@@ -1,7 +1,7 @@
 """Protocol of rewards: recipe configs that judge a model's answers by a number.
 
-A new reward is a module and a line in `registry.py`.
-A reward's config is light, as all configs are; what it needs to judge is opened when it judges.
+A new reward is a module and a line in `registry.py`. A reward's config is light, as all configs are; what it needs to
+judge is opened when it judges.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Python environment of EvalScope, `.venv-evalscope` beside the project's own: its folder, and its installation by uv.
 
-The versions are pinned in a file.
-A stage makes it when a recipe first asks for EvalScope; `make evalscope`, which runs this module, before that, and
-again when the pins have changed. It is made under another name and renamed: an environment that exists is complete.
+The versions are pinned in a file. A stage makes the environment when a recipe first asks for EvalScope; `make
+evalscope`, which runs this module, before that, and again when the pins have changed. It is made under another name and
+renamed: an environment that exists is complete.
 """
 
 from __future__ import annotations

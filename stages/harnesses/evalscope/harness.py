@@ -1,7 +1,7 @@
 """EvalScope as an evaluation harness: question sets by exact match, and EvalScope's own benchmarks, asked as chats.
 
-It runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the server
-over HTTP.
+EvalScope runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the
+server over HTTP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Run of EvalScope's program for an evaluation: start, progress, and the scores and samples that it writes.
 
-It leaves for each task `reviews/MODEL/BENCHMARK_SUBSET.jsonl`, a sample each, and `reports/MODEL/BENCHMARK.json`.
+EvalScope leaves for each task `reviews/MODEL/BENCHMARK_SUBSET.jsonl`, a sample each, and
+`reports/MODEL/BENCHMARK.json`.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _check_known(names: Iterable[str], known_locally: Collection[str], folder: P
 def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
     """Return the current commits of the tasks' datasets on the hub, as {`hub_datasets`: {repository: commit}}.
 
-    Empty, without asking a hub, if all tasks are local.
-    Raises DownloadError or TransientError if the hub gives no answer.
+    Empty, without asking a hub, if all tasks are local. Raises DownloadError or TransientError if the hub gives no
+    answer.
     """
     datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
     answers = Answers[str](limit_s)

@@ -56,9 +56,8 @@ def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> Non
 def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:
     """Check that engine and layout can train the model, and return its shape.
 
-    None: its sizes are unknown, but the engine can train it all the same.
-    Raises LayoutError for a layout that the model does not allow, ModelError for a model that the engine does not
-    support. Unwise layouts only warn.
+    None: its sizes are unknown, but the engine can train it all the same. Raises LayoutError for a layout that the
+    model does not allow, ModelError for a model that the engine does not support. Unwise layouts only warn.
     """
     check_unquantized(facts, str(facts.folder))
     if note := code_not_run(facts, trusted=config.trust_remote_code):

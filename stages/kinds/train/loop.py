@@ -106,9 +106,9 @@ def evaluate(run: TrainingRun) -> LossMeans | None:
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1, of `num_steps`.
 
-    Warm-up reaches the full rate at step `warmup_steps`; cosine and linear would reach
-    `min_learning_rate_fraction` of it one step after the last, so no step is wasted at zero. (Transformers begins its
-    warm-up at zero; after it, both are equal at every step.)
+    Warm-up reaches the full rate at step `warmup_steps`; cosine and linear would reach `min_learning_rate_fraction` of
+    it one step after the last, so no step is wasted at zero. (Transformers begins its warm-up at zero; after it, both
+    are equal at every step.)
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

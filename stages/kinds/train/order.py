@@ -23,8 +23,8 @@ from stages.kinds.train.config import TrainConfig
 class DataOrder:
     """Order of training rows: random permutations of all rows, one an epoch, cut into global batches.
 
-    A mixture draws from each dataset by weight.
-    A global batch may span the border of two epochs, so no row is left out of an epoch.
+    A mixture draws from each dataset by weight. A global batch may span the border of two epochs, so no row is left out
+    of an epoch.
     """
 
     num_rows: int

@@ -63,8 +63,8 @@ def predict_run(
 ) -> Prediction:
     """Predict memory and step time, check that memory suffices, and write `prediction.json`. Collective.
 
-    The file lists alternative layouts, too.
-    Raises LayoutError on every process when even the device with the most free memory has too little.
+    The file lists alternative layouts, too. Raises LayoutError on every process when even the device with the most free
+    memory has too little.
     """
     available_gib = min(gathered(_available_memory_gib(device)))  # every process must come to the same decision
     hardware = _hardware(config, context, device)

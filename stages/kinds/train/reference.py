@@ -1,7 +1,7 @@
 """Reference log-probabilities: those of all documents under the untrained model, computed once and cached on disk.
 
-So only one model is in memory. The cache holds the sum over each document's targets, under a key of everything that
-decides it: the model's weights, the packed data, the rows, the precision.
+Computing them before training keeps only one model in memory. The cache holds the sum over each document's targets,
+under a key of everything that decides it: the model's weights, the packed data, the rows, the precision.
 """
 
 from __future__ import annotations

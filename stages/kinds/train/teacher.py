@@ -370,8 +370,7 @@ class OpenServer:
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
         """Ask the teacher's server about all processes' documents on rank 0, which writes the answers to files.
 
-        The other processes read them.
-        So processes that split one model get identical values.
+        The other processes read them. So processes that split one model get identical values.
         """
         files = [self.context.scratch / "teacher" / f"share-{number}.npy" for number in range(num_shares)]
         if is_main_process():

@@ -93,9 +93,8 @@ class DistillConfig(StrictModel):
 class DistillLoss:
     """Distillation loss: mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), with m = β t + (1 - β) s.
 
-    Agarwal et al. 2024, equation 1.
-    It is KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the model's probabilities of the
-    teacher's top k tokens and of all others together.
+    Agarwal et al. 2024, equation 1. It is KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the
+    model's probabilities of the teacher's top k tokens and of all others together.
     """
 
     config: DistillConfig

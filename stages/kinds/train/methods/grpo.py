@@ -105,9 +105,8 @@ class GrpoConfig(RolloutOptions):
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
     """Return the advantage of each completion: its reward minus its group's mean, over a standard deviation.
 
-    Shape: float32 [completions].
-    Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A completion without a reward (NaN)
-    counts in no mean or deviation, and has advantage 0.
+    Shape: float32 [completions]. Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A
+    completion without a reward (NaN) counts in no mean or deviation, and has advantage 0.
     """
     groups = rewards.view(-1, num_generations)  # [groups, completions of a prompt]
     advantages = groups - groups.nanmean(1, keepdim=True)
@@ -129,9 +128,8 @@ def _deviation(groups: Tensor) -> Tensor:
 class GrpoLoss:
     """GRPO's loss -min(w A, clip(w, 1 - ε, 1 + ε_high) A) + β KL, with w = π/π_old and advantage A.
 
-    Shao et al. 2024, equation 3.
-    Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et al. 2025 (GSPO), equation 7;
-    correction by the server's own probabilities: Yao et al. 2025.
+    Shao et al. 2024, equation 3. Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et
+    al. 2025 (GSPO), equation 7; correction by the server's own probabilities: Yao et al. 2025.
     """
 
     config: GrpoConfig

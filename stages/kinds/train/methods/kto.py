@@ -45,8 +45,7 @@ class KtoConfig(StrictModel):
 class KtoLoss:
     """KTO's loss: mean over answers of λ (1 - σ(±β (log π/π_ref - z))), + for good and - for bad ones.
 
-    Ethayarajh et al. 2024, equation 8.
-    z is the divergence, and 0 for apo_zero_unpaired.
+    Ethayarajh et al. 2024, equation 8. z is the divergence, and 0 for apo_zero_unpaired.
     """
 
     config: KtoConfig

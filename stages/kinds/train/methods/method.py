@@ -1,7 +1,8 @@
 """Description of a training method: options, loss, and what it needs of data, engine, planner and training loop.
 
-These ask a method for its needs; none of them asks which method it is. A method is a module beside this one and a line
-in `registry.py`. These modules are light: the recipe is read without torch, so losses import it where they compute.
+Data preparation, engine, planner and loop ask a method for its needs; none of them asks which method it is. A method is
+a module beside this one and a line in `registry.py`. The modules of methods are light: the recipe is read without
+torch, so losses import it where they compute.
 """
 
 from __future__ import annotations

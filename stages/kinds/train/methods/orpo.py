@@ -35,9 +35,8 @@ class OrpoConfig(StrictModel):
 class OrpoLoss:
     """ORPO's loss -log π of the preferred texts - β log σ(log odds_chosen / odds_rejected).
 
-    Hong et al. 2024, equations 6 and 7.
-    As in TRL, the first term is a mean over all tokens of the preferred texts, prompts included; the probability P of
-    odds P / (1 - P) is the geometric mean over an answer's tokens.
+    Hong et al. 2024, equations 6 and 7. As in TRL, the first term is a mean over all tokens of the preferred texts,
+    prompts included; the probability P of odds P / (1 - P) is the geometric mean over an answer's tokens.
     """
 
     config: OrpoConfig

@@ -188,8 +188,8 @@ def sample_completions(
 ) -> list[list[Completion]]:
     """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
-    Those of a prompt are in the server's order.
-    Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
+    Those of a prompt are in the server's order. Raises ServerError for an answer without what a loss needs, and as
+    `RolloutServer.ask` does.
     """
     found: dict[int, list[Completion]] = {}
 

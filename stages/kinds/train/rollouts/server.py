@@ -111,8 +111,8 @@ class RolloutServer:
     def take(self, folder: Path) -> None:
         """Load the weights in `folder` into the sampling server and remove the former folder.
 
-        No request may be under way.
-        Raises ServerError when no server comes up, TransientError when it fails repeatedly.
+        No request may be under way. Raises ServerError when no server comes up, TransientError when it fails
+        repeatedly.
         """
         before, self._folder = self._folder, folder
         try:
@@ -503,9 +503,8 @@ class SyncedServer:
     def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
         """Give the sampling server the weights of a step and let rank 0 write completions to a file. Collective.
 
-        The other processes wait for the file.
-        Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and TrainingError when
-        the server answers with other weights.
+        The other processes wait for the file. Returns the seconds of the weights' transfer. Raises as `RolloutServer`
+        and `write` do, and TrainingError when the server answers with other weights.
         """
         sync_s = self._give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
