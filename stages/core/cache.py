@@ -47,7 +47,7 @@ def note_use_of_file(room: Path, file: Path) -> None:
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield the entries of one top folder of the cache, and files that other programs keep beside them.
+    """Yield the entries of one top folder of the cache, for cleanup, and files that other programs keep there.
 
     A top "folder" that is a file is its own entry.
     """

@@ -200,7 +200,7 @@ Part = TypeVar("Part", bound=Documents | ModelInputs | Signal | Rollouts | Candi
 
 
 def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-    """Return a copy of one component of a batch with a function applied to each of its tensors."""
+    """Return a copy of a batch's inputs or loss data with a function applied to each of its tensors."""
     changed: dict[str, Any] = {
         name: change(value) if isinstance(value, torch.Tensor) else _with_tensors(value, change)
         for name, value in vars(part).items()

@@ -265,7 +265,7 @@ class _Segments:
 
 
 def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
-    """Return the shuffled order in which an epoch visits the rows, int64 [num_rows], for any parallel layout.
+    """Return the shuffled order in which an epoch visits the rows, int64 [num_rows]; layouts do not change it.
 
     number: number of the dataset in a mixture; each has an order of its own.
     """

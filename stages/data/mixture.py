@@ -155,7 +155,7 @@ class MixtureOrder:
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Return how many of the order's first positions belong to the datasets before a border of their shares.
+    """Return how many of the first `num_slots` rows of a mixture come from datasets below a cumulative share.
 
     Each slot at position x counts ⌊x⌋ - ⌊x - border⌋: 1 if it lies below, else 0.
     """

@@ -158,7 +158,7 @@ class PieceSource:
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
-        """Yield tokenized pieces until the CPU time limit; the last part is yielded as far as it was read."""
+        """Yield tokenized pieces until the CPU time limit is reached, the last one as far as it was read."""
         for data_part, key in self._parts():
             if key not in self._store:
                 pieces = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
@@ -170,7 +170,7 @@ class PieceSource:
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """Yield rows unchanged until the CPU time limit."""
+        """Yield rows unchanged until the CPU time limit is reached."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s

@@ -173,7 +173,7 @@ class ProvedTemplate:
         return text, dict(zip(turns, spans, strict=True))
 
     def _known(self, conversation: Conversation) -> list[Message]:
-        """Return the messages with the field names that this template reads.
+        """Return a conversation's messages with the field names that this chat template reads.
 
         Raises RowError for fields that it ignores.
         """
@@ -288,7 +288,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._template = self.from_string(source)
         self._template.globals = dict(self._template.globals)  # a chain of them is slow to read, for each rendering
         self.read_variables = meta.find_undeclared_variables(self.parse(source)) - self.globals.keys()
-        """Names of the variables that the template reads."""
+        """Names of the variables that the chat template reads."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
         """Return the rendered text, and the spans of the text in `{% generation %}` blocks.

@@ -175,7 +175,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return row numbers (int64) and digests (uint64) of one share of all rows, small enough to compare in memory.
+    """Return numbers (int64) and digests (uint64) of the rows of one share, small enough to compare in memory.
 
     A share has the digests with one remainder, so equal ones are in the same share.
     """

@@ -112,7 +112,7 @@ class DocumentTokenizer:
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the rendered texts of each row by training unit (document or pair), or the row's RowError.
+        """Yield the rendered texts of each row by training unit (document or pair), or the row's error.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -258,7 +258,7 @@ class DocumentTokenizer:
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the rendered texts of each document, or its RowError; documents flagged True must give one text."""
+        """Yield the rendered texts of each document, or its error; documents flagged True must give one text."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -277,7 +277,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return a request to render a conversation, the finished text of a plain document, or a RowError."""
+        """Return a request to render a conversation, the finished text of a plain document, or the document's error."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)
@@ -381,7 +381,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return the sum of these counts and those of later documents."""
+        """Return these counts about rendered documents, added to those of later documents."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,

@@ -111,7 +111,7 @@ def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows
 
 
 class PartTokenizer:
-    """Tokenizer of file parts, which turns the rows of each part into storable pieces."""
+    """Tokenizer of the parts of data files, which yields storable pieces (groups of tokenized rows)."""
 
     def __init__(self, task: Tokenizing) -> None:
         """Load the tokenizer of the model folder. Raises ModelError if there is no usable one."""
@@ -331,7 +331,7 @@ class Piece:
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
     numbers: NDArray[np.uint64]
-    """Numbers of the piece's rows in their file part, uint64, one for each digest."""
+    """Row numbers, within the file part, of the rows in this piece of tokenized data: uint64, one for each digest."""
 
     @classmethod
     def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
@@ -341,7 +341,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """Return the piece's counts of documents and pairs that are too long, under the given policy."""
+        """Return the counts of documents and pairs that were too long in a piece of tokenized data."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)

@@ -210,7 +210,7 @@ class Turns:
         return next((self._end(answer, 0) for answer in answers if rest.startswith(answer)), 0)
 
     def _end(self, text: str, begin: int) -> int:
-        """Return the end of a turn, without line breaks after its end-of-turn token, which are never generated."""
+        """Return where an assistant's turn ends, before line breaks after its end token, which are never generated."""
         stripped = text.rstrip()
         return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
 
@@ -292,7 +292,7 @@ class Renderings:
             )
 
     def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
-        """Return the rendered text of the first `number` messages, from the cache if it is there."""
+        """Return the rendered text of a conversation's first `number` messages, from the cache if it is there."""
         key = (number, *options.items())
         text = self._kept.get(key) or self(messages[:number], **options)
         if key not in self._kept and len(text) <= self._may_keep:
@@ -349,7 +349,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Return the message without reasoning; a message with tool calls also loses its text."""
+    """Return a chat message without reasoning; a message with tool calls also loses its text."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

@@ -72,7 +72,7 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of another policy object, from later rows."""
+        """Add the counts of documents and pairs that were too long in later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
@@ -176,7 +176,7 @@ class Units:
         return np.diff(ends[np.concatenate([[0], np.cumsum(self.num_documents)])])
 
     def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
-        """Return the training units with these numbers, in the given order."""
+        """Return the training units (documents or pairs) with these numbers, in the given order."""
         order = np.asarray(numbers, np.int64)
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
@@ -191,7 +191,7 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return a list of training units as flat arrays.
+        """Return a list of training units (documents or pairs) as flat arrays.
 
         is_labelled, has_margins: all units have a label or a margin.
         """

@@ -145,13 +145,13 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return the answer if its status is a success; otherwise raise the error class of `Expected`."""
+        """Return the answer if its status is a success; otherwise raise the error that `Expected` names."""
         if self.is_success:
             return self
         raise self.refusal()
 
     def refusal(self) -> LifecycleError:
-        """Return the error for an HTTP answer whose status is no success."""
+        """Return the error to raise for an HTTP answer that reports a failure."""
         if not 300 <= self.status < 400:
             return self.expected.wrong(f"answered {self.status}", self.body)
         target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)
@@ -160,7 +160,7 @@ class Answer:
         )
 
     def parsed(self, shape: type[Shape]) -> Shape:
-        """Return the answer's JSON, validated as the type `shape`. Raises the error class of `Expected`."""
+        """Return the answer's JSON, validated as the type `shape`. Raises the error that `Expected` names."""
         return self.expected.parsed(self.check().body, shape)
 
 
@@ -217,7 +217,7 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the events that the next chunk completes. Raises the error class of `Expected` for a malformed one."""
+        """Yield the events that the next chunk completes. Raises the error of `Expected` for a malformed one."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -339,7 +339,7 @@ def opened_directly(
 
 
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read the whole answer opened by `opened_directly`. Raises the error class of `expected` if it exceeds limits."""
+    """Read the whole answer opened by `opened_directly`. Raises the error of `expected` if it exceeds limits."""
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
