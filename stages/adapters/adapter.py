@@ -26,7 +26,7 @@ Factors = list[tuple["Tensor", "Tensor"]]
 class Adapter:
     """LoRA adapter as read from disk: its factors, their scaling, and weights trained as a whole.
 
-    factors: name of a layer in the Transformers model → (A [rank, in], B [out, rank]).
+    factors: A [rank, in] and B [out, rank], by name of a layer in the Transformers model.
     """
 
     base: str
@@ -40,7 +40,7 @@ class Adapter:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights that replace those of the base model, by name: trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Names of bare parameters that LoRA changes instead of linear layers, by the name of the LoRA layer.
+    """Names of parameters outside linear layers, such as stacked experts, that LoRA changes, by LoRA layer.
 
     A parameter that stacks all experts of a layer has A [experts, rank, in] and B [experts, out, rank].
     """
@@ -63,7 +63,7 @@ class Adapter:
 
     @property
     def weights(self) -> set[str]:
-        """Names of the base model's weights that merging changes, except bare parameters (`effect.py`)."""
+        """Names of the base model's weights that merging changes, except parameters outside linear layers."""
         return {*(f"{layer}.weight" for layer in self.layers), *self.saved}
 
     @property
@@ -124,7 +124,7 @@ def of_unchanged_base(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return an adapter that fits the unchanged base model: its parameters and PEFT's config.
 
-    - parameters: what was learned, `LAYER.lora_A.default.weight` → tensor
+    - parameters: what was learned, by names such as `LAYER.lora_A.default.weight`
     - initial: what was taken out of the base, by the same names
     - merged: an adapter that was merged into the base
     """

@@ -26,7 +26,7 @@ KEPT_CHANGES = 2
 
 
 class ChangedParameters:
-    """Changes that an adapter makes to bare parameters (stacked experts), by weight name in the model's files."""
+    """Changes of an adapter to parameters outside linear layers (stacked experts), by weight name in files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
         """Map the adapted parameters to weights in files. Raises ModelError for parameters that the model lacks."""
@@ -74,11 +74,11 @@ def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Adapter, or its changes of bare parameters, that changes a weight, by the weight's name in the model's files."""
+"""Source of a weight's change, by weight name in the model's files: an adapter, or its changes of stacked experts."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return by weight name what changes the weight: the adapter, or its changes of bare parameters.
+    """Return the source of each weight's change, by weight name: the adapter, or its changes of stacked experts.
 
     parameters: None if only linear layers change.
     """

@@ -160,7 +160,7 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
 
 
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
-    """Raise ModelError unless an adapter's file holds A and B of each layer, and apart from these only `others`."""
+    """Raise ModelError unless an adapter's file holds A and B of each layer, and besides them only `others`."""
     factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
     unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
     if not layers or unknown:
@@ -211,7 +211,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the name of the bare parameter that each LoRA layer in an adapter's file changes, by layer."""
+    """Return the name of the parameter outside linear layers that each LoRA layer changes, by LoRA layer."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)

@@ -164,7 +164,7 @@ def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
-    """Return the names that adapted bare parameters have in the unadapted model, by name of the adapted layer."""
+    """Return the names that adapted parameters outside linear layers have in the unadapted model, by adapted layer."""
     return {
         name: f"{name.replace(INNER, '')}.{module.parameter_name}"
         for name, module in adapted_layers(causal_lm).items()
@@ -184,7 +184,7 @@ def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
 
 
 def changed_weights(causal_lm: nn.Module) -> list[str]:
-    """Return the names of all weights that merging changes, for bare parameters those in the model's files."""
+    """Return the names of all weights that merging changes, as in the model's files."""
     learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
     saved = [name for name in learning if ".lora_" not in name]
     layers, parameters = adapted_layers(causal_lm), adapted_parameters(causal_lm)

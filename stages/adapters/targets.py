@@ -93,7 +93,7 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 
 
 def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
-    """Return the value of PEFT's `target_modules`.
+    """Return the value of PEFT's `target_modules` for a recipe's adapter.
 
     `all-linear` and patterns become names where layers are chosen by number.
     PEFT takes layer numbers beside names only.

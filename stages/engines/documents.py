@@ -21,7 +21,10 @@ LEAST_FILL = 0.8
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bucket of `num_documents` documents, all padded to `length` tokens, from padded position `start` on."""
+    """Group of documents of similar length, which are padded to one length and computed together.
+
+    It has `num_documents` documents of `length` tokens, from padded position `start` on.
+    """
 
     start: int
     num_documents: int
@@ -29,7 +32,7 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """Index of the padded position after the bucket's last one."""
+        """End of the bucket: the index of the first padded position after it."""
         return self.start + self.num_documents * self.length
 
 
@@ -57,7 +60,7 @@ class PackedDocuments:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Buckets from the longest documents to the shortest, which follow each other without gaps."""
+        """Buckets of documents of similar length, from the longest documents to the shortest, without gaps."""
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None

@@ -88,7 +88,7 @@ class Engine(Protocol):
         """
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a float64 CPU tensor over the shares of a global batch, on every process."""
+        """Return the sum of a float64 CPU tensor over the data-parallel shares of a global batch, on every process."""
 
     def broadcast_from_rank0(self, value: float) -> float:
         """Return rank 0's value on every process."""

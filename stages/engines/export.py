@@ -36,7 +36,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 """File name suffixes of weight files and their indices."""
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Pattern of weights in old model files that are computed from the config today."""
+"""Pattern of names of weights in old model files that Transformers computes from the config today."""
 NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -83,7 +83,7 @@ def export_model(
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
-    """Check, before training, that `export_model` would write exactly the weights that `source` has.
+    """Check, before training, that an export would write exactly the weights of the model folder `source`.
 
     Raises ModelError.
     """
@@ -178,11 +178,11 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights added so far."""
+        """Names of all weights that the writer has been given so far."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Add a CPU tensor; a file is written when the tensors that wait would exceed its limit."""
+        """Add a CPU tensor to the next weight file, which is written first if the tensor would make it too large."""
         if self._pending and self._pending_bytes + weight.nbytes > MAX_SHARD_BYTES:
             self._write_shard()
         self._pending[name] = weight

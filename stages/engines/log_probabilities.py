@@ -189,9 +189,9 @@ def _output_gradient(
     gradient: Tensor,
     transform: LogitsTransform | None,
 ) -> Tensor:
-    """Return the gradient with respect to the head's output, in the head's dtype, [tokens, vocabulary].
+    """Return the gradient of log-probabilities with respect to the head's output, [tokens, vocabulary].
 
-    It is that of the sum of gradient × log p[target].
+    It is the gradient of the sum of gradient × log p[target], in the head's dtype.
     """
     if kept is not None:
         return _softmax_gradient(kept, targets, gradient).to(weight.dtype)

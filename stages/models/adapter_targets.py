@@ -23,7 +23,7 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""Former layer names that PEFT still knows, each with the ending of today's parameter name, by model family."""
+"""Layer names from before Transformers 5 that PEFT still accepts, with today's parameter endings, by model family."""
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Pattern of the layer's number in a module's name, as PEFT finds it; a later number is an expert's."""
 
@@ -77,7 +77,7 @@ class AdapterTargets:
         return int(is_named(parameter, self.options.target_parameters))
 
     def _has_former(self, old: str, parameter: str) -> bool:
-        """Return whether `target_modules` names the former linear layer `old`, which is now part of `parameter`."""
+        """Return whether `target_modules` names `old`, a linear layer that newer models store in `parameter`."""
         targets = self.options.target_modules
         if targets == "all-linear":
             return True

@@ -16,7 +16,7 @@ from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
 LARGEST_SIZE = 2**53
-"""Bound of sizes in a model's config, above which floating-point numbers are not exact."""
+"""Upper limit of sizes in a model's config; floating-point numbers above it are not exact."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 GPT_FAMILIES = ("gpt2", "opt", "bloom", "mpt")
 LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo", "gpt_bigcode", "biogpt", "xglm", "openai-gpt")

@@ -1,4 +1,4 @@
-"""Sizes of published models by name, for tables that name a model without its sizes. Pure.
+"""Sizes of published models by name, for tables that name a model without its sizes; needs no torch.
 
 Sizes are those of the models' papers and configs. Approximations: DeepSeek's shared experts are written as so many more
 that every token is routed to (and its multi-token prediction is left out); the state-space layers of hybrid Nemotron

@@ -39,7 +39,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layer of a Transformers model: its name, place and sizes."""
+    """Linear layer of a Transformers model: its name, its place in the transformer layer, and its sizes."""
 
     name: str
     place: Place

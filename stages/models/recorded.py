@@ -90,7 +90,10 @@ class ToolPrompt(StrictModel):
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:
-    """Return the documents recorded beside a trained model or adapter. Raises ModelError without a readable record."""
+    """Return the documents and predictions recorded beside a trained model.
+
+    Raises ModelError without a readable record.
+    """
     try:
         documents = json.loads((artifact / RECORD).read_text(encoding="utf-8"))["documents"]
         return [RecordedDocument(**one) for one in documents]

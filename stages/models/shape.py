@@ -1,4 +1,4 @@
-"""Sizes of a decoder-only language model that decide its parameters, FLOPs and memory. No torch.
+"""Sizes of a decoder-only language model that decide its parameters, FLOPs and memory; needs no torch.
 
 Parameter counts by part equal those of the Transformers model. Reading the sizes from a model's config is for
 `facts`, which layouts it allows for `legality`, and what a step costs for `planner`.

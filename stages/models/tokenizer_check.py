@@ -55,7 +55,7 @@ class Growth:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
-        """Return the bound for the normalizer of a loaded tokenizer."""
+        """Return the growth bound for the normalizer of a loaded tokenizer."""
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:

@@ -128,8 +128,9 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def check_values(tensors: list[StoredTensor], fields: Mapping[str, Any]) -> Iterator[str]:
-    """Check the weights of a model that is not quantized, and yield warnings. fields: `ModelFacts.fields`.
+    """Check the weights of a model that is not quantized, and yield warnings about them.
 
+    fields: fields of the model's config, as `ModelFacts.fields` has them.
     Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
     """
     integers = [

@@ -39,7 +39,7 @@ class DeviceType:
     pins_host_memory: bool = True
     has_float64: bool = True
     has_flash_kernel: bool = False
-    """True if torch's flash attention over packed documents (`torch.nn.attention.varlen`) runs on it."""
+    """True if flash attention over packed documents (`torch.nn.attention.varlen`) runs on these devices."""
     fp8_from: tuple[int, int] = (0, 0)
     """Lowest compute capability of devices that multiply in 8 bits; (0, 0): not checked."""
     allocator: str | None = None

@@ -162,6 +162,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Return whether the device's name has all words of `name`; it may join words by hyphens."""
+    """Return whether all words of a name in the table are in the device's name, which may join words by hyphens."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

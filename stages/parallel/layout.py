@@ -1,4 +1,4 @@
-"""Parallel layout of a training stage: parallel degrees and memory choices. Pure; needs no torch."""
+"""Parallel layout of a training stage: parallel degrees and memory choices; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks whether a layout works for a number of processes, a batch size and a model. Pure; needs no torch.
+"""Checks whether a layout works for a number of processes, a batch size and a model; needs no torch.
 
 Each error is a sentence with every factor in it. What holds for one engine is asked of its rules. A config is checked
 for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there. Sentences are made

@@ -51,7 +51,10 @@ def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.devic
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the store where processes meet: a private file on one node, or a socket on the first of several nodes."""
+    """Return the torch store through which processes find each other: a private file, or a socket on the first node.
+
+    One node has the file, several nodes have the socket.
+    """
     if "RANK" not in os.environ:
         return dist.HashStore()
     if RENDEZVOUS_FILE in os.environ:

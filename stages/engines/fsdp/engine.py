@@ -192,7 +192,7 @@ class FsdpEngine:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the trainable weights and of their moments, counted in fp32: two of AdamW, one of Muon."""
+        """Size of a checkpoint in bytes: trainable weights, and AdamW's two moments or Muon's one in fp32."""
         return sum(
             (parameter.itemsize + (4 if group["is_muon"] else 8)) * parameter.numel()
             for group in self._optimizer.param_groups
@@ -247,7 +247,7 @@ class FsdpEngine:
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
-        """Add the adapter before the model is sharded.
+        """Add the LoRA adapter to the model, before the model is sharded.
 
         Its initial factors are kept for the export if they are taken out of the base model's weights.
         """

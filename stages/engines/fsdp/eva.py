@@ -1,4 +1,4 @@
-"""EVA for LoRA: A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024). PEFT finds them.
+"""EVA: LoRA's A starts as the directions in which a layer's inputs vary most (Paischer et al. 2024). PEFT finds them.
 
 Rank 0 runs the whole base on some training rows before the model is spread over processes. The directions of all layers
 compete for `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or
@@ -72,7 +72,7 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return, by layer, the directions in which learned tokens' inputs vary most.
+    """Return, by layer, the directions in which the inputs of tokens that carry loss vary most.
 
     PEFT finds them; it repeats the batches.
     """

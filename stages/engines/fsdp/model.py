@@ -37,10 +37,10 @@ from stages.models.loaded_weights import check_finite
 PROBE_LENGTHS = (12, 7)
 """Lengths in tokens of the two documents on which a loaded model's log-probabilities are checked."""
 PROBE_LONG_FROM = 8
-"""Number of tokens beyond which the check treats a document as long, so that one of the two documents is."""
+"""Number of tokens beyond which a document counts as long in the check of rotary angles that depend on length."""
 PROBE_TOLERANCE = 1e-3
-"""Largest allowed difference of log-probabilities in nats; fp32 kernels differ by some 1e-6, a forgotten scale or soft
-cap by much more."""
+"""Largest allowed difference, in nats, of log-probabilities from those of Transformers; fp32 kernels differ by some
+1e-6, a forgotten scale or soft cap by much more."""
 
 
 class TargetLogProbabilities(nn.Module):

@@ -53,7 +53,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         seed: int,
         **adamw: Any,
     ) -> None:
-        """Create the optimizer, whose state has the dtypes of `settings`.
+        """Create AdamW with moments in the dtypes of `settings`.
 
         names: name of every parameter, on which its random bits depend. adamw: arguments of `torch.optim.AdamW`.
         """

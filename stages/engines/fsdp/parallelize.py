@@ -91,7 +91,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
-    """Turn on activation checkpointing in each layer, for all operations or for all but costly ones."""
+    """Turn on activation recomputation in each layer: of all operations, or of all but costly ones."""
     if layout.recompute == "none":
         return
     arguments: dict[str, Any] = {"use_reentrant": False}

@@ -23,7 +23,7 @@ from stages.parallel.layout import Layout
 
 
 def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
-    """Move these parameters of the model to the meta device, where they take no memory; tied ones stay tied."""
+    """Move the given parameters of a model to the meta device, where they take no memory; tied ones stay tied."""
     emptied = {id(one): nn.Parameter(one.to("meta"), requires_grad=one.requires_grad) for one in dropped}
     for module in model.modules():
         for name, weight in _own_weights(module):
@@ -31,8 +31,9 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 
 
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
-    """Read all parameters on the meta device, and stored buffers, from the model's weight files. Collective.
+    """Read this process's shards of all parameters on the meta device from the weight files. Collective.
 
+    Buffers that are in the files are read, too.
     device: where shards lie. Raises ModelError, on every process, when weights are not finite or have another shape
     than the model's.
     """
@@ -53,7 +54,7 @@ def check_sharded(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Check a sharded model's log-probabilities in fp32, as `check_log_probabilities` does. Collective.
+    """Check that a sharded model gives the log-probabilities that Transformers gives, in fp32. Collective.
 
     twin: a copy of the model before it was sharded, on `meta`; it is cut to the layers that show every kind, since all
     its weights are gathered three times.
@@ -69,7 +70,7 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Cut a model to its first layers, as many as show every kind of layer, at least two.
+    """Remove a model's last layers: keep the first ones, as many as show every kind of layer, at least two.
 
     Kinds differ in types, sizes or settings.
     Towers of other modalities stay whole: text does not run through them.
@@ -96,7 +97,7 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 class _ShardReader:
-    """Reader that fills a process's shards, by the names that weights have in the model without adapters."""
+    """Reader that copies weights from files into this process's shards, by their names without adapters."""
 
     def __init__(self, causal_lm: Any, device: torch.device) -> None:
         self._device = device

@@ -38,11 +38,11 @@ class Source:
 
     converter: WeightConverter | None
     tensors: list[tuple[str, str]] = field(default_factory=list)
-    """Names of tensors in the files, each with the converter's pattern that the name matches."""
+    """Names of tensors in the files, each with the pattern of Transformers' converter that it matches."""
 
     @property
     def stacks_rows(self) -> bool:
-        """True if each row of the weight comes from one file tensor per pattern, as in stacks of experts."""
+        """True if rows can be read alone, since each is made of whole tensors in the files, as in stacks of experts."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
@@ -116,7 +116,7 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """Return the file tensors from which weights are made, by the first weight that is made of them."""
+        """Return the file tensors from which each weight is made; of weights made together, the first is the key."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -143,7 +143,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Return whether a weight conversion leaves the entries along dimension 0 apart and in order."""
+    """Return whether a weight conversion treats each entry along dimension 0 by itself."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -74,7 +74,7 @@ class TrainingState:
         return {name: weight for name, weight in weights.items() if name not in tied}
 
     def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return weights in which LoRA's B of experts is viewed as [experts, out, rank]; loading fills the original."""
+        """Return weights with LoRA's B of experts viewed as [experts, out, rank], as checkpoints hold it."""
         return {
             name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
             for name, one in weights.items()

@@ -191,7 +191,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """Return the mask [rows, joined × rank] of LoRA on joined layers: 1 where a row of B belongs to a row of A."""
+    """Return the mask [rows, joined × rank] by which rows of LoRA's B in a fused layer use only their own layer's A."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):

@@ -21,7 +21,7 @@ from stages.engines.megatron.attention import PackedTokens
 
 
 class RouterBalance:
-    """Load-balancing loss of this process's routers: adds its gradients, and its sum for the metric."""
+    """Load-balancing loss of this process's routers, added to their gradients and summed for the metric."""
 
     def __init__(
         self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device

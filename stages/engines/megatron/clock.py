@@ -24,7 +24,7 @@ REDUCTION = (
 
 
 class PipelineClock:
-    """Timers of a pipeline schedule, for `TransformerConfig.timers`.
+    """Timers that Megatron's pipeline schedules start and stop, for `TransformerConfig.timers`.
 
     They measure the stream's time on a GPU, and wall time on a CPU.
     """

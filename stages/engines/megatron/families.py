@@ -42,13 +42,13 @@ class Rule:
     """Mapping of a Megatron parameter, the same in every layer or expert, to Hugging Face weights."""
 
     parameter: str
-    """Regular expression of the Megatron parameter's name; a group in it holds the expert's index on its process."""
+    """Regular expression of the Megatron parameter's name; a capture group holds the expert's index on its process."""
     weights: tuple[str, ...]
     """Hugging Face names of the weights that make up the parameter, in Megatron's order; `{layer}` and `{expert}` count
     from 0."""
     cut: Cut
     layer: str = ""
-    """Name by which PEFT adapts the layer; default: the names of the weights, without `.weight`."""
+    """PEFT's name of the adapted layer; default: the names of its weights, without `.weight`."""
 
     @property
     def layers(self) -> tuple[str, ...]:

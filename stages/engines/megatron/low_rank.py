@@ -52,7 +52,7 @@ class LowRankChange:
     num_joined: int
     """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None
-    """Mask [rows, joined × rank] of LoRA on joined layers: 1 where a row of B belongs to a row of A; None: always."""
+    """Mask [rows, joined × rank] by which rows of B in a fused layer use only their own layer's A; None: one layer."""
 
     def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         """Add LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this hook to a frozen linear layer."""

@@ -33,7 +33,10 @@ def build_model_chunks(
     has_adapter: bool = False,
     balances_experts: bool = False,
 ) -> list[GPTModel]:
-    """Return this process's model chunks in pipeline order: one, or `vpp` of them. Parameters are not initialised."""
+    """Return this process's model chunks in pipeline order: one, or `vpp` if interleaved.
+
+    Parameters are not initialised.
+    """
     transformer = transformer_config(shape, layout, precision, device, balances_experts=balances_experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]

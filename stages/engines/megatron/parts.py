@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Return the index of these rows or columns in the Hugging Face weight."""
+        """Return the index of the shared rows or columns in the Hugging Face weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Return the index of these rows or columns in the Megatron parameter."""
+        """Return the index of the shared rows or columns in the Megatron parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:

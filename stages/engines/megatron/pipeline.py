@@ -41,7 +41,7 @@ the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function from log-probabilities and signal of a micro-batch to a value to differentiate and a value to return."""
+"""Function of a micro-batch's log-probabilities and training signal; returns a value to differentiate and a result."""
 
 
 @dataclass(frozen=True)

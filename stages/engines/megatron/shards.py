@@ -152,7 +152,7 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the rectangles of a weight's shared rows or columns that lie in a range of the flattened parameter part.
+    """Yield the rectangles of a Hugging Face weight that lie in a range of a flattened Megatron parameter.
 
     piece: the shared rows or columns.
     They are at most the end of a row, whole rows, and the beginning of a row.
