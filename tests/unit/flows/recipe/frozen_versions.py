@@ -1,4 +1,4 @@
-"""Generate the configs whose versions and resume keys are frozen in `frozen_versions.json`.
+"""Generate stage configs, and freeze their artifact versions and resume keys (both hashes) in a JSON file.
 
 `python -m tests.unit.flows.recipe.frozen_versions` writes the file. Its diff may have new lines. A changed line means
 that every lifecycle home builds such an artifact again: raise a `STAGE_VERSION` for that, or mark the new field
@@ -76,7 +76,7 @@ def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
 
 
 def digests_of(config: StageConfig) -> list[str]:
-    """Return a config's artifact version and resume key, computed with constant upstream versions and outside files."""
+    """Return a config's artifact version and resume key (of its work folder), for constant inputs."""
     return [version_of(identity_of(config, UPSTREAM, OUTSIDE)), resume_key_of(config, UPSTREAM, OUTSIDE)]
 
 

@@ -1,4 +1,4 @@
-"""Stages that reject their own result: it is stored, nothing is built on it, and later runs repeat the error."""
+"""A stage may reject its own result: the result is stored, nothing is built on it, and later runs repeat the error."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def built(planned, folder):
 
 
 class Here:
-    """Fake process that runs the check of inputs in the test's own process, which has the imports already."""
+    """Fake stage process that checks later stages' inputs within the test's process, whose imports are made already."""
 
     token = ""
 
@@ -204,7 +204,7 @@ UNSEEN = {"stage": "sft", "field": "data.dataset", "message": "training rows aft
 
 
 def hanging(work, found=None):
-    """Start a fake check of inputs that has written its first results and does not end."""
+    """Start a fake check of later stages' inputs, which has written its first results and does not end."""
     if found:
         (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:

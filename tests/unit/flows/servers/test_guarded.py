@@ -40,7 +40,7 @@ class Pages:
 
 @pytest.fixture
 def served(monkeypatch):
-    """Provide a function that runs a coroutine against a guarded server, which checks its connections often."""
+    """Provide a function that runs a coroutine against a server behind our connection guard, which checks often."""
     monkeypatch.setattr(guarded, "LOOK_EVERY_S", 0.02)
 
     async def run(trial):

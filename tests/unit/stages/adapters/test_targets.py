@@ -158,7 +158,7 @@ def test_former_names_of_known_shapes_are_those_of_peft(family):
 
 
 def test_the_choice_is_defined_once():
-    """Only one module decides which layers are adapted by the config fields that name them.
+    """The config fields that name adapted layers are interpreted by one module only.
 
     The few other modules that read these fields pass them to PEFT, or name them in messages.
     """

@@ -1,4 +1,4 @@
-"""A helper process answers within its limits, or is killed with all its child processes."""
+"""A helper process for untrusted input answers within its limits of time and memory, or is killed with its children."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Files of a dataset split are found and read in every format; broken ones are refused."""
+"""Files of a dataset split are found and read in every format; broken files are refused."""
 
 from __future__ import annotations
 

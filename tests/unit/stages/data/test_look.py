@@ -1,4 +1,4 @@
-"""`lifecycle data` shows the tokens that training will get, which are learned, and how all rows were used."""
+"""`lifecycle data` shows the tokens that training will get, which of them have a loss, and how all rows are used."""
 
 import json
 

@@ -189,7 +189,7 @@ def test_masks_are_those_of_trls_training_templates(name):
     ],
 )
 def test_what_a_row_sets_for_the_template_is_set_as_transformers_sets_it(name, variable, conversation, chosen):
-    """A row that sets a template variable gets Transformers' prompt, and the learned text begins right after it."""
+    """A row that sets a template variable gets Transformers' prompt, and the text with a loss begins right after it."""
     template, (messages, _) = TEMPLATES[name], CONVERSATIONS[conversation]
     (*_, document) = chat_template(template).documents(Conversation(messages, variables={variable: chosen}))
     options = {**dict(template.special_tokens), variable: chosen, "strftime_now": lambda _: "01 January 2026"}

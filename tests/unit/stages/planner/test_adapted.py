@@ -69,7 +69,7 @@ EXPERT_ADAPTERS = [
 
 
 def adapted_model(family, fields, adapter):
-    """Return a Transformers model with PEFT's adapter, and the planner's sizes of the same model."""
+    """Return a Transformers model with PEFT's adapter, and the same model's sizes as the planner takes them."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

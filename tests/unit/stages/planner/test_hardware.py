@@ -1,4 +1,4 @@
-"""Hardware for the planner is described by a built-in list, YAML files or this machine; mistakes are reported."""
+"""Hardware for the planner comes from a built-in list, YAML files or this machine; mistakes in it are reported."""
 
 from __future__ import annotations
 

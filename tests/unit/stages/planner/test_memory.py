@@ -140,9 +140,9 @@ def test_adapters_have_the_only_gradients_and_optimizer():
 
 
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
-    """Tensor parallelism cuts one LoRA factor of each pair, and leaves those of width 8,192 whole.
+    """Tensor parallelism cuts one of the two LoRA factors of each matrix, and leaves the other one whole.
 
-    Computed for Llama 3 70B with LoRA rank 16, where each layer has 7 whole factors.
+    Computed for Llama 3 70B with LoRA rank 16: each layer has 7 whole factors, of width 8,192.
     """
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
     llama, adapter = KNOWN["llama3 70b"], LowRank(16)

@@ -245,7 +245,7 @@ def test_a_test_that_takes_all_memory_has_failed(test: str) -> None:
 def test_what_code_writes_is_counted_where_it_is_deleted_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that model-written code writes and deletes again count towards its limit.
+    """Bytes that model-written code writes to files count towards its limit, even if it deletes the files.
 
     The code is stopped long before its time limit.
     """

@@ -21,7 +21,7 @@ TRAINING = {
 
 
 class KilledError(BaseException):
-    """Error that ends the check of inputs abruptly, like SIGKILL."""
+    """Error that ends the check of stage inputs abruptly, like SIGKILL."""
 
 
 def test_what_was_found_stays_found_when_the_next_input_takes_too_long(tmp_path, monkeypatch):

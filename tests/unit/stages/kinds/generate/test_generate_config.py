@@ -125,7 +125,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(artifacts: Path, rows: list[Any], **changed: Any) -> dict[str, str]:
-    """Return the problems that the check of inputs finds for a generate stage, as error by config field."""
+    """Return the problems that the check before training finds for a generate stage, as error by config field."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (artifacts / "problems" / "data" / "train.jsonl").write_text(text)
     config = {**QUICK["answers"], "rewards": {"right": {"type": "exact_match"}}, **changed}

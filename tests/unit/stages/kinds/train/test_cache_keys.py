@@ -68,7 +68,7 @@ def stop(*arguments, **options):
 
 
 def data_keys(folder):
-    """Yield name and cache key of each portion of each dataset in `DATA`, with constant library versions."""
+    """Yield name and cache key of the training and held-out rows of each dataset, with constant library versions."""
     model = folder / "model"
     model.mkdir()
     for name in TOKENIZER:

@@ -1,4 +1,4 @@
-"""The metrics journal of a training logs each step once over all attempts, and summarizes its own attempt."""
+"""The metrics log of a training has each step once over all attempts; its summary covers the current attempt."""
 
 from __future__ import annotations
 

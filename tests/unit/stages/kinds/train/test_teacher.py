@@ -38,7 +38,7 @@ def config_of(**distill):
 
 
 def found(artifacts, teacher, tmp_path, **distill):
-    """Return the errors that the check of inputs finds with the teacher; the train stage must find the same."""
+    """Return the errors that the check before training finds with the teacher; the train stage must find the same."""
     config, inputs = config_of(**distill), {**artifacts, "teacher": teacher}
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path

@@ -103,7 +103,7 @@ def teacher_of(config):
 
 
 def found(config, artifacts, tmp_path):
-    """Return the problems that the check of inputs finds with the teacher's server."""
+    """Return the problems that the check before training finds with the teacher's server."""
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=artifacts, cache=tmp_path
     )

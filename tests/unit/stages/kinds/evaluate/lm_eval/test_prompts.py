@@ -66,7 +66,7 @@ def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def asking(folder: Path) -> LmEvalModel:
-    """Return our lm-eval model, only to render prompts: the server that it names does not exist."""
+    """Return our model class for lm-eval, for rendering prompts only: the server that it names does not exist."""
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["none"], "apply_chat_template": True}
     client = Client("http://127.0.0.1:9", "key", "tiny")
     served = ServedModel(client, folder, CONTEXT_TOKENS, trust_remote_code=False)

@@ -133,7 +133,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
 
 
 def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
-    """Return the problems that the check of inputs finds for a train config, with the config field of each."""
+    """Return the problems that the check before training finds for a train config, with the config field of each."""
     said = config.model_dump(mode="json")
     stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
     return list(check(stage_input))
