@@ -300,11 +300,11 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return the file beside the recipe that a wrong name in the config probably means; None if there is none."""
+        """Return a hint if a name that the config does not find is a file beside the recipe; else None."""
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
-        """Return how the stage divides its devices among different tasks, in words; None if all do the same.
+        """Return how the stage divides its devices, such as for training and sampling, in words; None if it does not.
 
         devices: those that the recipe names by this variable, empty if it names none.
         """
@@ -322,7 +322,7 @@ class StageConfig(StrictModel, ABC):
                 yield f"execution.{name}", f"the launcher is {execution.launcher}"
 
     def custom_code(self) -> tuple[str, ...]:
-        """Return the options that let the stage run code that comes with a model, for warnings."""
+        """Return the options that make the stage run or keep code from outside, such as Python files of a model."""
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 

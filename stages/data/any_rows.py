@@ -1,4 +1,4 @@
-"""Readers of dataset rows in any supported format, for code that serves all training methods (prompts, statistics).
+"""Readers of dataset rows in any supported format, for code that serves all training methods (prompts, curation).
 
 `PromptReader` returns what a model is asked, and the right answer where the row has one:
 

@@ -204,7 +204,7 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a sample prompt with tools and the token ids it has in training, to compare with a server's tokens.
+        """Return a sample prompt with tools and its token ids in training, which a server must render to the same.
 
         None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
         `render`.

@@ -203,7 +203,7 @@ class PartTokenizer:
         return documents
 
     def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return a sample prompt with tools, to compare with a server's tokens; None for a document without tools."""
+        """Return a sample prompt with tools, to check a server's rendering with; None for a document without tools."""
         if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
             return None
         turns = document.learned_turns

@@ -1,4 +1,4 @@
-"""Pointer files, which stand for remote files: address, size and tag at the time of the download stage.
+"""Pointer files, which stand for remote files: their address, and size and tag when the download was planned.
 
 `train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
 written to disk. Credentials are the environment's, as they are for downloads.
