@@ -1,6 +1,6 @@
-"""Stand-ins for the files that stages make of a candidate: a model, an adapter, an evaluation.
+"""Stand-ins for what stages write of a promotion candidate: a model, an adapter, an evaluation.
 
-Light to import: stages of whole refreshes call them.
+The module is light to import, since stand-ins for stage processes use it.
 """
 
 import json

@@ -46,10 +46,7 @@ def started() -> Iterator[Browser]:
 
 @contextmanager
 def opened(browser: Browser, file: Path, width: int = 1280, scheme: str = "light") -> Iterator[tuple[Page, Seen]]:
-    """Open a local HTML file in a new browser page without network.
-
-    Yields the page and the errors and requests that are seen of it.
-    """
+    """Open a local HTML file in a new browser page without network; yield the page and its errors and requests."""
     seen = Seen()
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()

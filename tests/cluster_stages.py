@@ -50,13 +50,13 @@ class Refresh:
 
     @property
     def work(self) -> Path:
-        """Work folder of the SFT stage."""
+        """Work folder of the refresh's SFT stage."""
         planned = self.stages["sft"]
         return self.store.work_folder(planned.kind, planned.name, planned.resume_key)
 
     @property
     def job(self) -> str:
-        """Name of the SFT stage's cluster job."""
+        """Name of the cluster job that runs the refresh's SFT stage."""
         order = JobFolder.of(self.work).order()
         assert order
         return order.job

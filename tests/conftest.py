@@ -54,8 +54,8 @@ LONGEST = (
     "test_megatron_curves.py",
     "test_megatron.py",
 )
-"""Test files that take minutes, slowest first, so that no worker starts one last while the others wait. Short tests
-fill the rest. The order is that of `build/suite.json`, which `make test` writes."""
+"""Test files that take minutes, slowest first, so that no pytest worker starts one last while the others wait. Short
+tests fill the rest. The order is that of `build/suite.json`, which `make test` writes."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -47,7 +47,10 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """Commit a model to the store, and return its registration. files: further files of the model, by name."""
+    """Commit a model for the tiny engine to the store, and return its registration.
+
+    files: further files of the model, by name.
+    """
     store = Store(store_root())
     planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
 
@@ -131,11 +134,11 @@ class Followed:
         return self.follower.challenger
 
     def look_soon(self) -> None:
-        """Let the follower's next check read the registry's aliases at once, without waiting for its interval."""
+        """Make the follower read the registry's aliases at its next check, without waiting for its interval."""
         self.follower.aliases._looking, self.follower.aliases._next_look_s = None, 0.0
 
     def look(self) -> None:
-        """Run the follower's check: read the registry's aliases, and wait until all servers have started or stopped."""
+        """Make the follower read the registry's aliases, and wait until all servers have started or stopped."""
         self.look_soon()
         wait_for(self.follower.step, what="MLflow's answer")
         self.settle()

@@ -1,4 +1,4 @@
-"""Repositories of the tests' model hub: branches, commits, and the files of a typical model."""
+"""Repositories of the stand-in for a model hub: branches, commits, and the files of a typical model."""
 
 from __future__ import annotations
 

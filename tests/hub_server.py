@@ -1,7 +1,7 @@
-"""Model hub on the loopback with the HTTP APIs of Hugging Face and ModelScope, which fails when a test asks for it.
+"""Stand-in for a model hub, with the HTTP APIs of Hugging Face and ModelScope, that fails when a test asks for it.
 
-What cannot exist on a machine without internet, and nothing more: real sockets, real redirects to a "CDN" on another
-host name, real ranges. It counts what it serves and keeps the headers of every request.
+It has real sockets, real redirects to a "CDN" on another host name, and real ranges. It counts the bytes that it serves
+and keeps the headers of every request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Request:
 
 
 class HubServer:
-    """Model hub on the loopback for tests, with repositories, tokens and planned faults.
+    """Stand-in for a model hub on the loopback, with repositories, tokens and planned faults.
 
     repositories: by `org/name` or `datasets/org/name`. pages: answers that replace the repositories', by path.
     token_roles: known tokens, and whether they may `read` or `write`.
@@ -91,7 +91,7 @@ class HubServer:
 
 @contextmanager
 def running_hub() -> Iterator[HubServer]:
-    """Run a model hub until the end of the context."""
+    """Run the stand-in for a model hub until the end of the context."""
     hub = HubServer()
     hub.start()
     try:

@@ -28,7 +28,7 @@ def answer_in(question: str) -> str:
 
 @dataclass
 class Judge:
-    """State of the stand-in for a judge model. says: returns the answer to a question.
+    """State of the stand-in for a judge model: its answers, planned HTTP errors, and the requests that it received.
 
     statuses: HTTP codes of the next answers, the last first. asked: requests that it has answered.
     """

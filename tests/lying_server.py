@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LyingServer:
-    """Server that answers requests with any bytes. url: address without a path.
-
-    requests: what it received, headers included.
-    """
+    """Server that answers requests with arbitrary bytes, and keeps the requests (headers included) that it received."""
 
     url: str
     requests: list[bytes] = field(default_factory=list)

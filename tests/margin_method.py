@@ -1,4 +1,4 @@
-"""Preference method that only tests register, which proves that a new method is one module and a registry entry.
+"""Preference method that only tests register, which proves that a new method needs one module and a registry entry.
 
 It is SimPO (Meng et al. 2024).
 Import this before the config of the train stage: its fields are those of the methods that are registered by then.
@@ -26,7 +26,7 @@ class MarginConfig(StrictModel):
 
 @dataclass(frozen=True)
 class MarginLoss:
-    """SimPO loss (equation 6), without a reference: -log σ(β (mean log π chosen - mean log π rejected) - target)."""
+    """SimPO loss without reference model: -log σ(β (mean log π chosen - mean log π rejected) - target), equation 6."""
 
     config: MarginConfig
     metric_names: ClassVar[tuple[str, ...]] = ("answer_margin",)

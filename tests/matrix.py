@@ -172,13 +172,13 @@ class Run:
     """Counts of passed, skipped and failed tests, by file."""
 
     def counts(self, paths: Iterable[str]) -> Counter[str]:
-        """Add up passed, skipped and failed tests of the files at or below the given paths."""
+        """Return the sum of passed, skipped and failed tests of the files at or below the given paths."""
         files = [name for name in self.outcomes if any(name == path or name.startswith(f"{path}/") for path in paths)]
         return sum((self.outcomes[name] for name in files), start=Counter())
 
 
 def main() -> None:
-    """Record a test run in the support matrix, from its JUnit report."""
+    """Record a test run, given as pytest's JUnit report, in the support matrix of the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "report",
@@ -233,7 +233,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
-    """Add up recorded outcomes by test file, which may occur repeatedly since two files were merged into one."""
+    """Add up recorded test outcomes by file; a file may occur repeatedly, since two files were merged into one."""
     outcomes: dict[str, Counter[str]] = {}
     for name, *numbers in map(json.loads, lines):
         outcomes.setdefault(name, Counter()).update(dict(zip(OUTCOMES, numbers, strict=True)))
@@ -241,7 +241,7 @@ def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
 
 
 def table() -> str:
-    """Return the support matrix as a Markdown table."""
+    """Return the README's support matrix as a Markdown table."""
     runs = recorded()
     rows = ["| capability | proved on a CPU | proved on a GPU | written, not run |", "| --- | --- | --- | --- |"]
     for one in CAPABILITIES:

@@ -13,7 +13,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def pairwise(cases: Sequence[Any], values_of: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Return a few of the cases in which every pair of parameter values that occurs in any case still occurs.
+    """Return a few of the cases, so that every pair of parameter values found in any case is still covered.
 
     values_of: case → value by axis. Greedy: the case that has most pairs that no chosen one has, of several the first.
     """

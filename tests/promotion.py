@@ -84,7 +84,7 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
 
 
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
-    """Commit a candidate that gave these answers, and plan its promotion; return the planned stage and its inputs."""
+    """Commit a candidate whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
     built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
@@ -92,7 +92,7 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
 
 
 def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
-    """Commit a candidate that gave these answers, and run its promotion in processes of its own."""
+    """Commit a candidate whose evaluation has these answers, and run its promotion."""
     planned, upstream = offer(store, mark, answers, **gates)
     return run_stage(planned, upstream, store, Notes())
 
@@ -100,7 +100,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
 ) -> tuple[PlannedStage, dict[str, Built]]:
-    """Commit an adapter that gave these answers, and plan its promotion; return the planned stage and its inputs."""
+    """Commit an adapter whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
     built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
@@ -110,7 +110,7 @@ def offer_adapter(
 
 
 def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
-    """Commit an adapter that gave these answers, and run its promotion in processes of its own."""
+    """Commit an adapter whose evaluation has these answers, and run its promotion."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 

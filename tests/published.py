@@ -59,10 +59,7 @@ def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **pub
 
 
 class Publishing:
-    """Store with committed artifacts of all stages up to the promotion.
-
-    `publish` runs the publish stage in the test's process.
-    """
+    """Store with committed artifacts of all stages up to the promotion, in which tests run the publish stage."""
 
     def __init__(self, folder: Path, tree: dict[str, Any], mark: str = "first", champion: Sequence[float] = ()) -> None:
         self.folder = folder

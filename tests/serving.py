@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
-    """Write a random Qwen3 whose tokens are single characters.
+    """Write a tiny Qwen3 with random weights whose tokens are single characters and whose predictions are clear-cut.
 
     Its large weights make one token far more probable than the others, so that engines agree.
     """
@@ -101,7 +101,7 @@ def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, 
 
 @contextmanager
 def stage_process(work: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a stage process, and kill it at the end of the context."""
+    """Start a stage's process, and kill it at the end of the context."""
     with (work / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "stages", str(work)],

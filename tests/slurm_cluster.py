@@ -185,7 +185,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return different ports on which no program listens.
+    """Return several different ports on which no program listens.
 
     They lie below those that the kernel picks for programs that ask for any port: no other program gets one of them by
     chance before the one listens that a test starts there.

@@ -22,7 +22,7 @@ _sweepers = []
 
 
 def pytest_configure(config) -> None:
-    """Start one sweeper for the whole test run.
+    """Start the sweeper, the process that cleans up after the tests; one for all pytest-xdist workers.
 
     Workers of pytest-xdist inherit its mark from the main pytest process.
     """

@@ -1,4 +1,4 @@
-"""Serving engine that only tests register, which proves that a new engine is one module and a registry entry."""
+"""Serving engine that only tests register, which proves that a new engine needs one module and a registry entry."""
 
 import json
 import os

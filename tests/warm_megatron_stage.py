@@ -1,4 +1,4 @@
-"""Megatron train stage to run in forked processes, with its imports made in their parent."""
+"""Program that runs a Megatron train stage in forked processes, with the imports made in their parent."""
 
 from importlib import import_module
 

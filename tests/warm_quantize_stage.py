@@ -1,4 +1,4 @@
-"""Quantize stage to run in a forked process, with its imports made in the parent."""
+"""Program that runs a quantize stage in a forked process, with the imports made in its parent."""
 
 import os
 from importlib import import_module

@@ -38,13 +38,13 @@ OF_TOKENIZING = b"spawn_main"
 
 
 def make_words() -> list[str]:
-    """Return distinct words, with few exceptions."""
+    """Return random words, nearly all of them distinct, from which the benchmark's texts are made."""
     draw = random.Random(0)
     return ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(1, 6))) for _ in range(NUM_WORDS)]
 
 
 def make_model(folder: Path, words: list[str]) -> None:
-    """Write the built-in model with a vocabulary in which most words are one token, including the space before them."""
+    """Write the built-in model with a tokenizer for which most generated words are one token, their space included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def make_model(folder: Path, words: list[str]) -> None:
 
 
 def base_rows(words: list[str]) -> bytes:
-    """Return the JSONL rows that every shard of the dataset repeats; a prefix in each row then makes it distinct."""
+    """Return the JSONL rows that all shards of the dataset share; the caller adds a prefix to distinguish them."""
     draw = random.Random(1)
     rows, num_bytes = [], 0
     while num_bytes < SHARD_BYTES:
@@ -94,7 +94,7 @@ def tokenizing(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> bytes:
-    """Return the command line of a process; empty once it has ended."""
+    """Return the command line of a process; empty once the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

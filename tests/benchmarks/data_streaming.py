@@ -24,7 +24,7 @@ DEFAULT_NUM_ROWS = (100_000, 1_000_000)
 
 
 class Silent:
-    """Reporter that shows nothing."""
+    """Progress reporter that discards all reports, so that the benchmark prints only its results."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
         pass
@@ -34,7 +34,7 @@ class Silent:
 
 
 def write_chats(path: Path, num_rows: int) -> None:
-    """Write short, distinct chats."""
+    """Write a JSONL file of short, distinct chats."""
     draw = random.Random(0)
     with path.open("w") as stream:
         for number in range(num_rows):

@@ -37,7 +37,7 @@ CPU_LIMIT_S = 600
 LEAST_S = 20
 """Remaining time in seconds below which no further benchmark part is started."""
 MOST_PLACES = 3
-"""Largest number of layouts tried for one training run; the next is tried only if the last ran out of memory."""
+"""Largest number of layouts tried for one training run; a further one is tried only after one ran out of memory."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads
 WARMUP_STEPS = 2
 STEPS = 5
 NUM_KERNELS = 12
-"""Number of slowest kernels that are kept of a profiled training step."""
+"""Number of kernels reported of a profiled training step, the slowest ones."""
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:
@@ -118,10 +118,7 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
 
 
 def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Measure a training run under one layout.
-
-    If memory runs out, return the error and the predicted memory instead.
-    """
+    """Measure a training run under one layout, or return the error and the predicted memory if memory runs out."""
     try:
         return measured(part, chosen, folder, shape, device)
     except torch.OutOfMemoryError as error:

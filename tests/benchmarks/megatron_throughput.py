@@ -76,7 +76,7 @@ def config(device: torch.device) -> TrainConfig:
 
 
 def whole_rows(tokens: torch.Tensor) -> Batch:
-    """Return a batch whose rows are one document each."""
+    """Return a batch in which each row is one document."""
     rows, length = tokens.shape
     targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     positions, ids = torch.arange(length).expand(rows, -1), torch.arange(rows)[:, None].expand(-1, length)

@@ -93,7 +93,7 @@ def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None
 
 
 def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print one source's line of the table of step time errors."""
+    """Print a table line with the planner's step time errors on one source of published runs."""
     errors = [run.predicted_s(efficiency) / run.step_time_s - 1 for run in runs]
     ranks, regrets = _rankings(runs, efficiency)
     mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
@@ -106,7 +106,7 @@ def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Ef
 
 
 def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print the planner's memory errors by source.
+    """Print the planner's errors in predicting peak memory, by source of the published runs.
 
     Also prints whether runs that fitted, or ran out of memory, were predicted to fit.
     """
@@ -120,7 +120,7 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
 
 
 def print_table(runs: Sequence[Measured]) -> None:
-    """Print the planner's errors on one further table of published runs.
+    """Print the planner's errors on one table of published runs that was given on the command line.
 
     Step time errors are by kind of training and device; memory errors and predictions of fit follow.
     """
@@ -139,9 +139,9 @@ def print_table(runs: Sequence[Measured]) -> None:
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
-    """Count predictions that a run fits in memory, barely fits or does not, apart for runs that ran and that did not.
+    """Count how often the planner predicts that a run fits in memory, among runs that ran and runs that exhausted it.
 
-    The predictions are those of `lifecycle layouts`; a run that did not run exhausted memory.
+    The predictions are those of `lifecycle layouts`: fits, barely fits, or does not fit.
     """
     verdicts = Counter(
         (run.out_of_memory, memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)) for run in runs
@@ -152,7 +152,7 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Print the step time errors of runs known when the constants were fitted, and of runs kept back.
+    """Print the planner's step time errors on runs known when its constants were fitted, and on runs kept back.
 
     Runs whose training program is described and others are printed apart.
     """
@@ -165,7 +165,7 @@ def print_kept_back(runs: Sequence[Measured]) -> None:
 
 
 def print_leave_one_out(runs: Sequence[Measured]) -> None:
-    """Cross-validate the fit: print the error on each source of `FIT` with constants fitted to the other sources."""
+    """Cross-validate the planner: print its error on each source of runs with constants fitted to the other sources."""
     for left_out in FIT:
         efficiency = fit([run for run in runs if run.source in FIT and run.source != left_out])
         print_line(

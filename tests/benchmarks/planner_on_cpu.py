@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def configs() -> list[TrainConfig]:
-    """Return configs of the same train stage under each layout to compare."""
+    """Return configs of one train stage that differ in their layout, for all layouts to compare."""
     shared = {
         "kind": "train",
         "method": "sft",
@@ -117,7 +117,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
 
 
 def measure_group(model: Path, steps: int) -> None:
-    """Measure all layouts for the present number of processes; runs in each process, and rank 0 writes the seconds."""
+    """Measure all layouts of one number of processes. Each process calls this, and rank 0 writes the seconds."""
     with joined_processes() as device:
         processes = dist.get_world_size()
         chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]
@@ -145,7 +145,7 @@ def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) 
 
 
 def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engine:
-    """Return a training engine with the model loaded."""
+    """Load the model into the training engine that the config names."""
     if config.engine == "fsdp":
         from stages.engines.fsdp.engine import FsdpEngine
 
@@ -159,7 +159,7 @@ def make_engine(model: Path, config: TrainConfig, device: torch.device) -> Engin
 
 
 def batch_of(num_rows: int) -> Batch:
-    """Return a batch whose rows are one document each."""
+    """Return a batch in which each row is one document."""
     tokens = torch.randint(0, VOCABULARY, (num_rows, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([tokens[:, 1:], torch.full((num_rows, 1), IGNORED)], dim=1)
     positions = torch.arange(SEQUENCE_LENGTH).expand(num_rows, -1)
@@ -173,7 +173,7 @@ def result_file(model: Path, processes: int) -> Path:
 
 
 def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
-    """Return the planner's step time for this stage on this machine."""
+    """Return the step time in seconds that the planner predicts for a train stage on this machine."""
     hardware = hardware_at_hand(None, config.layout.world_size, file)
     assert hardware is not None, "a CPU is always known"
     shape = ModelFacts(model).shape
@@ -182,7 +182,7 @@ def predicted_s(model: Path, config: TrainConfig, file: Path | None) -> float:
 
 
 def text_of(config: TrainConfig) -> str:
-    """Return a layout as one line of text."""
+    """Return engine and layout of a train stage as one line of text."""
     return describe_layout(config.engine, config.layout)
 
 

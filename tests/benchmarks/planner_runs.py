@@ -23,11 +23,11 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "Grattafiori": "Llama 3 405B",
 }
-"""Short names of the publications that runs come from, by a text that their column `source` contains."""
+"""Short names of the publications of training runs, by a text that the column `source` contains."""
 FIRST_BF16_DAY = "02-28"
 """Date (month-day) of BLOOM's first bf16 run; bf16 runs also accumulate gradients in fp32, 4 more bytes a parameter."""
 CONTRADICTION = 1.25
-"""Largest accepted ratio between a run's published step time and the step time implied by its published TFLOP/s. Runs
+"""Largest accepted ratio between a run's published step time and the step time that its published TFLOP/s imply. Runs
 beyond it contradict themselves and are left out."""
 
 
@@ -54,11 +54,12 @@ class Measured:
     memory_gib: float | None
     out_of_memory: bool
     table: str | None = None
-    """Name of a held-out table, which no constant was fitted to; None for rows of `data/`."""
+    """Name of the held-out table that a run comes from, to which no planner constant was fitted; None for runs of
+    `data/`."""
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Key that equals for runs that differ in their layout only: same model, batch, cluster and program version."""
+        """Key equal for runs of one model, batch, cluster and program version, which differ in their layout only."""
         run = self.run
         told_source = run.cells.get("source") if self.table else None
         return (
@@ -105,7 +106,7 @@ def all_runs() -> list[Measured]:
 
 
 def runs_of(table: Path) -> list[Measured]:
-    """Return the published runs of a further CSV table, each with kind of training, device and precision as source."""
+    """Return the published runs of one CSV table; a run's source is its kind of training, device and precision."""
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:

@@ -50,7 +50,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """Numbers of predicted and of all runs in a table, the assumptions made, and the runs that cannot be predicted."""
+    """Summary of the predictions for a table: numbers of runs, assumptions made, and runs that cannot be predicted."""
 
     num_rows: int
     num_predicted: int
@@ -94,13 +94,13 @@ def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
 
 
 def predicted_step_time_s(run: PublishedRun) -> float:
-    """Return the predicted seconds of an optimizer step."""
+    """Return the seconds of an optimizer step that the planner predicts for a published run."""
     estimate = step_time(run.shape, run.engine, run.layout, run.workload, run.hardware, software=run.software)
     return estimate.step_time_s
 
 
 def predicted_memory_gib(run: PublishedRun) -> float:
-    """Return the predicted peak memory in GiB of the process that uses most."""
+    """Return the peak memory in GiB that the planner predicts for a published run, of the process that uses most."""
     efficiency = run.hardware.efficiency
     needed = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=efficiency)
     return needed.peak_gib

@@ -1,4 +1,4 @@
-"""Published training runs, read from CSV tables into the planner's inputs, with the defaults assumed for empty cells.
+"""Reader of published training runs: turns rows of CSV tables into the planner's inputs, with defaults for empty cells.
 
 Two formats are read: a table of layouts with the columns `model, params_b, layers, …` (cells may be empty), and
 vTrain's (`# GPUs, global batch, …, iteration time (ms)`). Tables rarely describe the training program (kernels,
@@ -54,8 +54,8 @@ NEAR_HOST_GB_PER_S = 200
 """Host bandwidth in GB/s from which offloaded activations return as fast as layers need them, as on NVIDIA Grace."""
 FIRST_YEAR_OF_FLASH = 2023
 FIRST_RECORDED_MIXTURES = (26, 6)
-"""First version (26.06) of Megatron-Bridge whose fp8 recipes for mixtures of experts capture a whole step as a CUDA
-graph and overlap token dispatch with compute (scripts/performance/configs of its repository)."""
+"""First version (26.06) of NVIDIA's Megatron-Bridge whose fp8 recipes for mixtures of experts capture a whole step as a
+CUDA graph and overlap token dispatch with compute (scripts/performance/configs of its repository)."""
 UNFUSED, FIRST_FLASH = ("unfused", "eager", "core", "none"), ("flash1", "flash-1", "fa1")
 """Words in the column `kernel` that mean unfused attention, and words that mean the first FlashAttention."""
 BEFORE_FLASH = Software(
@@ -331,7 +331,7 @@ def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hard
 
 
 def _adapter(cells: Cells) -> LowRank | None:
-    """Return the LoRA adapter of a run, or None.
+    """Return the LoRA adapter of a published run, or None if the run names none.
 
     Rank 16 is assumed if none is stated, and layers of attention only, as in NVIDIA's programs.
     """
@@ -363,7 +363,7 @@ def _recompute(cells: Cells) -> str | None:
 
 
 def _made_to_fit(run: PublishedRun) -> PublishedRun:
-    """Assume the least activation recomputation that makes a run fit in memory; for runs that state none.
+    """Assume the least activation recomputation that makes a run fit in memory, for runs that state no recomputation.
 
     Where the host's memory is fast (Grace), those layers' activations are offloaded, as in NVIDIA's recipes.
     """
@@ -379,7 +379,7 @@ def _made_to_fit(run: PublishedRun) -> PublishedRun:
 
 
 def _relieved(run: PublishedRun, num_layers: int, is_near: bool) -> PublishedRun:
-    """Return the run with the activations of `num_layers` layers recomputed, or offloaded if `is_near`."""
+    """Return the run with activations of `num_layers` layers recomputed, or, if `is_near`, offloaded to the host."""
     if not num_layers:
         return run
     share = num_layers / run.shape.num_layers
@@ -395,7 +395,7 @@ def _fits(run: PublishedRun) -> bool:
 
 
 def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
-    """Return the training program of a run: the usual one of its year, changed by what the row states.
+    """Return the training program of a published run: the usual one of its year, with the changes that its row states.
 
     Rows state it in the columns `kernel`, `overlap`, `overlap_experts`, `overlap_gradients`, `cuda_graphs`,
     `fp8_attention`, `fp8_activations`, `fused_cross_entropy`, `compile` and `recompute_layers`, or as `key=value` in

@@ -96,7 +96,7 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Stand-in for vLLM that streams its events in answer to each request, one event of all streams at a time."""
+    """Stand-in for vLLM that streams the same events as vLLM, to all clients in step, at almost no cost."""
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 
@@ -137,7 +137,7 @@ class EventStreams(asyncio.Protocol):
 
 
 def engine_of_events(path: Path) -> None:
-    """Run the stand-in for vLLM on a Unix socket; target of a process."""
+    """Run the stand-in for vLLM on a Unix socket; to be called in a process of its own."""
 
     async def serve() -> None:
         await asyncio.get_running_loop().create_unix_server(EventStreams, str(path), backlog=1024)
@@ -152,7 +152,7 @@ def engine_of_events(path: Path) -> None:
 
 @contextmanager
 def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Start the stand-in for vLLM; yield its address, that of a proxy in front of it, and a request's bytes."""
+    """Start the stand-in for vLLM and a proxy in front of it; yield both addresses and the bytes of a request."""
     behind = EngineAddress(socket=folder / "engine.sock")
     process = SPAWN.Process(target=engine_of_events, args=(behind.socket,))
     process.start()
@@ -169,7 +169,7 @@ def events_engine(folder: Path) -> Iterator[tuple[EngineAddress, EngineAddress, 
 
 @contextmanager
 def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, EngineAddress, bytes]]:
-    """Start a real vLLM; yield its address, that of its proxy, and a request's bytes."""
+    """Start a real vLLM and a proxy in front of it; yield both addresses and the bytes of a request."""
     if not model:
         make_model(model := folder / "model")
     spec = new_launch_spec(model, "model", ServingConfig.model_validate({**SERVING, "max_model_len": 128}))

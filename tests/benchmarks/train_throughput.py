@@ -33,9 +33,9 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float, float, float]:
-    """Train once with each program; return the ratio of their tokens/s, both tokens/s, and our FLOP/s utilization.
+    """Train once with our stage and once with TRL; return the ratio of tokens/s, both tokens/s, and our MFU.
 
-    The order is ours, then TRL's; utilization is relative to the CPU's matmul rate.
+    Our model FLOP/s utilization is relative to the CPU's matmul rate.
     """
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
     ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))

@@ -34,10 +34,7 @@ GPU = replace(device_type("cuda"), torch_type="cpu", pins_host_memory=False)
 
 @contextmanager
 def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes of objects until the end of the context.
-
-    replacements: triples of object, attribute name and new value.
-    """
+    """Replace attributes of objects until the end of the context, given (object, attribute name, new value)."""
     with ExitStack() as stack:
         for target, name, replacement in replacements:
             stack.enter_context(mock.patch.object(target, name, replacement))
@@ -63,7 +60,7 @@ def _read(files: WeightFiles, name: str, *index: slice) -> Tensor:
 
 
 def _load_model(folder: Path, *, reads_weights: bool, **options: Any) -> Any:
-    """Return the model that `load_model` returns, without reading its weights."""
+    """Stand in for `load_model`: build the model without reading its weights."""
     return find_weights(folder, **options)[0]
 
 
@@ -147,7 +144,7 @@ def megatron_on_fake_gpus() -> Iterator[None]:
 
 
 def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all tensors as a tensor [1] on their device, as Transformer Engine's kernel does.
+    """Return the norm of all tensors as one tensor [1] on their device, as Transformer Engine's kernel does.
 
     Megatron's own function reads the value of each norm, which fake tensors do not have.
     """

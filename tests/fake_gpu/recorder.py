@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 ALLOCATED_BYTES = 512
 """Size in bytes to whose multiples CUDA's allocator rounds up each allocation."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
-"""Number that is returned when a program reads a fake tensor's value, by type. It is finite, not 0 as a divisor, and a
-gradient norm that needs no clipping."""
+"""Number that reading a fake tensor's value gives, by type of number. It is finite, can be a divisor, and is a gradient
+norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -29,7 +29,7 @@ NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of one or several fake tensors, from its allocation until it is freed or resized."""
+    """Memory shared by one or several fake tensors, from its allocation until it is freed or resized."""
 
     num_bytes: int
     label: str

@@ -27,13 +27,13 @@ from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
 
 NUM_STEPS = 2
-"""Number of training steps that are run. The first allocates the optimizer's state and FSDP2's buffers; the last is
+"""Number of training steps run on fake GPUs. The first allocates the optimizer's state and FSDP2's buffers; the last is
 reported."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training step to run on fake GPUs: model, layout and batch, as one rank sees it."""
+    """A training step to run on fake GPUs: model, layout and batch, seen from one rank."""
 
     model: str
     layout: dict[str, Any]

@@ -10,7 +10,7 @@ from stages.models.shape import ModelShape
 from tests.fake_gpu.rig import CASES, Case, run
 
 Weights = list[tuple[int, int]]
-"""Shapes of weights as rows and columns; a norm has one column."""
+"""Shapes of weights as (rows, columns); a norm has one column."""
 
 FSDP = {
     "sharded": Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
@@ -119,12 +119,12 @@ def _layer(shape: ModelShape) -> Weights:
 
 
 def _shard(weights: Weights, num_ranks: int) -> int:
-    """Count the numbers that FSDP2 keeps on the first rank: each weight's rows are split evenly, rounded up."""
+    """Count the weight elements that FSDP2 keeps on the first rank: each weight's rows are split evenly, rounded up."""
     return sum(-(-rows // num_ranks) * columns for rows, columns in weights)
 
 
 def _split(weights: Weights, tp: int) -> int:
-    """Count the numbers that a tensor-parallel rank holds: its share of the matrices, and all norms."""
+    """Count the weight elements that a tensor-parallel rank holds: its share of the matrices, and all norms."""
     return sum(rows * columns // (tp if columns > 1 else 1) for rows, columns in weights)
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 NUM_STEPS = 8
 STEP_S = 0.1
 HELD = "CHAIN_HELD"
-"""Environment variable STAGE=FILE with a stage that is to wait halfway until the file exists."""
+"""Environment variable with `STAGE=FILE`: this stage of the test's refresh waits halfway until the file exists."""
 FULL_DISK = 8  # the exit code of ResourceError
 STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
 def run_stage_process(work: Path) -> None:
-    """Run a stage that hashes its inputs repeatedly, with a checkpoint after each step.
+    """Run a stand-in stage that hashes its inputs repeatedly, with a checkpoint after each step.
 
     Ranks other than 0 only wait for rank 0.
     """
@@ -117,10 +117,7 @@ def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
 
 
 def start(root: Path, ranks: int = 1, held: str = "", release: Path = Path("/nonexistent")) -> subprocess.Popen[str]:
-    """Start the five-stage refresh in a process of its own.
-
-    held: stage that waits halfway until the file `release` exists.
-    """
+    """Start the five-stage refresh in a process of its own; the stage `held` waits until the file `release` exists."""
     command = [sys.executable, __file__, str(root), str(ranks)]
     environment = {**os.environ, HELD: f"{held}={release}"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -26,7 +26,7 @@ def leftovers(tmp_path_factory: pytest.TempPathFactory) -> Leftovers:
 
 @pytest.fixture(scope="module", autouse=True)
 def marked(leftovers: Leftovers) -> Iterator[None]:
-    """Mark the processes that fault tests start by an environment variable, so that leftover ones are found."""
+    """Mark the processes that fault tests start by an environment variable, so that those left behind are found."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in leftovers.environment().items():
             patch.setenv(name, value)
@@ -67,10 +67,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
-    """Provide a function that makes a `Fault` by name and stage.
-
-    Each becomes a line in the table of `make faults` if the test passes.
-    """
+    """Provide a function that makes the `Fault` of a stage, a line in the table of `make faults` if the test passes."""
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
@@ -82,7 +79,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """Provide the `Fault` of a test that causes a single one; the test sets its name and stage."""
+    """Provide the `Fault` of a test that causes one fault only; the test sets its name and stage."""
     return new_fault(request.node.name, "")
 
 

@@ -1,4 +1,4 @@
-"""Promotion that is killed, or loses MLflow, at a chosen moment.
+"""Stand-in for the promotion program that is killed, or loses MLflow, at a moment that a test chooses.
 
 It replaces `flows.champion.promotion` in tests, with the same arguments.
 PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a

@@ -42,7 +42,7 @@ def fill_last_block(file: Path) -> None:
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Fill a disk with a file of its own until the end of the context, as another program might."""
+    """Fill a disk with one large file until the end of the context, as another program might."""
     file = disk / "of-another-program"
     with file.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:

@@ -34,7 +34,7 @@ class Fault:
 
 
 def lines(faults: Sequence[Fault]) -> Iterator[str]:
-    """Yield the lines of the table of faults, with aligned columns."""
+    """Yield the lines of the table that `make faults` prints, with aligned columns."""
     rows = [HEADINGS, *(fault.cells() for fault in faults)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     for row in rows:

@@ -22,7 +22,7 @@ DAEMONS = ("slurmd", "slurmctld", "slurmstepd", "munged", "postgres")
 
 
 class Leftovers:
-    """Snapshots of processes, shared memory, locks and files; two of them show what a test leaves behind."""
+    """Finder of what a test leaves behind: snapshots of processes, shared memory, locks and files, to be compared."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -12,7 +12,7 @@ MOUNTED = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def limited_memory(name: str, limit_bytes: int) -> Iterator[Path]:
-    """Make a memory cgroup (v1 or v2) with a limit; processes join by writing their pid to its `cgroup.procs`."""
+    """Make a memory cgroup (v1 or v2) with a limit, which processes join by writing their pid to its `cgroup.procs`."""
     is_v1 = (MOUNTED / "memory").is_dir()
     group = (MOUNTED / "memory" if is_v1 else MOUNTED) / name
     try:

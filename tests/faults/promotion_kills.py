@@ -1,7 +1,8 @@
-"""Kill promotions and rollbacks at random moments spread over their duration. Run: `promotion_kills.py SEED NUM_KILLS`.
+"""Kills of promotions and rollbacks at random moments, spread over their duration.
 
-Prints a JSON line for each kill: who was champion and previous before it, after it, and had the move been completed.
-This process imports MLflow once and never asks it: every move, and every look at the registry, is a fork of its own.
+Run: `promotion_kills.py SEED NUM_KILLS`.
+Prints a JSON line for each kill with the champion and its predecessor before the kill and after it. This process
+imports MLflow once, and runs each promotion, rollback and look at the registry in a fork of its own.
 """
 
 import json

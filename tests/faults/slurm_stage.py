@@ -1,4 +1,4 @@
-"""A stage for tests of Slurm faults: a Slurm job that runs `tiny_stage.py`.
+"""Stage for tests of Slurm faults: a Slurm job whose program is the stand-in `tiny_stage.py`.
 
 python slurm_stage.py STORE MODE   runs it to the end, and prints how it ended
 """
@@ -22,13 +22,16 @@ SHORT_PATIENCE_S = 15.0
 
 
 def launch(work: Path, config: StageConfig, heartbeat_patience_s: float = HEARTBEAT_PATIENCE_S) -> ClusterProcess:
-    """Launch a stage as the Slurm launcher does, with `tiny_stage.py` as its program."""
+    """Launch a stage as the Slurm launcher does, but with the stand-in `tiny_stage.py` as its program."""
     command = [str(tiny.SCRIPT), str(work)]
     return cluster.start(work, config, stage_command=command, heartbeat_patience_s=heartbeat_patience_s)
 
 
 def planned_stage(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> PlannedStage:
-    """Plan a tiny stage that runs on Slurm. options: those of the recipe's `slurm` block."""
+    """Plan a stage that Slurm runs with `tiny_stage.py` in the given mode.
+
+    options: those of the recipe's `slurm` block.
+    """
     execution = {"launcher": "slurm", "environment": environment or {}, "slurm": options}
     return tiny.planned_stages(store, {"rows": tiny.stage(mode, **execution)})["rows"]
 

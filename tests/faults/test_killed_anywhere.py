@@ -19,7 +19,7 @@ def child_of(parent: int) -> int:
 
 
 def rank_of(store: Path, rank: int) -> int:
-    """Return the process id of a rank of the stage that runs on this store."""
+    """Return the process id of rank `rank` of the training stage that runs on this store."""
     for pid in living_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -54,7 +54,7 @@ def disturb(store, stage, victim, number, ranks, fault) -> str:
 
 
 def others_of(store: Path) -> list[int]:
-    """Return the /proc command-line files of living processes that have the store's path in their arguments."""
+    """Return the command-line files below /proc of living processes that have the store's path as an argument."""
     commands = [Path(f"/proc/{pid}/cmdline") for pid in living_processes()]
     return [path for path in commands if path.exists() and str(store).encode() in read(path)]
 
@@ -67,7 +67,7 @@ def read(path: Path) -> bytes:
 
 
 def recover(store, stage, ranks, undisturbed, fault) -> None:
-    """Run a disturbed refresh again, and check that it continues and ends with an undisturbed one's digests.
+    """Run a disturbed refresh again, and check that it resumes and gives the same digests as an undisturbed one.
 
     Finished stages must be cached.
     """

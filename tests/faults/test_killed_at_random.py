@@ -29,7 +29,7 @@ from refreshes import LIFECYCLE, ROOT, Home, eventually
 from stages.core.process_tree import living_processes
 
 STAGE_OF = {"rank": "dpo", "quantizer": "awq", "vLLM": "scores"}
-"""Stage in which each kind of process runs, in the order in which the stages run."""
+"""Stage that each kind of process belongs to, in the order in which the stages run."""
 ALWAYS_THERE = ("flow", "supervisor", "prefect", "mlflow")
 POLL_INTERVAL_S = 0.1
 TIMEOUT_S = 1800
@@ -130,7 +130,7 @@ def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
 
 
 def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return version and digest of each stage's artifact."""
+    """Return version and content digest of the artifact of each stage."""
     versions = {name: entry["version"] for name, entry in said["stages"].items()}
     records = {
         name: next(home.folder.glob(f"store/*/{name}-{version}/record.json")) for name, version in versions.items()
@@ -200,7 +200,7 @@ def drawn_order(chance: random.Random) -> list[str]:
 def kill_in_turn(
     home: Home, refresh: subprocess.Popen[str], kinds: list[str], longest_wait_s: float, chance: random.Random
 ) -> None:
-    """While the refresh runs, kill one process of each kind, in order.
+    """Kill one process of each of the given kinds, in order, while the refresh runs.
 
     Kinds that were killed are removed from `kinds`, which may be left non-empty when the refresh ends.
     """

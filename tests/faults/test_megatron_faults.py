@@ -65,7 +65,7 @@ def log_of(work):
 
 
 def rank_of(process, rank):
-    """Return the process id of a rank of the training."""
+    """Return the process id of rank `rank` of the training."""
     for pid in marked_processes(process.token):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in variables:

@@ -33,8 +33,8 @@ CRASHES = [
     ("set_registered_model_alias", 1),
     ("set_registered_model_alias", 2),
 ]
-"""Moments at which a promotion is killed: after this many calls of this method of MLflow's client. They lie before the
-first write, between any two writes that matter, and after the last."""
+"""Moments at which a promotion is killed, as a method of MLflow's client and the number of its calls before the kill.
+They lie before the first write, between any two writes that matter, and after the last."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,7 +65,7 @@ def become_champion(registry: Registry, digest: str) -> str:
 
 
 def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
-    """Promote a candidate with a fault between commit and registration; check the failure, and return the artifact.
+    """Promote a candidate with a fault injected before it is registered; check the failure, and return the artifact.
 
     fault: PROMOTION_FAULT of `crashing_promotion.py`. error: pattern of the expected message.
     """

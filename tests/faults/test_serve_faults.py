@@ -62,7 +62,7 @@ def runtime(root: Path) -> Path:
 
 
 def processes_by_role(folder: Path) -> dict[str, int]:
-    """Return the process ids of supervisor, API server and engine of a server by role.
+    """Return the process ids of a server's supervisor, API server and engine, by role.
 
     folder: where the server keeps its temporary files.
     """
@@ -244,10 +244,7 @@ def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
 
 
 def evaluation_work(root: Path) -> Path:
-    """Prepare the evaluate stage's work folder for the next attempt.
-
-    Reports of earlier attempts are deleted, their answers are kept.
-    """
+    """Prepare the evaluate stage's work folder for the next attempt: delete its reports, but keep its answers."""
     config = {
         "model": "sft",
         "serving": SERVING,

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """Provide a lifecycle home of this test file, whose servers may be up or down."""
+    """Provide the lifecycle home that the tests of this file share; its servers may be up or down."""
     home = Home(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
     yield home
@@ -48,7 +48,7 @@ def own(tmp_path_factory):
 
 @pytest.fixture
 def home(own):
-    """Provide the lifecycle home of this test file with its servers up, even if the last test stopped them."""
+    """Provide the lifecycle home that the tests of this file share, with its servers up."""
     if Lock(own.folder).holder() is None:
         assert own.lifecycle("up").returncode == 0
     return own
@@ -204,7 +204,7 @@ def test_down_leaves_no_process_no_port_and_no_supervisor(home):
 
 @contextmanager
 def in_foreground(home, manager):
-    """Run `lifecycle up --foreground` until the end of the context; begins when it reports to systemd that it is ready.
+    """Run `lifecycle up --foreground`, and enter the context once it reports to systemd that it is ready.
 
     manager: the socket of systemd.
     """

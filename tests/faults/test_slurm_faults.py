@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
 SLOWEST = {"TINY_STEP_SECONDS": "5"}
-"""Environment of a stage with ten slow steps. They take longer than a job waits for a vanished refresh, and than
-Slurm's interval between checks of time limits."""
+"""Environment that makes a stage take ten slow steps. They take longer than a job waits for a vanished refresh, and
+than Slurm's interval between checks of time limits."""
 SOON_OVER = {"time_limit": "1", "warning_s": 15}
 """Options of a job that soon reaches its time limit; a minute is Slurm's shortest. The job is warned 15 to 45 s after
 its start, since Slurm checks limits every 30 s and warns one check early where the next would be too late."""

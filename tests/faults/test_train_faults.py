@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_full_for_checkpoints_is_told_before_training(artifac
 
 
 def damaged(artifacts, folder, change):
-    """Return the artifacts with a copy of the base model whose weights the function `change` has altered."""
+    """Return the artifacts with a copy of the base model, whose weights the function `change` damages."""
     shutil.copytree(artifacts["base"], folder)
     path = folder / "model" / "model.safetensors"
     weights = load_file(path)

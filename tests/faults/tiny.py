@@ -1,4 +1,4 @@
-"""Helpers for tests with refreshes of one stage, run by `tiny_stage.py` without Prefect and MLflow.
+"""Helpers for tests with refreshes of one stage, run by the stand-in `tiny_stage.py` without Prefect and MLflow.
 
 python tiny.py STORE MODE   runs it to the end, and prints whether it waits and how it ended
 """
@@ -63,7 +63,7 @@ class Interrupter(Notes):
 
 
 def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
-    """Run a stage in mode `pause` to its first checkpoint, stop it there, and return the attempt."""
+    """Run a stage that pauses after its fifth step, stop it at the first checkpoint, and return the attempt."""
     notes = Interrupter()
     try:
         run_stage(planned, upstream, store, notes, attempt=attempt, stop=notes.stop, launch=launch)
@@ -73,7 +73,7 @@ def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Launch a stage as the local launcher does, with `tiny_stage.py` as its program."""
+    """Launch a stage as the local launcher does, but with the stand-in `tiny_stage.py` as its program."""
     command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
     with (work / "log.txt").open("ab") as log:
         return Supervised(
@@ -90,7 +90,7 @@ def planned_stages(
 
 
 def stage(mode: str, **execution: object) -> dict[str, object]:
-    """Return a recipe's download stage that `tiny_stage.py` runs in the given mode.
+    """Return a recipe's download stage whose process is the stand-in `tiny_stage.py` in the given mode.
 
     execution: further fields of its `execution` block.
     """
@@ -99,12 +99,12 @@ def stage(mode: str, **execution: object) -> dict[str, object]:
 
 
 def model_stage() -> dict[str, object]:
-    """Return a recipe's download stage whose artifact is a model."""
+    """Return a recipe's download stage whose artifact is a model; its process is the stand-in `tiny_stage.py`."""
     return {**stage("ok"), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object) -> Built:
-    """Plan and run one stage in the given mode of `tiny_stage.py`."""
+    """Plan and run one stage whose process is the stand-in `tiny_stage.py` in the given mode."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
     return run_stage(planned, {}, store, notes or Notes(), launch=launch)
 

@@ -1,4 +1,4 @@
-"""A refresh through Prefect and MLflow in which `tiny_stage.py` stands in for all stages.
+"""A refresh through Prefect and MLflow whose stage processes are all the stand-in `tiny_stage.py`.
 
 python tiny_refresh.py RECIPE            prints the JSON object of `lifecycle run --json`, exits like it
 python tiny_refresh.py --retry REFRESH   of `lifecycle retry --json`

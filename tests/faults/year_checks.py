@@ -116,7 +116,7 @@ def check_growth(year: Year) -> None:
 
 
 def check_against_fresh(year: Year) -> None:
-    """Check that a new lifecycle home makes the same artifacts from the same rows, and is hardly faster."""
+    """Check that a new lifecycle home makes the same artifacts, and that its commands are hardly faster."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:

@@ -29,7 +29,7 @@ Deed = Callable[[Year], threading.Thread | None]
 
 
 def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
-    """Return the events of a year of `count` nights, by the number of the night before which they happen."""
+    """Return the events of a simulated year by the number of the night before which they happen."""
     middle = count // 2
     return {
         **{number + 2: [(f"upgrade {number + 1}", upgrade(commit))] for number, commit in enumerate(following())},
@@ -43,7 +43,7 @@ def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
 
 
 def following() -> list[str | None]:
-    """Return the commits that the lifecycle home is upgraded to, in order; None stands for the checked-out code."""
+    """Return the commits to which a simulated year upgrades the lifecycle home; None means the checked-out code."""
     return [*EARLIER[1:], None]
 
 
@@ -123,10 +123,7 @@ def stay_away(year: Year) -> None:
 
 
 def run_the_chain(year: Year) -> None:
-    """Run real SFT, DPO, AWQ and vLLM stages.
-
-    Later calls repeat all of them with one rank killed, and check that the artifacts are the same.
-    """
+    """Run real SFT, DPO, AWQ and vLLM stages; later repeat them with one rank killed, and compare the artifacts."""
     file = year.home.folder.parent / f"{CHAIN}.yaml"
     command = ["rerun", str(file), "--stage", "sft"] if file.exists() else ["run", str(file)]
     file.write_text(json.dumps({"name": CHAIN, "stages": RECIPE}))

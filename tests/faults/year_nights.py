@@ -53,7 +53,7 @@ class Night:
 class Life:
     """Period of a lifecycle home until a backup replaces it. until_s: its end (monotonic clock).
 
-    versions: weights' hash of each registered model version.
+    versions: hash of the weights of each registered model version.
     """
 
     until_s: float = float("inf")
@@ -62,14 +62,15 @@ class Life:
 
 @dataclass
 class Year:
-    """State of a simulated year: lifecycle home, clock, events, nights so far.
+    """State of a simulated year of nightly refreshes: lifecycle home, clock, events, nights so far.
 
-    keep: the home's retention policy.
-    events: number of a night → name and deed before it; a deed that goes on in the night returns its thread.
-    unit: keeps the champion served.
-    kinds: of processes that are killed.
-    lives: of the home, the last of which goes on; a restored backup begins another.
-    chains: versions and digests of the real stages' artifacts.
+    keep: the lifecycle home's retention policy.
+    events: names and functions of the events before a night, by its number; a function whose work goes on during the
+    night returns its thread.
+    unit: process that serves the champion.
+    kinds: kinds of processes that are killed.
+    lives: periods of the lifecycle home; a restored backup begins another.
+    chains: versions and digests of the artifacts of real stages, for each of their refreshes.
     """
 
     home: YearHome

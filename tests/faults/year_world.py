@@ -57,7 +57,7 @@ def receiving(notified: list[Notification]) -> Iterator[str]:
 
 
 class Unit:
-    """Process that is restarted whenever it ends, as systemd does with `Restart=always`."""
+    """Process that is restarted whenever it ends, like a systemd unit with `Restart=always`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log

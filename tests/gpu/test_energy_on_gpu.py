@@ -1,4 +1,4 @@
-"""The energy counter of a GPU grows with time."""
+"""The energy counter of a GPU increases while time passes."""
 
 import time
 

@@ -1,6 +1,6 @@
-"""Nightly tests, which take too long for `make test`, run in parts by `make nightly`, or:
+"""Runner of the nightly tests, which take too long for `make test`: `make nightly` runs them in parts.
 
-    python tests/nightly/parts.py [PART …]     run these parts, or all
+    python tests/nightly/parts.py [PART …]     run these parts, or all, as `make nightly` does
     python tests/nightly/parts.py --stale      name the parts that are due
 
 Each part is a run of pytest over the tests that are marked `nightly` in some files, and says what it proved. On which

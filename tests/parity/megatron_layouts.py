@@ -47,7 +47,7 @@ from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
-"""Least absolute maximum of each trained LoRA B, so that a factor that is left at 0 exceeds the tolerances."""
+"""Least absolute maximum of each trained LoRA B, so that a factor left at 0 would exceed the tolerances."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
 """Largest tolerated difference to plain Transformers: absolute, but relative for the gradient norm."""
 
@@ -100,7 +100,7 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 
 
 def group(case: Case) -> str:
-    """Return the group of layouts, a line of the table, to which a case belongs."""
+    """Return the group of layouts to which a case belongs, as the title of a table line."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
         return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"

@@ -177,7 +177,7 @@ def add_up(tensors: list[Tensor], group: Any) -> None:
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return gradients by Hugging Face name, on rank 0.
+    """Return gradients by the Hugging Face name of their weights, on rank 0.
 
     They pass through the weights' export for this; the weights are restored afterwards.
     """

@@ -1,4 +1,4 @@
-"""Helper that runs `megatron_state_program.py` on a folder of models."""
+"""Helper that runs `megatron_state_program.py` (loading, exporting, resuming) on a folder of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.parity.ranks import Ranks
 
 
 def launch(ranks: Ranks, processes: int, models: Path, output: Path, **todo: Any) -> None:
-    """Run `megatron_state_program` in this number of processes. todo: its tasks, such as round_trips or journeys."""
+    """Run `megatron_state_program.py` in this number of processes. todo: its tasks, such as round_trips or journeys."""
     output.mkdir(parents=True, exist_ok=True)
     spec = output / f"spec-{processes}.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))

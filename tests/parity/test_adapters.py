@@ -1,4 +1,4 @@
-"""Adapters trained with FSDP2 equal those of PEFT in a plain Transformers loop in fp32, and have PEFT's files."""
+"""Adapters trained with FSDP2 equal those that PEFT trains in a plain Transformers loop in fp32, files included."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """Provide folders of tiny models.
+    """Provide folders of tiny models, among them one whose rows are as long as an NF4 quantization block.
 
-    The rows of one are as long as an NF4 block; the experts of another are transposed and square.
+    Another has transposed, square experts.
     """
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}

@@ -16,7 +16,7 @@ SHARDED, REPLICATED, EXPERTS = {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard"
 ADAPTER = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 OF_EXPERTS = {"rank": 3, "alpha": 8}
 TOLERANCE = 1e-6
-"""Tolerance of a loss near 5; layouts differ by as much even without a checkpoint."""
+"""Tolerance of a training loss near 5; layouts differ by as much even without a checkpoint."""
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):

@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 Chosen = tuple[str, int, str, int, bool]
-"""A test case: engine, number of processes, method, index of the layout, and if an adapter is trained."""
+"""A test case: engine, number of processes, method, index of the layout, and a flag for training an adapter."""
 ALL: list[Chosen] = [
     (engine, processes, name, number, adapter)
     for (engine, processes), layouts in LAYOUTS.items()
@@ -133,7 +133,7 @@ def document(generator, length):
 
 
 def answer(generator, length, is_good):
-    """Return random token ids of an answer.
+    """Return random token ids of a good or bad answer.
 
     Good answers end in equal tokens, so that training makes them likelier for any prompt.
     """

@@ -1,4 +1,4 @@
-"""FSDP's sharded loading: each process reads only its rows of the weights, and all see an error in any of them."""
+"""With FSDP's sharded loading, each process reads only its rows of the weights, and all see an error in any of them."""
 
 import json
 
@@ -51,7 +51,7 @@ def found(models, tmp_path_factory):
 
 
 def test_no_process_holds_the_model(found):
-    """No process holds the whole model.
+    """No process holds the whole model when FSDP loads it.
 
     It may hold its half of 417 MiB in fp32, and what FSDP gathers of two layers of 13 for the probe.
     """

@@ -16,7 +16,7 @@ STAGE = Path(__file__).with_name("candidate_stage.py")
 
 
 def launch(work: Path, config: StageConfig) -> Supervised:
-    """Launch promotions and publications as usual, and `candidate_stage.py` for stages of all other kinds."""
+    """Launch promotions and publications as usual, and all other stages as the stand-in `candidate_stage.py`."""
     if config.kind in ("promote", "publish"):
         return local.start(work, config)
     with (work / "log.txt").open("ab") as log:

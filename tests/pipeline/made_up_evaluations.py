@@ -1,4 +1,4 @@
-"""Real promotions whose reevaluations of the champion are stand-ins.
+"""Real promotions in which the repeated evaluation of the champion is a stand-in.
 
 In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
 """

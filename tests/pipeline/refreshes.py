@@ -32,10 +32,7 @@ class Home:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
     def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a `lifecycle` command in the lifecycle home's folder.
-
-        In the repository, Python would import the real `stages` instead of a stand-in.
-        """
+        """Start a `lifecycle` command outside the repository, where Python would import the real `stages`."""
         return subprocess.Popen(
             [LIFECYCLE, *arguments],
             env=self.environment,
@@ -79,7 +76,7 @@ class Home:
         return request(f"{self.address('prefect')}/api/{path}", body, self.key())
 
     def attempts(self, stage: str) -> list[dict[str, Any]]:
-        """Return a stage's MLflow runs, one for each attempt, oldest first."""
+        """Return the MLflow runs of a stage, one for each attempt, oldest first."""
         wanted = {
             "experiment_ids": ["1"],
             "filter": f"tags.stage = '{stage}'",
@@ -88,7 +85,7 @@ class Home:
         return self.mlflow("runs/search", wanted).get("runs", [])
 
     def losses(self, run: dict[str, Any]) -> list[int]:
-        """Return the training steps for which an MLflow run has a loss, in the order of logging."""
+        """Return the training steps for which an MLflow run has a loss, in the order in which they were logged."""
         run_id = run["info"]["run_id"]
         return [
             point["step"]
@@ -122,7 +119,7 @@ class Home:
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """Return a recipe's download stage, run by `tiny_stage.py` in the given mode.
+    """Return a recipe's download stage whose process is the stand-in `tiny_stage.py` in the given mode.
 
     Another `mark` makes another version.
     """
@@ -135,12 +132,12 @@ def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
 
 
 def model(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """Return a recipe's download stage whose artifact is a model, run by `tiny_stage.py` in the given mode."""
+    """Return a recipe's download stage whose artifact is a model; its process is the stand-in `tiny_stage.py`."""
     return {**stage(mode, mark, **environment), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
 def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """Return a recipe's evaluate stage for the model of stage `upstream`, run by `tiny_stage.py`."""
+    """Return a recipe's evaluate stage for a model; its process is the stand-in `tiny_stage.py`."""
     return {
         "kind": "evaluate",
         "model": upstream,
@@ -151,7 +148,7 @@ def after(upstream: str, mode: str = "ok", **environment: str) -> dict[str, Any]
 
 
 def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> dict[str, Any]:
-    """Return a recipe's train stage on a model and a dataset of other stages, run by `tiny_stage.py`."""
+    """Return a recipe's train stage on a model and a dataset; its process is the stand-in `tiny_stage.py`."""
     return {
         "kind": "train",
         "method": "sft",
@@ -164,7 +161,7 @@ def trained(upstream: str, rows: str, mode: str = "ok", **environment: str) -> d
 
 
 def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
-    """Return a recipe with one stage of each kind that works on a model, run by `tiny_stage.py` in the given mode."""
+    """Return a recipe with a stage of each kind that works on a model, all run by the stand-in `tiny_stage.py`."""
     execution = {"execution": {"environment": {"TINY": mode}}}
     calibration = {"calibration": {"dataset": f"rows-{mark}"}}
     return {

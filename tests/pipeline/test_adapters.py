@@ -32,7 +32,7 @@ NUM_DPO_STEPS = 12
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Provide the artifacts of `make_artifacts`, and `sft`, a slightly trained model."""
+    """Provide a base model, datasets, and `sft`, a slightly trained model, as artifacts."""
     artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
     work = tmp_path_factory.mktemp("sft") / "sft-0123456789ab"
     config = make_config(steps=30, warmup_steps=5)
@@ -67,7 +67,7 @@ def dpo_config(**fields):
 
 
 def merged(inputs, work, **fields):
-    """Merge the DPO adapter into its base model `sft`, and return the merge stage's result."""
+    """Run the merge stage on the DPO adapter and its base model `sft`, and return the stage's result."""
     work.mkdir(parents=True)
     config = MergeConfig.model_validate({"kind": "merge", "model": "sft", "adapter": "dpo", **fields})
     context = StageContext(work, "merged", "0" * 12, inputs, {}, work)

@@ -1,4 +1,4 @@
-"""A champion whose evaluation asked something else than the candidate's is evaluated again, once."""
+"""A champion that was evaluated with other questions than the candidate is evaluated again, once."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GRPO with real vLLM samples from the newest weights, and kills of the trainer or the server lose nothing.
+"""GRPO stages with a real vLLM sample from the newest weights, and lose nothing when trainer or server is killed.
 
 One vLLM is started here as a recipe's author starts one that stages name; several of them use it, one after another.
 """
@@ -263,7 +263,7 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
 
 
 def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Round, top_p: float) -> None:
-    """Check sampled tokens with Transformers: each is within `top_p`, with the log-probability of the server."""
+    """Check with Transformers that sampled tokens are within `top_p` and the server's log-probabilities are right."""
     folder = artifacts["base"] / "model"
     assert config.rollouts
     prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", ModelFacts(folder))

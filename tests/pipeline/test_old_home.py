@@ -37,10 +37,7 @@ def unpack(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def old_home(tmp_path_factory):
-    """Provide an old version's lifecycle home without servers.
-
-    Its MLflow database is enough to look up the champion.
-    """
+    """Provide a lifecycle home of an earlier version, whose servers are down but whose MLflow database can be read."""
     home = Home(unpack(tmp_path_factory.mktemp("old")))
     home.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{home.folder}/mlflow/mlflow.db"
     return home

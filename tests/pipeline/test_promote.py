@@ -54,7 +54,7 @@ class Nights(Home):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this process use the lifecycle home, so that MLflow is imported only once for all questions."""
+        """Use the lifecycle home in this process until the end of the context, so that MLflow is imported only once."""
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -69,7 +69,7 @@ class Nights(Home):
         return found["state"]["name"]
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, tuple[str, str]]:
-        """Return state type (Prefect's colour) and state name of each of a refresh's tasks in Prefect."""
+        """Return the Prefect state type (which sets the colour) and state name of each of a refresh's tasks."""
         found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return {task["name"]: (task["state"]["type"], task["state"]["name"]) for task in found}
 

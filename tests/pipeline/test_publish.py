@@ -33,7 +33,7 @@ class Nights(Home):
         return subprocess.run(command, env=self.environment, text=True, capture_output=True)
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, str]:
-        """Return the state name of each of a refresh's tasks in Prefect."""
+        """Return the Prefect state name of each of a refresh's tasks."""
         found = self.prefect("task_runs/filter", {"flow_runs": {"name": {"any_": [refresh]}}})
         return {task["name"]: task["state"]["name"] for task in found}
 

@@ -120,7 +120,7 @@ main()
 
 
 def quantize(home, name, **fields):
-    """Run a quantize stage in the work folder `home/name`, in a process forked from one with its imports made."""
+    """Run a quantize stage in the work folder `home/name`, forked from a process that has made its imports."""
     work = new_work(home, name, **fields)
     environment = json.dumps({**os.environ, "OMP_NUM_THREADS": "1"})
     warm_parent(WARM).run(WARM, 1, work, environment, log=work / "log")
@@ -143,7 +143,7 @@ def new_work(home, name, **fields):
 
 @pytest.fixture(scope="module")
 def built(home):
-    """Provide the folder with a finished quantize stage's work folder for each method."""
+    """Provide a folder with the work folder of a finished quantize stage for each method."""
     for method in KL_BOUNDS:
         quantize(home, method, method=method)
     return home

@@ -22,7 +22,7 @@ DETECTION_BOUND_S = 120
 
 
 def recipe(home, name, mode):
-    """Write a recipe with a stage that succeeds, a slow one in the given mode, and one that depends on the slow one."""
+    """Write a recipe of three stages: one that succeeds, a slow one in mode `mode`, and one that depends on it."""
     base = model(mode, name, TINY_STEP_SECONDS="0.5")
     stages = {f"rows-{name}": stage("ok", name), f"base-{name}": base, f"scores-{name}": after(f"base-{name}")}
     return home.write(name, stages)
@@ -33,7 +33,7 @@ def tags(run):
 
 
 def check_attempts(home, name, refresh, expected):
-    """Check that MLflow shows the failed stage's attempts below the one, finished run of the refresh."""
+    """Check that MLflow shows all attempts of the failed stage below the one, finished run of the refresh."""
 
     def ended_runs():
         runs = home.attempts(f"base-{name}")

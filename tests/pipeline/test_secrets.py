@@ -124,7 +124,7 @@ def bad_recipe(home, planted):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, hub, planted):
-    """Provide everything that could show a secret after two scheduled refreshes.
+    """Provide all files, outputs and command lines of two scheduled refreshes, in which no secret may appear.
 
     It is the lifecycle home, the refreshes' record, all texts shown, and the command lines of all processes.
     """

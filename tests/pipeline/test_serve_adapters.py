@@ -1,4 +1,4 @@
-"""Adapters served with their base model by one real vLLM answer, by name, as with PEFT, and are evaluated.
+"""Adapters that one real vLLM serves with their base model answer, each by its name, as with PEFT.
 
 Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
 here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
@@ -226,7 +226,7 @@ def samples(root: Path, work: str) -> list[dict[str, Any]]:
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
-    """An evaluation asks the adapter that it names, an imported one, though the server also has a trained one."""
+    """An evaluation asks the imported adapter that it names, though the server also has one that was trained here."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
 
     def text(name: str, prompt: Any) -> str:

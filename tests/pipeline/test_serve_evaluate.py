@@ -1,4 +1,4 @@
-"""A model served by real vLLM and evaluated by real lm-eval answers as Transformers does with the same weights."""
+"""A model served by the real vLLM and evaluated by the real lm-eval answers as Transformers with the same weights."""
 
 import json
 import os

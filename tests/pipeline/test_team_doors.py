@@ -31,7 +31,7 @@ def team(tmp_path_factory):
 
 @pytest.fixture
 def client(team, tmp_path):
-    """Provide a lifecycle home on another machine, with the servers' addresses and a copy of the key."""
+    """Provide a lifecycle home as on another machine, with the servers' addresses and a copy of the key."""
     home = Home(tmp_path / "home")
     home.folder.mkdir()
     home.environment |= {

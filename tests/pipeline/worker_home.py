@@ -107,10 +107,7 @@ class WorkerHome(Home):
         return "\n".join(line["message"] for line in self.prefect("logs/filter", wanted))
 
     def ended(self, flow_run: str, num_tries: int = 1) -> dict[str, Any]:
-        """Wait until a flow run has ended, and return it.
-
-        num_tries: how often it must have started; 0 for a run that never began.
-        """
+        """Wait until a flow run has ended after `num_tries` starts (0: it never began), and return it."""
 
         def ended_run() -> dict[str, Any] | None:
             run = self.flow_run(flow_run)
@@ -123,7 +120,7 @@ class WorkerHome(Home):
         return self.ended(self.start_now(name, **parameters))
 
     def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
-        """Return the states of a refresh's stages that its ledger records."""
+        """Return the states of a refresh's stages as recorded in its ledger."""
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
     def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Stand-in for the train and evaluate stages of the simulated year: makes a model and its scores within milliseconds.
+"""Stand-in for train and evaluate stages in the simulated year of nightly refreshes, which takes milliseconds.
 
 python -m stages WORK_FOLDER, with PYTHONPATH here
 """
