@@ -24,7 +24,7 @@ from stages.models.loading import model_without_weights
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
     """Check that the adapter can be put on a model without weights. Raises ModelError, as training would.
 
-    folder: of a model with files that have the same names of weights.
+    folder: folder of a model whose files have the same weight names.
     """
     add_adapter(causal_lm, config, seed=0, has_weights=False)
     check_mergeable(changed_weights(causal_lm), folder)

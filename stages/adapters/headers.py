@@ -37,7 +37,7 @@ class AdapterHeaders:
     """PEFT's config and the tensor headers of an adapter, without its weights.
 
     - config: PEFT's config
-    - ranks: adapted layer → rows of its A
+    - ranks: LoRA ranks, the rows of A, by adapted layer
     - others: tensors that are neither an A nor a B
     """
 

@@ -50,8 +50,8 @@ def add_adapter(
 
     A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
     base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
-    later) they are left at the default. directions: layer → its A, [rank, inputs], where each has a rank of its own (of
-    rank 0: no adapter). Raises ModelError.
+    later) they are left at the default. directions: A [rank, inputs] by layer, where each has a rank of its own (rank
+    0: no adapter). Raises ModelError.
     """
     is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
     if is_transposed and config.init == "olora":

@@ -76,15 +76,16 @@ class Engine(Protocol):
         """Return the target tokens' log-probabilities and the likeliest token at each target.
 
         Forward pass only, results on the CPU.
-        float32 [rows, sequence] in nats, and int64 [rows, sequence]: the likeliest token at each target, negative
-        elsewhere.
+        Log-probabilities are float32 [rows, sequence] in nats, tokens int64 [rows, sequence], negative where there is
+        no target.
         """
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the `number` likeliest tokens at each target with their log-probabilities.
 
         Forward pass only, results on the CPU.
-        int64 and float32 [rows, sequence, number] in descending order, in nats; 0 where there is no target.
+        Tokens are int64, log-probabilities float32 in nats, both [rows, sequence, number] in descending order; 0 where
+        there is no target.
         """
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:

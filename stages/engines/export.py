@@ -46,8 +46,8 @@ Shapes = dict[str, tuple[int, ...]]
 class ScoreHead:
     """Output head of a reward model, which gives one number instead of logits over the vocabulary.
 
-    name: of its weight in the model.
-    written_as: the weight's name in the files.
+    name: name of the head's weight in the model.
+    written_as: name of the head's weight in the files.
     config: fields of config.json that describe it.
     """
 

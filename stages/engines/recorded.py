@@ -43,7 +43,7 @@ def record_log_probabilities(
 ) -> dict[str, float]:
     """Write the model's predictions for the first documents of a batch to `folder`. Collective.
 
-    Returns metrics of how far training moved them.
+    Returns metrics of how far training moved these predictions.
     """
     batch = recorded.batch
     log_probabilities, greedy = engine.predictions(batch)

@@ -47,7 +47,7 @@ class TargetOptions(Protocol):
 class AdapterTargets:
     """Choice of the layers and parameters that get an adapter, by the options of a recipe.
 
-    former: former name → end of the parameter's name today, of the model's family; see `FORMER_NAMES`.
+    former: endings of today's parameter names by former layer name, for the model's family; see `FORMER_NAMES`.
     """
 
     options: TargetOptions
@@ -65,7 +65,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return the adapter's rank for a parameter, as a multiple of the recipe's rank; 0: it gets no adapter.
+        """Return the LoRA rank for a parameter, as a multiple of the rank in the recipe; 0: it gets no adapter.
 
         A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
         """

@@ -25,7 +25,7 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Attention layers with the same window: the sum of heads × (query-key width + value width), and the window."""
+    """Work of attention layers with one window: the sum of heads × (query-key width + value width), and the window."""
 
     width: int
     window_tokens: int | None

@@ -169,7 +169,7 @@ def check_unquantized(facts: ModelFacts, where: str) -> None:
 def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
     """Return a warning if the model has Python files of its own that are not run, since the recipe does not trust them.
 
-    Otherwise return None.
+    Return None otherwise.
     """
     if not facts.config.get("auto_map") or trusted:
         return None

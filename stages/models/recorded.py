@@ -43,8 +43,9 @@ class RecordedDocument:
     """Document with the predictions for it that training recorded, to be reproduced by later stages.
 
     - targets: `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned
-    - log_probability: of all targets together, in nats
-    - log_probabilities, greedy: of each target, its own and the likeliest token there; empty in old records
+    - log_probability: log-probability of all targets together, in nats
+    - log_probabilities: log-probability of each target, in nats; empty in old records
+    - greedy: likeliest token at each target; empty in old records
     """
 
     input_ids: list[int]
@@ -80,7 +81,7 @@ class ToolPrompt(StrictModel):
 
     - messages: end with a question or a tool's answer
     - tools, variables: as the template got them
-    - token_ids: of the messages, and of the beginning of the answer after them
+    - token_ids: token ids of the messages, and of the beginning of the answer after them
     """
 
     messages: list[dict[str, Any]]
@@ -135,8 +136,9 @@ def write_record(
 class Differences:
     """Differences between a model's predictions and those that training recorded.
 
-    - most, mean: of log-probabilities, in nats per target: of the document that differs most, and over all tokens
-    - kl: nats per token; None for records without single tokens
+    - most: difference of log-probabilities of the document that differs most, in nats per target
+    - mean: difference of log-probabilities over all tokens, in nats per target
+    - kl: KL divergence in nats per token; None for records without single tokens
     - same_greedy: share of the targets with the same likeliest token; None also where a server returns no token ids
 
     Two probabilities of each distribution are compared, those of the target and of all other tokens together, so `kl`
@@ -198,7 +200,7 @@ TRAINED_ON_FILE = "trained_on.json"
 def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
     """Write beside a model's weights whether it learned conversations. Exports and quantizers copy the file.
 
-    template_date: what its chat template took for the current date; None for the default.
+    template_date: date that its chat template took for the current one; None for the default.
     """
     noted = {"conversations": conversations}
     dated = {"template_date": template_date.isoformat()} if template_date else {}

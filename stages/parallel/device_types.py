@@ -158,7 +158,7 @@ def built_without(device: DeviceType) -> str | None:
 def unusable_gpus(number: int, environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the error and its remedy where torch was built without the NVIDIA GPUs that the driver lists; else None.
 
-    environment: the process's that would train; None is returned where it hides the GPUs.
+    environment: environment of the process that would train; None is returned where it hides the GPUs.
     """
     gpu = device_type("cuda")
     problem = None if are_hidden(gpu, environment) else built_without(gpu)

@@ -54,7 +54,7 @@ def start_directions(
 ) -> dict[str, Tensor]:
     """Return EVA's first values of LoRA's A, fp32 [rank, inputs], by layer; undefined on ranks but 0. Collective.
 
-    model: without an adapter, of the model folder `folder`. Raises ModelError for layers whose inputs PEFT cannot see.
+    model: the model in `folder`, without an adapter. Raises ModelError for layers whose inputs PEFT cannot see.
     """
     directions: dict[str, Tensor] = {}
     shapes: list[Any] = [None]

@@ -77,8 +77,8 @@ class TargetLogProbabilities(nn.Module):
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
         """Return the target tokens' log-probabilities, float32 [rows, sequence], from the last hidden states.
 
-        0 where there is no target; with candidates [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
-        num_likeliest: see `likeliest_tokens`.
+        They are 0 where there is no target; with k candidates their shape is [rows, sequence, 1 + k].
+        greedy: return the likeliest tokens, int64. num_likeliest: number of tokens, for `likeliest_tokens`.
         """
         head, signal = self.causal_lm.get_output_embeddings(), batch.signal
         if greedy:
@@ -208,7 +208,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 def _with_undefined_weights(causal_lm: Any) -> Any:
     """Move a model from the meta device to the CPU with undefined weights, which take no memory until written.
 
-    Buffers that no file has are right.
+    Buffers that no file has get their values.
     """
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
@@ -243,7 +243,7 @@ def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
 def check_log_probabilities(model: TargetLogProbabilities, device: torch.device) -> None:
     """Check that two packed documents get the same log-probabilities as each gets alone in Transformers.
 
-    model: computes in fp32, on `device`. Collective where it is sharded. Raises ModelError.
+    model: a model that computes in fp32, on `device`. Collective where the model is sharded. Raises ModelError.
     """
     causal_lm = model.causal_lm.eval()
     vocab_size = causal_lm.config.get_text_config().vocab_size

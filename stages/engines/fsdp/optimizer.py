@@ -312,8 +312,8 @@ def parameter_groups(
     """Return trainable parameters in groups of equal weight decay and learning rate, for torch's optimizers.
 
     decayed: names of the parameters with weight decay; None: all.
-    With LoRA+, B and all vectors learn faster, as in PEFT: `learning_rate_ratio` of a group. matrices: names of those
-    that are in groups with `is_muon`.
+    matrices: names of the parameters that go into groups with `is_muon`. With LoRA+, B and all vectors learn faster, as
+    in PEFT, by the `learning_rate_ratio` of their group.
     """
     ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}

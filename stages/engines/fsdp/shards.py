@@ -34,8 +34,8 @@ def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None
     """Read this process's shards of all parameters on the meta device from the weight files. Collective.
 
     Buffers that are in the files are read, too.
-    device: where shards lie. Raises ModelError, on every process, when weights are not finite or have another shape
-    than the model's.
+    device: device that holds the shards. Raises ModelError, on every process, when weights are not finite or have
+    another shape than the model's.
     """
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
@@ -56,8 +56,8 @@ def check_sharded(
 ) -> None:
     """Check that a sharded model gives the log-probabilities that Transformers gives, in fp32. Collective.
 
-    twin: a copy of the model before it was sharded, on `meta`; it is cut to the layers that show every kind, since all
-    its weights are gathered three times.
+    twin: a copy of the model before it was sharded, on `meta`; it is cut to layers that show every kind, since all its
+    weights are gathered three times.
     """
     keep_kinds_of_layers(twin.causal_lm)
     apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)

@@ -83,7 +83,7 @@ class PeftAdapter:
 def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | None = None) -> PeftAdapter:
     """Return the adapter that PEFT creates for the model in `folder`, whose own weights take no memory.
 
-    start: folder of an adapter whose values it gets. Raises ModelError as `add_adapter` and `read_start` do.
+    start: folder of an adapter whose values are taken. Raises ModelError as `add_adapter` and `read_start` do.
     """
     causal_lm = model_without_weights(folder, dtype=torch.float32)
     causal_lm.to_empty(device="cpu")

@@ -28,7 +28,7 @@ class RouterBalance:
     ) -> None:
         """Replace Megatron's load-balancing loss in all routers of these model chunks.
 
-        num_mixture_layers: number of the whole model's.
+        num_mixture_layers: number of mixture-of-experts layers in the whole model.
         """
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers

@@ -60,8 +60,8 @@ class MegatronState:
     def load(self, folder: Path) -> None:
         """Load this process's parts of a checkpoint that either engine wrote under any layout. Collective.
 
-        Raises ModelError when that is of another model. With overlapped gathering, parameters must be gathered
-        afterwards.
+        Raises ModelError when the checkpoint is of another model. With overlapped gathering, parameters must be
+        gathered afterwards.
         """
         make_moments(self._optimizer)
         tensors = defaultdict(list)

@@ -76,7 +76,7 @@ def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 class RootMeanSquareNorm(torch.autograd.Function):
     """Autograd function of RMSNorm over the last dimension (Zhang and Sennrich 2019).
 
-    It is states ÷ √(mean of their squares + ε) × weight.
+    Its result is states ÷ √(mean of their squares + ε) × weight.
     """
 
     @staticmethod

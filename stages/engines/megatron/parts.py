@@ -51,7 +51,7 @@ class Key:
     layer: int
     expert: int
     rule: int
-    """Index of the parameter's mapping rule among the rules of its model family."""
+    """Index of the parameter's mapping to Hugging Face weights among the mappings of its model family."""
 
 
 @dataclass(frozen=True)

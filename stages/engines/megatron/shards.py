@@ -36,7 +36,7 @@ class Block:
 
     @property
     def is_first(self) -> bool:
-        """True if the block contains the weight's first element."""
+        """True if the rectangle contains the weight's first element."""
         return not any(self.offset)
 
 
@@ -152,10 +152,10 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the rectangles of a Hugging Face weight that lie in a range of a flattened Megatron parameter.
+    """Yield the rectangles of a Hugging Face weight in a range of a flattened Megatron parameter, for checkpoints.
 
     piece: the shared rows or columns.
-    They are at most the end of a row, whole rows, and the beginning of a row.
+    The rectangles are at most the end of a row, whole rows, and the beginning of a row.
     """
     columns = part_shape[1] if len(part_shape) > 1 else 1
     rows = (piece.parameter_start, piece.parameter_start + piece.length) if piece.dim == 0 else (0, part_shape[0])
@@ -177,9 +177,10 @@ def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
 
 
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
-    """Return a block of a weight file's tensor as a block of the weight that Transformers makes of it.
+    """Convert a rectangle of a tensor in a weight file to a rectangle of the weight that Transformers makes of it.
 
-    A layer's experts are two weights there, [experts, gate and up rows, columns] and of down, always in `mlp`.
+    In Transformers, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows,
+    columns], and down.
     """
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
     if of_expert := EXPERT_FACTOR.fullmatch(weight):
@@ -198,7 +199,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """Return the block of one expert's LoRA factor as a block of the factor that holds all experts.
+    """Convert a rectangle of one expert's LoRA factor to a rectangle of the factor that holds all experts.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

@@ -57,7 +57,7 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole weight with its Hugging Face name, on rank 0's CPU only. Collective.
 
-    learning_only: of an adapter, not of the base that it is on.
+    learning_only: yield an adapter's trained weights only, not those of its frozen base model.
 
     Parts travel through host memory: the weights are wanted there, and no device needs room for them.
     """
