@@ -32,7 +32,7 @@ class Capability:
     gpu: tuple[str, ...] = ()
     """Test files that prove the capability on a GPU."""
     not_run: str = ""
-    """What is implemented of a capability but run by no test."""
+    """Parts of a capability that are implemented but run by no test."""
 
 
 CAPABILITIES = (
