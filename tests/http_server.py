@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """HTTP server that ignores clients which disconnect.
+    """HTTP server for tests that does not report clients which disconnect early.
 
     Its error report, from a thread of its own, would appear in the output of another test.
     """

@@ -9,12 +9,12 @@ import numpy as np
 from safetensors.numpy import save
 
 LARGE_FILE_BYTES = 10_000
-"""Size in bytes from which the hub stores a file in LFS: listed with its sha256, and served by the CDN."""
+"""Size in bytes from which the stand-in hub stores a file in LFS: listed with its sha256, and served by the CDN."""
 
 
 @dataclass
 class Repository:
-    """A repository of the tests' model hub: its branches and tags, and the files of each commit."""
+    """A repository of the stand-in for a model hub: its branches and tags, and the files of each commit."""
 
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Repository:
     objects: dict[str, bytes] = field(default_factory=dict)
     """Uploaded LFS files by sha256, whether a commit refers to them or not."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
-    """Wrong file sizes by path, which the hub lists instead of the true ones."""
+    """Wrong file sizes, by path, that the stand-in hub lists instead of the true ones."""
 
     def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
         """Add a commit to a branch, and return the commit's id."""

@@ -25,7 +25,7 @@ from tests.modelscope_uploads import ModelScopeUploads
 
 @dataclass(frozen=True)
 class Request:
-    """HTTP request that the model hub has received."""
+    """HTTP request that the stand-in for a model hub has received."""
 
     method: str
     host: str
@@ -61,11 +61,11 @@ class HubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def repository(self, name: str) -> Repository:
-        """Return the hub's repository with this name, created if it does not exist."""
+        """Return the repository with this name of the stand-in hub, created if it does not exist."""
         return self.repositories.setdefault(name, Repository())
 
     def paths(self, pattern: str) -> list[str]:
-        """Return the paths of all requests received so far that match a regular expression."""
+        """Return the paths of all requests to the stand-in hub so far that match a regular expression."""
         return [request.path for request in self.requests if re.search(pattern, request.path)]
 
     def take_fault(self, path: str) -> Fault | None:

@@ -1,4 +1,4 @@
-"""Uploads to the tests' model hub by Hugging Face's API: new repositories, large files by sha256, commits."""
+"""Uploads to the stand-in for a model hub by Hugging Face's API: new repositories, large files by sha256, commits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 @dataclass
 class Fault:
-    """Planned fault of the model hub; it affects the next `times` requests whose path matches."""
+    """Planned fault of the stand-in for a model hub; it affects the next `times` requests whose path matches."""
 
     path: str
     times: int = 1
@@ -43,7 +43,7 @@ class Fault:
 
 
 class Uploads(BaseHTTPRequestHandler):
-    """Request handler of the tests' model hub for uploads by Hugging Face's API.
+    """Request handler of the stand-in for a model hub, for uploads by Hugging Face's API.
 
     The tokens and their rights are `server_state.token_roles`.
     """

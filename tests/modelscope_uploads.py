@@ -1,4 +1,4 @@
-"""Uploads to the tests' model hub by ModelScope's API: large files by sha256, commits."""
+"""Uploads to the stand-in for a model hub by ModelScope's API: large files by sha256, commits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hub_uploads import Uploads
 
 
 class ModelScopeUploads(Uploads):
-    """Request handler of the tests' model hub for uploads by ModelScope's API as well as Hugging Face's."""
+    """Request handler of the stand-in for a model hub, for uploads by ModelScope's and by Hugging Face's API."""
 
     def take(self, method: str, path: str) -> bool:
         if super().take(method, path):

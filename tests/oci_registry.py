@@ -1,4 +1,4 @@
-"""OCI registry on the loopback that accepts pushes as the Distribution Specification 1.1 demands."""
+"""Stand-in for an OCI registry, which accepts pushes as the Distribution Specification 1.1 demands."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOKEN = "a-token-of-the-registry"
 
 
 class Registry:
-    """State of the tests' OCI registry: blobs by digest, manifests by tag, and how pushes are authorized.
+    """State of the stand-in for an OCI registry: blobs by digest, manifests by tag, and how pushes are authorized.
 
-    credentials: USER:PASSWORD that pushes need; bearer: they are exchanged for a token.
+    credentials: USER:PASSWORD that pushes need. bearer: whether these are exchanged for a token.
 
-    store: another one that blobs are uploaded to. lent: another one that those who ask for a blob are sent to.
-    authorizations: all that came with requests.
+    store: another registry, to which blobs are uploaded. lent: another registry, to which blob requests are redirected.
+    authorizations: the Authorization headers of all requests.
     """
 
     def __init__(self) -> None:

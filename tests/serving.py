@@ -124,9 +124,9 @@ def run_to_the_end(work: Path, timeout_s: float = 500) -> StageResult:
 
 
 def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
-    """Wait until a condition returns a true value, and return the value.
+    """Wait until a condition returns a true value, and return the value; fail after `timeout_s`.
 
-    Fails after `timeout_s` with a message that names `what`.
+    The message of the failure names `what`.
     """
     end = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -138,7 +138,7 @@ def _warm(config: TrainConfig) -> tuple[str, str]:
 
 
 def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], config: TrainConfig) -> None:
-    """Copy a finished train stage's work folder, and resume the copy from the checkpoint of a step to its end."""
+    """Copy a finished train stage's work folder, and train the copy again from the checkpoint of a step to the end."""
     shutil.copytree(done, work)
     shutil.rmtree(work / config.product)
     for checkpoint in (work / "scratch" / "checkpoints").iterdir():

@@ -195,7 +195,7 @@ class Run:
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
 
     def _make_model(self, size: str) -> None:
-        """Write the random model of a training run before the run, in a process of its own.
+        """Write a model with random weights before a training run is timed, in a process of its own.
 
         Writing up to 16 GB would otherwise use up part of the run's time limit. The training run itself writes the tiny
         model.

@@ -1,4 +1,4 @@
-"""Published training runs of `data/` with their measured step time and memory, for `planner_accuracy.py`."""
+"""Published training runs of the folder `data/` with their measured step time and memory, for `planner_accuracy.py`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ STATED_SOFTWARE = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
-"""Settings of the planner's `Software` that follow from certain words in a run's note."""
+"""Settings of a run's training program that follow from certain words in the column `note`."""
 ALLOCATED = "max allocated"
-"""Words in the note of runs whose published memory counts tensors only, without the driver and idle memory."""
+"""Words in the column `note` of runs whose published memory counts tensors only, without the driver and idle memory."""
 RESERVED = "max reserved"
-"""Words in the note of runs whose published memory is all that torch's allocator reserved, gaps included."""
+"""Words in the column `note` of runs whose published memory is all that torch's allocator reserved, gaps included."""
 SEEN_SUBMITTERS = ("NVIDIA", "AMD")
 """MLPerf submitters (makers of the devices) whose runs were already known when the planner's constants were fitted."""
 

@@ -55,13 +55,13 @@ class Summary:
     num_rows: int
     num_predicted: int
     assumed: tuple[tuple[str, int], ...]
-    """Assumptions made for empty cells with the number of rows concerned, most frequent first."""
+    """Assumptions made for empty cells, each with the number of rows that it concerns, most frequent first."""
     unknown: tuple[tuple[int, str], ...]
-    """Line number of each row that cannot be predicted, with the reason."""
+    """Line number of each row whose run cannot be predicted, with the reason."""
 
 
 def predict_table(table: Path, out: Path) -> Summary:
-    """Predict the runs of a CSV table, and write the table with the columns `PREDICTED` added to `out`.
+    """Predict step time and memory of the runs in a CSV table, and write the table with these columns added to `out`.
 
     Memory is in GiB of the fullest rank, as tools report it; `pred_oom` is 1 where that is more than the device has;
     `pred_assumed` names the defaults taken for empty cells, or says why there is no prediction. Raises DataError.
@@ -82,7 +82,7 @@ def predict_table(table: Path, out: Path) -> Summary:
 
 
 def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
-    """Return a run's cells for the columns of predictions: step time, memory, tokens/s, out-of-memory, assumptions."""
+    """Return a run's new CSV cells: predicted step time, memory, tokens/s and out-of-memory, and the assumptions."""
     if isinstance(run, UnknownRun):
         return {**dict.fromkeys(PREDICTED, ""), "pred_assumed": f"not predicted: {run.reason}"}
     peak_gib = predicted_memory_gib(run)

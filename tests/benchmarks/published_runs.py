@@ -28,7 +28,7 @@ YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
 """Columns that a CSV table of published runs must have; further optional columns are read where they exist."""
 FIRST_LINE = 2
-"""Line number of the first row of a CSV table, below its header."""
+"""Line number of the first row below the header of a CSV table."""
 VTRAIN_COLUMNS = {
     "# GPUs": "gpus",
     "global batch": "gbs",
@@ -69,12 +69,12 @@ BEFORE_FLASH = Software(
     fragments_states=True,
 )
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
-"""Training program assumed for bf16 before FlashAttention: it accumulates gradients in fp32 beside the bf16 ones."""
+"""Program assumed for published bf16 training before FlashAttention: it accumulates gradients in fp32, too."""
 MODERN_MEGATRON = Software(
     overlaps_layers=True, chunked_logits=False, fused_cross_entropy=True, gathers_gradients=False
 )
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
-"""Training program assumed for Megatron in fp8: its recipes accumulate and reduce gradients in bf16."""
+"""Program assumed for published training with Megatron in fp8: gradients are accumulated and reduced in bf16."""
 EAGER_FSDP = replace(
     COSTS["fsdp"].software,
     chunked_logits=False,
@@ -90,18 +90,18 @@ RATED_W = {"h100-80gb": 700, "h200": 700}
 RATE_BY_POWER = 0.58
 """Exponent with which sustained FLOP/s grow with board power, from the pairs MI300X/MI325X and MI350X/MI355X."""
 USABLE_MEMORY = 0.99
-"""GiB that programs can use for each GB of memory in a GPU's name."""
+"""GiB of a GPU's memory that programs can use, for each GB that the GPU's name states."""
 OTHER_SIZE = 0.1
 """Smallest relative difference at which a memory size in the column `gpu` replaces the GPU's built-in size."""
 
 
 class UnknownRunError(Exception):
-    """Raised for a published run whose row describes its model too little, or names an unknown GPU."""
+    """Raised for a published run that does not describe its model well enough, or names an unknown GPU."""
 
 
 @dataclass
 class Cells:
-    """Cells of one row of a CSV table by column, and the assumptions made while reading them."""
+    """Cells of a row in a CSV table of published runs, by column, and the assumptions made while reading them."""
 
     path: Path
     line: int
@@ -112,7 +112,10 @@ class Cells:
         return self.cells.get(column, "")
 
     def number(self, column: str) -> int | None:
-        """Return a cell's positive whole number, or None for an empty cell; `~250k` means 250,000. Raises DataError."""
+        """Return the positive whole number in a CSV cell, or None for an empty one; `~250k` means 250,000.
+
+        Raises DataError.
+        """
         text = self.text(column).lower().lstrip("~").replace(",", "")
         if not text:
             return None
@@ -129,7 +132,7 @@ class Cells:
         return int(value)
 
     def stated(self, column: str, *in_note: str) -> str:
-        """Return a cell in lower case; if it is empty, the value of `key=value` in the column `note`; else ""."""
+        """Return a CSV cell in lower case; if it is empty, the value of `key=value` in the column `note`; else ""."""
         if text := self.text(column):
             return text.lower()
         for key in in_note:
@@ -138,7 +141,7 @@ class Cells:
         return ""
 
     def switch(self, column: str, *in_note: str) -> bool | None:
-        """Return a cell's yes or no as a bool; None where neither the column nor the note states it.
+        """Return the yes or no in a CSV cell as a bool; None where neither the column nor the note states it.
 
         Raises DataError for other words.
         """
@@ -153,7 +156,7 @@ class Cells:
         return word in YES
 
     def number_or(self, column: str, default: int) -> int:
-        """Return a cell's number, or the default, which is then recorded as an assumption."""
+        """Return the number in a CSV cell, or the default, which is then recorded as an assumption."""
         value = self.number(column)
         if value is None:
             self.assumed.append(f"{column}={default}")
@@ -261,7 +264,7 @@ def _shape(cells: Cells) -> ModelShape:
 
 
 def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
-    """Return the shape of a known model, changed where the row states other sizes."""
+    """Return the shape of a known model, changed where the published run states other sizes."""
     columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
     stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
     if vocab := cells.number("vocab"):
@@ -355,7 +358,7 @@ def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
 
 
 def _recompute(cells: Cells) -> str | None:
-    """Return the activation recomputation that a row states (full, selective or none), or None if it states nothing."""
+    """Return the activation recomputation that a published run states (full, selective or none), or None."""
     text = cells.text("recompute").lower()
     if cells.stated("recompute_layers", "recompute layers"):
         return "full"
@@ -452,7 +455,7 @@ def is_compiled(cells: Cells) -> bool:
 
 
 def precision_of(text: str) -> PlannedPrecision:
-    """Return the precision that a text names: fp4, fp8, bf16 or fp32; bf16 if it names none."""
+    """Return the training precision that a text names: fp4, fp8, bf16 or fp32; bf16 if it names none."""
     lowered = text.lower()
     for few_bits in ("fp4", "fp8"):
         if few_bits in lowered:

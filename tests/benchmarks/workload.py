@@ -121,7 +121,7 @@ def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
 
 
 def stage_command(given: StageInput, work: Path) -> list[str]:
-    """Return the command that runs the train stage, on one process or several."""
+    """Return the command that runs the benchmark's train stage, on one process or several."""
     stage = ["-m", "stages", str(work)]
     processes = TrainConfig.model_validate(given.config).processes
     return on_one_node(stage, processes)

@@ -144,9 +144,10 @@ def megatron_on_fake_gpus() -> Iterator[None]:
 
 
 def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all tensors as one tensor [1] on their device, as Transformer Engine's kernel does.
+    """Return the norm of all tensors as one tensor [1] on their device; replaces Megatron's, which reads values.
 
-    Megatron's own function reads the value of each norm, which fake tensors do not have.
+    Transformer Engine's kernel does the same. Megatron's own function reads the value of each norm, which fake tensors
+    do not have.
     """
     return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 

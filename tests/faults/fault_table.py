@@ -28,7 +28,7 @@ class Fault:
         self.seconds[what] = time.monotonic() - began_s
 
     def cells(self) -> tuple[str, ...]:
-        """Return the fault's cells in the table of `make faults`, in the order of HEADINGS."""
+        """Return the fault's line in the table of `make faults` as cells, in the order of the headings."""
         times = [f"{self.seconds[what]:.1f}" if what in self.seconds else "" for what in ("detected", "recovered")]
         return (self.name, self.stage, *times, self.lost)
 

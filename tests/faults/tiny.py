@@ -110,10 +110,7 @@ def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = 
 
 
 def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until a condition returns a true value, and return the value.
-
-    Fails with `what` as its message on timeout.
-    """
+    """Wait until a condition returns a true value, and return the value; fail with the message `what` on timeout."""
     end = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end, what

@@ -164,9 +164,9 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
-    """Wait until a condition returns a true value, and return the value.
+    """Wait until a condition returns a true value, and return the value; fail with a message after `timeout_s`.
 
-    Fails with `what` as its message after `timeout_s`.
+    The message of the failure contains `what`.
     """
     end_s = time.monotonic() + timeout_s
     while not (found := condition()):

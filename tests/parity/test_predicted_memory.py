@@ -63,7 +63,7 @@ each base model and of experts' adapters exactly."""
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Provide a function that makes the model folder of an architecture, once."""
+    """Provide a function that writes a model of an architecture, once, and returns its folder."""
 
     @cache
     def make(family):

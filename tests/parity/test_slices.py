@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
-    """Provide a function that returns peak memory and bytes of weights, or the error, of each rank for a model."""
+    """Provide a function that returns, for a model, each rank's peak memory and bytes of weights, or its error."""
     output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))

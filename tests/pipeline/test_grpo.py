@@ -203,7 +203,7 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
 def test_a_named_server_is_refused_where_it_does_not_do(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named server is rejected if its context is too short or it does not see the same weights folder.
+    """GRPO rejects a vLLM server named in the recipe whose context is too short, or that sees another weights folder.
 
     /proc/self/cwd stands for such a folder, as it is another one in each process.
     """

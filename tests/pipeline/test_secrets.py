@@ -169,7 +169,7 @@ def overrides(planted):
 
 
 def everything(home):
-    """Yield all answers that Prefect's and MLflow's APIs give to requests with the key."""
+    """Yield all answers that Prefect's and MLflow's APIs give to requests with the key, to be searched for secrets."""
     for kind in ("flow_runs", "task_runs", "deployments", "artifacts", "logs", "events", "automations", "flows"):
         yield home.prefect(f"{kind}/filter", {})
     yield home.prefect("block_documents/filter", {})

@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_tool_prompt(artifact: Path, folder: Path) -> None:
-    """Write a model's record of a training prompt with tools, which are bare and have their fields in any order."""
+    """Write a model's record of a training prompt with tools, whose JSON has no wrapper and no order of fields."""
     call = {"name": "f", "arguments": {"b": 1, "a": "<"}}
     messages = [
         {"role": "user", "content": "f?"},
@@ -251,10 +251,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """Run the promote stage on the adapter `narrow` with a bound on its log-probability difference.
-
-    Returns the verdict.
-    """
+    """Run the promote stage on an adapter with a bound on its log-probability difference, and return the verdict."""
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(

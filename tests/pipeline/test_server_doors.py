@@ -110,7 +110,7 @@ def test_prefects_api_is_described_to_nobody_without_the_key(home):
 
 
 def raw(home, server, *lines, body=b""):
-    """Send raw bytes, such as no HTTP client would send, to a server; return the status codes of its responses."""
+    """Send raw bytes that no HTTP client would send to a server, and return the status codes of its responses."""
     address = home.address(server).removeprefix("http://")
     host, port = address.split(":")
     data = "\r\n".join([*lines, f"Host: {address}", "", ""]).encode() + body

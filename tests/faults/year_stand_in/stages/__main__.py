@@ -17,7 +17,7 @@ NUM_VALUES = 8
 
 
 def train(work: Path, inputs: dict[str, Path]) -> None:
-    """Write the base model with its last weights replaced by a hash of the training rows."""
+    """Stand in for training: write the base model with its last weights replaced by a hash of the training rows."""
     rows = b"".join(path.read_bytes() for path in sorted((inputs["rows"] / "data").glob("*.jsonl")))
     shutil.copytree(inputs["base"] / "model", work / "model")
     weights = work / "model" / "model.safetensors"
@@ -37,7 +37,7 @@ def right_answers(rows: bytes) -> int:
 
 
 def evaluate(work: Path, inputs: dict[str, Path]) -> None:
-    """Write scores for the task `addition` in the files that an evaluate stage writes."""
+    """Stand in for evaluation: write scores for the task `addition` in the files that an evaluate stage writes."""
     right = int((inputs["sft"] / "model" / "right.json").read_text())
     rows = [
         {
