@@ -1,4 +1,4 @@
-"""Stand-ins for what stages write of a promotion candidate: a model, an adapter, an evaluation.
+"""Made-up artifacts of a candidate for promotion, for tests: a model, an adapter and an evaluation.
 
 The module is light to import, since stand-ins for stage processes use it.
 """
@@ -11,7 +11,7 @@ SCORE = "sums.exact_match"
 
 
 def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
-    """Write the files of an evaluate stage for the task `sums`, with one document for each answer.
+    """Write an evaluation's made-up result files for the task `sums`, with one question for each given answer.
 
     An answer is right (1) or wrong (0).
     """

@@ -1,4 +1,4 @@
-"""Pages opened in a real browser: the machine's Chromium, headless and offline.
+"""Helper that opens local HTML files in a real browser for tests: the machine's Chromium, headless and offline.
 
 Tests are skipped where there is none.
 """
@@ -21,7 +21,7 @@ START_TIMEOUT_MS = 120_000
 
 @dataclass
 class Seen:
-    """Errors of a web page, and the addresses that it requested."""
+    """Record of what a web page did in the browser: its errors, and the addresses that it requested."""
 
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Seen:
 
 @contextmanager
 def started() -> Iterator[Browser]:
-    """Run Chromium, the machine's or the one that Playwright has installed, until the end of the context."""
+    """Run Chromium, the machine's or the one that Playwright has installed, until the `with` block ends."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     with sync_playwright() as playwright:
         try:

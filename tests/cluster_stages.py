@@ -23,13 +23,13 @@ SOURCES = ("base", "problems")
 
 
 def messages(folder: Path) -> str:
-    """Return the messages that a stage and its launcher wrote into `events.jsonl`."""
+    """Return the messages that a stage and its launcher (Slurm or Kubernetes) wrote into `events.jsonl`."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return "\n".join(json.loads(line)["message"] for line in lines)
 
 
 class Refresh:
-    """A refresh of three stages in a store of its own: downloads of a model and a dataset, and SFT on a cluster.
+    """Pipeline run for tests of cluster launchers: downloads of a model and a dataset, then SFT on a cluster.
 
     artifacts: those of `train_stage.make_artifacts`. execution: the SFT stage's `execution` block, with the launcher.
     """

@@ -1,4 +1,4 @@
-"""CPU time and wall time of each test file, written to `build/suite.json`; the slowest are shown at the end.
+"""Plugin for pytest that writes each test file's CPU and wall time to `build/suite.json` and prints the slowest.
 
 Counted are the worker and all processes that it has waited for; servers that outlive the file that started them are
 not.
@@ -21,7 +21,7 @@ COSTS = pytest.StashKey[dict[str, list[float]]]()
 
 
 def spent_s() -> list[float]:
-    """Return the CPU seconds that this process and its ended children have used, and the wall clock in seconds."""
+    """Return the CPU seconds used by this process and its ended children, and the wall clock time in seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [sum(one.ru_utime + one.ru_stime for one in used), time.monotonic()]
 

@@ -1,4 +1,4 @@
-"""Helper for tests that run a stage in their own process: raises the errors with which it rejects its result."""
+"""Helper for tests that run a stage in their own process: raises the errors with which a stage rejects its result."""
 
 from stages.core.contract import StageContext
 

@@ -1,4 +1,4 @@
-"""Champion and challenger behind a proxy as `serve --follow` runs them, served by a tiny engine instead of vLLM."""
+"""Champion and challenger behind a proxy as `serve --follow` runs them, for tests; a tiny engine replaces vLLM."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """Commit a model for the tiny engine to the store, and return its registration.
+    """Store a model artifact for the tests' tiny engine, and return the model's entry for the model registry.
 
     files: further files of the model, by name.
     """
@@ -77,7 +77,7 @@ def kill_engine(serving: Serving) -> None:
 
 
 def load_of(client: httpx.Client) -> Load:
-    """Return clients that send one question per session, and count answers by model version in `answers`."""
+    """Return load-test clients that ask one question per session, and count the answers by model version."""
     return Load(partial(ask, client), NUM_CLIENTS)
 
 
@@ -107,7 +107,7 @@ def ask(client: httpx.Client, number: int) -> str:
 
 
 class Followed:
-    """Champion and challenger behind a proxy, with a `Follower` whose periodic check a test runs by calling `look`."""
+    """Champion and challenger behind a proxy; a test calls `look` to make them follow the registry's aliases."""
 
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())
@@ -134,11 +134,11 @@ class Followed:
         return self.follower.challenger
 
     def look_soon(self) -> None:
-        """Make the follower read the registry's aliases at its next check, without waiting for its interval."""
+        """Make the next check of `serve --follow` read the registry's aliases, without waiting for its interval."""
         self.follower.aliases._looking, self.follower.aliases._next_look_s = None, 0.0
 
     def look(self) -> None:
-        """Make the follower read the registry's aliases, and wait until all servers have started or stopped."""
+        """Apply changes of the registry's aliases now, and wait until all affected servers have started or stopped."""
         self.look_soon()
         wait_for(self.follower.step, what="MLflow's answer")
         self.settle()
@@ -151,12 +151,12 @@ class Followed:
         wait_for(is_settled, what="the end of what is under way")
 
     def versions(self) -> set[str]:
-        """Send requests in several sessions, and return the model versions that answered."""
+        """Send requests to the proxy in several sessions, and return the model versions that answered."""
         return {ask(self.client, number) for number in range(NUM_SESSIONS)}
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Run the follower's checks in a thread, as `serve --follow` does, until the end of the context."""
+        """Run the follower's checks in a thread, as `serve --follow` does, until the `with` block ends."""
         is_enough = threading.Event()
         outcome = in_background(lambda: self._go_on(is_enough))
         try:

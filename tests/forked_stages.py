@@ -1,4 +1,4 @@
-"""Stage processes forked from a parent that has imported their modules, which takes longer than most stages."""
+"""Fast start of stage processes in tests: they are forked from a parent that has made their slow imports."""
 
 import json
 import os
@@ -14,12 +14,12 @@ PARENTS = ExitStack()
 
 @cache
 def warm_parent(program: str) -> Ranks:
-    """Return the parent process from which processes of a program are forked; one for each program, cached."""
+    """Return the parent process from which a program's stage processes are forked; one parent for each program."""
     return PARENTS.enter_context(started_ranks())
 
 
 def main() -> None:
-    """Run a stage in a forked process: the program's arguments are the stage's work folder and its environment.
+    """Run a stage in a forked process. Its program arguments are the stage's work folder and its environment.
 
     ENVIRONMENT: a JSON object of the variables that a process of the stage has.
     """

@@ -25,7 +25,7 @@ from tests.modelscope_uploads import ModelScopeUploads
 
 @dataclass(frozen=True)
 class Request:
-    """HTTP request that the stand-in for a model hub has received."""
+    """HTTP request that the stand-in for a model hub has received, kept for tests to check."""
 
     method: str
     host: str
@@ -91,7 +91,7 @@ class HubServer:
 
 @contextmanager
 def running_hub() -> Iterator[HubServer]:
-    """Run the stand-in for a model hub until the end of the context."""
+    """Run the stand-in for a model hub until the `with` block ends."""
     hub = HubServer()
     hub.start()
     try:
@@ -298,6 +298,6 @@ class _Handler(ModelScopeUploads, BaseHTTPRequestHandler):
 
 
 def _changed(headers: dict[str, str], fault: Fault | None) -> dict[str, str]:
-    """Return a response's headers with the changes of a planned fault applied."""
+    """Return a response's headers as a planned fault of the stand-in hub changes them."""
     changed = {**headers, **(fault.headers if fault else {})}
     return {name: value for name, value in changed.items() if value is not None}

@@ -34,7 +34,8 @@ class Fault:
     retry_after_s: int | None = None
     break_after_bytes: int | None = None
     how: str = "reset"
-    """Way in which the response breaks: connection `reset`, early `close`, or a `short` body that seems complete."""
+    """Way in which the stand-in hub breaks a response: connection `reset`, early `close`, or a `short` body that seems
+    complete."""
     send_instead: bytes | None = None
     ignore_range: bool = False
     headers: dict[str, str | None] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Uploads(BaseHTTPRequestHandler):
     server_state: HubServer
 
     def take(self, method: str, path: str) -> bool:
-        """Answer a request that uploads or asks for the token's user; return False for any other request."""
+        """Answer a request that uploads files or asks who owns the token; return False for any other request."""
         routes = (
             ("GET", r"/api/whoami-v2", self._who),
             ("POST", r"/api/validate-yaml", self._validate),
@@ -201,7 +202,7 @@ class Uploads(BaseHTTPRequestHandler):
         self.reset()
 
     def reset(self) -> None:
-        """Reset the TCP connection without closing it properly, as a router does that lost its state."""
+        """Reset the TCP connection without closing it properly, to test how clients handle a lost connection."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 

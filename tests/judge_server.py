@@ -18,7 +18,7 @@ PROMPT_TOKENS, COMPLETION_TOKENS = 90, 7
 
 
 def rating(answer: str) -> int:
-    """Return a rating from 1 to 10, the length of the answer, so that tests know what the judge says."""
+    """Return the stand-in judge's rating of an answer: the answer's length in characters, at least 1, at most 10."""
     return max(1, min(len(answer), 10))
 
 

@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 
 
 class Cluster:
-    """State of the stand-in for Kubernetes: API objects by collection path and name, and pods' processes by name."""
+    """State of the stand-in for Kubernetes: its API objects, and the local process that runs each pod."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Tree] = {}

@@ -23,7 +23,7 @@ def reachable_from_elsewhere(pids: Iterable[int]) -> set[str]:
 
 
 def unix_listeners(pids: Iterable[int]) -> set[str]:
-    """Return the paths of Unix sockets on which processes listen.
+    """Return the paths of Unix sockets on which one of the given processes listens.
 
     A path `@…` is an abstract socket, which all local users can open.
     """

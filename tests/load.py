@@ -13,7 +13,7 @@ class CutOffError(Exception):
 
 
 class Load:
-    """Clients, each in a thread, that send requests to a server continuously until the end of the context.
+    """Clients, each in a thread, that send requests to a server continuously until the `with` block ends.
 
     ask: asks the question of a number, of which there is one for each request; returns who answered, or what. Raises
     CutOffError, and anything else for a failure.
@@ -42,7 +42,10 @@ class Load:
             thread.join()
 
     def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
-        """Wait until the clients got two more answers each (equal to `answer`, if given), or a request failed."""
+        """Wait until two more answers for each client have arrived, or a request has failed.
+
+        With `answer`, only answers equal to it count.
+        """
 
         def count() -> int:
             return self.answers.total() if answer is None else self.answers[answer]

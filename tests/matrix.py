@@ -32,7 +32,7 @@ class Capability:
     gpu: tuple[str, ...] = ()
     """Test files that prove the capability on a GPU."""
     not_run: str = ""
-    """Parts of a capability that are implemented but run by no test."""
+    """Parts of a capability that are implemented but covered by no test."""
 
 
 CAPABILITIES = (
@@ -233,7 +233,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
-    """Add up recorded test outcomes by file; a file may occur repeatedly, since two files were merged into one."""
+    """Add up recorded test outcomes by file; a file that was merged from two occurs twice in the record."""
     outcomes: dict[str, Counter[str]] = {}
     for name, *numbers in map(json.loads, lines):
         outcomes.setdefault(name, Counter()).update(dict(zip(OUTCOMES, numbers, strict=True)))

@@ -1,4 +1,4 @@
-"""Table of the metrics and parameters of training and of comparisons, as they are named in MLflow and everywhere else.
+"""Documentation table of the metrics and parameters that training and layout comparisons log to MLflow.
 
 `flows/compare/README.md` shows it; a test checks that page and real logs against it.
 """
@@ -10,7 +10,7 @@ from stages.parallel.layout import ENGINES
 
 
 def loss_meaning() -> str:
-    """Return what the metric `loss` means, and for which training methods it means something else."""
+    """Return the documentation's text on the metric `loss`, whose meaning depends on the training method."""
     names: dict[str, list[str]] = {}
     for method in METHODS.values():
         names.setdefault(method.averaged_over, []).append(method.name.upper())

@@ -37,7 +37,7 @@ class ModelScopeUploads(Uploads):
         return False
 
     def _may(self, method: str, name: str | None) -> bool:
-        """Return whether the request's token may access a repository; if not, answer with an error.
+        """Check that the request's token may access a repository of the stand-in hub; if not, answer with an error.
 
         name: None for a request that creates the repository.
         """

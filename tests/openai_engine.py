@@ -38,7 +38,7 @@ PARTS = ("it ", "is ", "me")
 
 @dataclass
 class OpenAIEngine:
-    """Behaviour of the stand-in for a serving engine: its name, and how it answers.
+    """Settings of the stand-in for a serving engine: its name, and how it answers requests.
 
     status: of its answers. breaks_off: in the middle of a stream. message: instead of its name. deltas: of a stream.
 

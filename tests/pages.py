@@ -57,7 +57,7 @@ SHOWN = re.compile(
 MEASURED = re.compile(r"(\d{4}-\d\d-\d\d)(?:: (.+))?")
 END_OF_OUTPUT = "-- here ends the output of a command of a page --"
 NO_ANSWER = "no answer within"
-"""Words that `lifecycle plan` prints when a busy machine did not answer in time, so that it is run again."""
+"""Message of `lifecycle plan` on a busy machine that did not answer in time; the command is then repeated."""
 NUM_TRIES = 10
 ENGINES_ON = {
     "qwen2.5-7b": [8],

@@ -1,4 +1,4 @@
-"""Choice of a few test cases that cover every pair of parameter values, for `make test`.
+"""Selection of a few test cases that cover every pair of parameter values, so that `make test` stays short.
 
 The others are marked `nightly`. The choice depends on the cases and their order alone.
 """
@@ -13,7 +13,7 @@ Pair = frozenset[tuple[str, Hashable]]
 
 
 def pairwise(cases: Sequence[Any], values_of: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
-    """Return a few of the cases, so that every pair of parameter values found in any case is still covered.
+    """Return a subset of test cases that still covers every pair of parameter values found in any case.
 
     values_of: case → value by axis. Greedy: the case that has most pairs that no chosen one has, of several the first.
     """

@@ -13,7 +13,7 @@ FREQUENCIES = list(itertools.accumulate(1 / (rank + 2.7) for rank in range(VOCAB
 
 @dataclass(frozen=True)
 class Planted:
-    """Random texts with planted near-duplicates, and for each near-duplicate's index that of its original."""
+    """Random texts with planted near-duplicates, and for each near-duplicate the index of its original."""
 
     texts: list[str]
     copies: dict[int, int]

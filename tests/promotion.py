@@ -22,7 +22,7 @@ NAME = "adder"
 
 
 def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
-    """Write the `config.json` from which an evaluate stage takes its model and tasks."""
+    """Write the `config.json` of an evaluation, which names the evaluated model and its tasks."""
     inputs = {name: upstream[name].artifact for name in planned.ancestors}
     stage_input = StageInput(
         name=planned.name,
@@ -37,7 +37,7 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
 
 
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
-    """Return a recipe that promotes a model after an evaluation; another `mark` makes another model."""
+    """Return a recipe that promotes a model after an evaluation. Each `mark` gives a different model."""
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
@@ -73,7 +73,7 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
 
 
 def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
-    """Commit the files that `write` makes in a work folder as a stage's artifact, unless the store has the artifact."""
+    """Store the files that the function `write` makes as a stage's artifact, unless that artifact exists already."""
     if not store.find(planned.kind, planned.version):
         work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
         write(work)
@@ -84,7 +84,7 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
 
 
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
-    """Commit a candidate whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
+    """Store a candidate whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
     built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
@@ -92,7 +92,7 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
 
 
 def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
-    """Commit a candidate whose evaluation has these answers, and run its promotion."""
+    """Store a candidate whose evaluation has these answers, and run its promotion."""
     planned, upstream = offer(store, mark, answers, **gates)
     return run_stage(planned, upstream, store, Notes())
 
@@ -100,7 +100,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
 ) -> tuple[PlannedStage, dict[str, Built]]:
-    """Commit an adapter whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
+    """Store an adapter whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
     built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
@@ -110,7 +110,7 @@ def offer_adapter(
 
 
 def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
-    """Commit an adapter whose evaluation has these answers, and run its promotion."""
+    """Store an adapter whose evaluation has these answers, and run its promotion."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 

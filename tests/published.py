@@ -1,4 +1,4 @@
-"""Promoted model with all its upstream artifacts, committed without training or serving, for tests of publishing."""
+"""Promoted model with all its upstream artifacts, stored without training or serving, for tests of publishing."""
 
 import json
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **pub
 
 
 class Publishing:
-    """Store with committed artifacts of all stages up to the promotion, in which tests run the publish stage."""
+    """Store with the artifacts of all stages up to the promotion, in which tests run the publish stage."""
 
     def __init__(self, folder: Path, tree: dict[str, Any], mark: str = "first", champion: Sequence[float] = ()) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Tiny models for tests of quantization, one of each architecture that quantization handles in its own way."""
+"""Tiny models for tests of quantization: one of each architecture that needs its own treatment."""
 
 from __future__ import annotations
 

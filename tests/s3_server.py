@@ -1,4 +1,4 @@
-"""S3 server on the loopback (moto's), and the environment variables that make object storage use it."""
+"""S3 server for tests (moto on the loopback), and the environment variables that direct object storage to it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ class S3Server:
             self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
     def admit_nobody(self) -> None:
-        """Turn on authentication in a server that knows no key, so that it refuses all further requests."""
+        """Make the S3 server refuse all further requests: turn on authentication, with no key registered."""
         self._post("/moto-api/reset-auth", b"0")
 
     def admit_all(self) -> None:

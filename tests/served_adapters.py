@@ -33,7 +33,7 @@ def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed:
 
 
 def write_record(model: Any, artifact: Path) -> None:
-    """Write a model's predictions for a few documents as training records them: tokens, targets, log-probabilities."""
+    """Write a model's predictions for a few documents, as training records them: tokens, targets, log-probabilities."""
     documents = []
     for tokens in DOCUMENTS:
         targets = [-100, *tokens[2:]]

@@ -101,7 +101,7 @@ def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, 
 
 @contextmanager
 def stage_process(work: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a stage's process, and kill it at the end of the context."""
+    """Start a stage's process, and kill it when the `with` block ends."""
     with (work / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "stages", str(work)],
@@ -136,12 +136,12 @@ def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
 
 
 def served_processes(folder: Path) -> list[int]:
-    """Return the process ids of a server with temporary files in `folder`: vLLM, its engine, and helpers."""
+    """Return the process ids of a server whose TMPDIR is `folder`: vLLM, its engine, and helpers."""
     return marked_processes(f"TMPDIR={folder}")
 
 
 def engine_processes(folder: Path) -> list[int]:
-    """Return the process ids of a server without Python's resource tracker.
+    """Return the process ids of a server whose TMPDIR is `folder`, except Python's resource tracker.
 
     The tracker outlives a kill until it has removed the semaphores that the others left.
     """

@@ -165,7 +165,7 @@ class SlurmCluster:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Run a Slurm cluster of two nodes until the end of the context, with its files in `folder`.
+    """Run a Slurm cluster of two nodes until the `with` block ends, with its files in `folder`.
 
     This process's environment is restored at the end.
     """

@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(text)}})
 
     def chat(self, asked: dict) -> None:
-        """Stream the sum of all numbers in a conversation, or refuse a last message without a number.
+        """Stream the sum of all numbers in a conversation; answer with HTTP 400 if the last message has no number.
 
         The answer has colour if the last message contains `red`, and the sampling options if it contains `by`.
         """

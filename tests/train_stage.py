@@ -123,7 +123,7 @@ def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the process ids of a process's living children, oldest first: the ranks of a train stage.
+    """Return the process ids of a train stage's ranks, oldest first: the living children of their parent process.
 
     Returns none for a process that has ended.
     """
@@ -132,7 +132,7 @@ def ranks_of(parent: int) -> list[int]:
 
 
 def _warm(config: TrainConfig) -> tuple[str, str]:
-    """Return the program that runs a train stage on this engine in a forked process, and its environment as JSON."""
+    """Return the program that runs a train stage on the config's engine when forked, and its environment as JSON."""
     program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
     return program, json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
 
@@ -151,5 +151,5 @@ def finish_again(done: Path, step: int, work: Path, artifacts: dict[str, Path], 
 
 
 def logged(work: Path) -> list[dict[str, float]]:
-    """Return the metrics of every step, the lines of the stage's `metrics.jsonl`."""
+    """Return the metrics of every training step from the stage's `metrics.jsonl`."""
     return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]

@@ -34,7 +34,7 @@ GPU = replace(device_type("cuda"), torch_type="cpu", pins_host_memory=False)
 
 @contextmanager
 def replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes of objects until the end of the context, given (object, attribute name, new value)."""
+    """Replace attributes of objects until the `with` block ends, given (object, attribute name, new value)."""
     with ExitStack() as stack:
         for target, name, replacement in replacements:
             stack.enter_context(mock.patch.object(target, name, replacement))
@@ -55,7 +55,7 @@ def fake_gpus(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def _read(files: WeightFiles, name: str, *index: slice) -> Tensor:
-    """Return an empty bf16 tensor of the shape that `WeightFiles.read` would read from the weight files."""
+    """Stand in for `WeightFiles.read`: return a bf16 tensor of the right shape without reading its data."""
     return torch.empty(files._slices[name].get_shape(), dtype=torch.bfloat16)[index or ...]
 
 
@@ -65,7 +65,7 @@ def _load_model(folder: Path, *, reads_weights: bool, **options: Any) -> Any:
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Apply a function to a module's tensors as `nn.Module._apply` does, but by replacing the parameters.
+    """Stand in for `nn.Module._apply`: apply a function to a module's tensors by replacing its parameters.
 
     The data of fake parameters can neither be changed nor swapped.
     """
@@ -81,7 +81,7 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _all_gather_object(everyones: list[Any], own: Any, group: Any = None) -> None:
-    """Stand in for `all_gather_object`: fill the list as if every rank had sent the same object as this one."""
+    """Stand in for `all_gather_object`: fill the list as if every rank had sent this rank's object."""
     everyones[:] = [own] * len(everyones)
 
 
@@ -91,7 +91,7 @@ def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that reads values of tensors, so that it runs with real tensors instead of fake ones."""
+    """Wrap a function that reads tensor values, so that it computes with real tensors while others are fake."""
 
     def with_values(*arguments: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
@@ -116,7 +116,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
 
 @contextmanager
 def megatron_on_fake_gpus() -> Iterator[None]:
-    """Let Megatron-core run on fake GPUs until the end of the context; to be entered inside `fake_gpus`."""
+    """Let Megatron-core run on fake GPUs until the `with` block ends; to be entered inside `fake_gpus`."""
     from stages.engines.megatron.compat import prepare_megatron
 
     with unset_fake_temporarily():
@@ -144,7 +144,7 @@ def megatron_on_fake_gpus() -> Iterator[None]:
 
 
 def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all tensors as one tensor [1] on their device; replaces Megatron's, which reads values.
+    """Stand in for Megatron's L2 norm of all tensors, which would read tensor values; return a tensor [1].
 
     Transformer Engine's kernel does the same. Megatron's own function reads the value of each norm, which fake tensors
     do not have.
@@ -153,7 +153,7 @@ def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bo
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm that uses the memory of the single GPU kernel; torch's runs a chain of operations on a CPU."""
+    """RMS norm that allocates as little memory as the fused GPU kernel, unlike torch's implementation on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:

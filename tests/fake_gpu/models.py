@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Family in Transformers and sizes of published models, by name."""
+"""Model family in Transformers and layer sizes of published models, by model name."""
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 ALLOCATED_BYTES = 512
 """Size in bytes to whose multiples CUDA's allocator rounds up each allocation."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
-"""Number that reading a fake tensor's value gives, by type of number. It is finite, can be a divisor, and is a gradient
-norm that needs no clipping."""
+"""Number returned when a program reads a fake tensor's value, by type of number. It is finite, can be a divisor, and is
+a gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -29,7 +29,7 @@ NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 
 @dataclass(eq=False)
 class Storage:
-    """Memory shared by one or several fake tensors, from its allocation until it is freed or resized."""
+    """Memory block that one or several fake tensors share, tracked until it is freed or resized."""
 
     num_bytes: int
     label: str
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
             counter.clear()
 
     def label(self, tensors: Iterable[Any], label: str) -> int:
-        """Assign the memory of these tensors to a class, such as "optimizer"; return its bytes, without rounding."""
+        """Count the memory of these tensors under a name such as "optimizer"; return its bytes, without rounding."""
         storages = {storage._cdata: storage for one in tensors for storage in _storages(one)}
         for key in storages:
             if key in self._live:

@@ -73,7 +73,7 @@ class Report:
 
     shape: ModelShape
     layout: Layout
-    """Layout that ran: values that the case leaves `auto` are chosen by the planner."""
+    """Parallel layout of the training step; the planner has chosen the values that the case leaves `auto`."""
     peak_bytes: int
     bytes_at_peak: dict[str, int]
     """Bytes at the memory peak by class of tensors: parameters, gradients, optimizer and others."""
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def predicted_ratio(self) -> float:
-        """Ratio of the planner's predicted memory to the recorded peak, both without the CUDA runtime's."""
+        """Ratio of the planner's predicted peak memory to the recorded one, both without the CUDA runtime's memory."""
         return sum(self.predicted_gib.values()) * GIB / self.peak_bytes
 
 

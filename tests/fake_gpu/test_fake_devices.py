@@ -1,4 +1,4 @@
-"""Both engines train a step on fake GPUs, and a rank holds and sends as many bytes as published formulas say."""
+"""On fake GPUs, each rank of both engines holds and sends as many bytes in a step as published formulas say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.models.shape import ModelShape
 from tests.fake_gpu.rig import CASES, Case, run
 
 Weights = list[tuple[int, int]]
-"""Shapes of weights as (rows, columns); a norm has one column."""
+"""Type of a list of weight shapes as (rows, columns); a norm has one column."""
 
 FSDP = {
     "sharded": Case("qwen3-8b", {"dp_shard": 8}, num_layers=2),
@@ -32,9 +32,9 @@ PIPELINE = Case(
 
 
 DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
-"""Nightly cases in which all weights of a dense model are trained with FSDP2."""
+"""Names of nightly cases in which FSDP2 trains all weights of a dense model."""
 PREDICTED = ("megatron, pipeline", "megatron, context")
-"""Nightly cases whose memory the planner predicts within 10%; in the other cases it predicts too much."""
+"""Names of nightly cases whose memory the planner predicts within 10%; in others it predicts too much."""
 
 
 @pytest.mark.nightly
@@ -129,7 +129,7 @@ def _split(weights: Weights, tp: int) -> int:
 
 
 def _check_states(held_bytes: dict[str, int], held: int, dp: int) -> None:
-    """Check the bytes that Megatron holds: bf16 weights, fp32 gradients, and a shard of the fp32 optimizer states.
+    """Check the bytes that a Megatron rank holds: bf16 weights, fp32 gradients, its shard of fp32 optimizer states.
 
     Formula: Rajbhandari et al. 2020 (ZeRO), section 5.1, with three optimizer states.
     """

@@ -16,7 +16,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[None]:
-    """Mount a file system at `folder` until the end of the context; skip the test where mounting is not allowed."""
+    """Mount a file system at `folder` until the `with` block ends; skip the test where mounting is not allowed."""
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", *options, str(folder)], check=False).returncode:
         pytest.skip("this container may not mount")
@@ -28,7 +28,7 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
-    """Mount a disk of this size, held in memory (tmpfs), at `folder` until the end of the context."""
+    """Mount a disk of this size, held in memory (tmpfs), at `folder` until the `with` block ends."""
     with mounted(folder, "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs"):
         yield
 
@@ -42,7 +42,7 @@ def fill_last_block(file: Path) -> None:
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Fill a disk with one large file until the end of the context, as another program might."""
+    """Fill a disk with one large file until the `with` block ends, as another program might."""
     file = disk / "of-another-program"
     with file.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while True:

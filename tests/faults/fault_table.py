@@ -22,7 +22,7 @@ class Fault:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Measure the seconds until the fault is `detected` or `recovered` from: the duration of the context."""
+        """Measure the seconds until the fault is `detected` or `recovered` from: the duration of the `with` block."""
         began_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began_s

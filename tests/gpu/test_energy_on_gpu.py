@@ -1,4 +1,4 @@
-"""The energy counter of a GPU increases while time passes."""
+"""The energy counter that we read from a GPU increases while time passes."""
 
 import time
 

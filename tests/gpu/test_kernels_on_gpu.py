@@ -1,4 +1,4 @@
-"""Flash attention over packed documents and the chunked output head compute the same on a GPU as on a CPU."""
+"""Attention over packed documents and log-probabilities computed in chunks are the same on a GPU as on a CPU."""
 
 from __future__ import annotations
 

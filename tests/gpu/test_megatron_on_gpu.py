@@ -1,4 +1,4 @@
-"""The Megatron engine on GPUs has the losses of FSDP2, in fp32 and bf16, on one device and on two with NCCL."""
+"""Megatron on GPUs has the same losses as FSDP2, in fp32 and bf16, on one device and on two with NCCL."""
 
 from __future__ import annotations
 

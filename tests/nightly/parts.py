@@ -1,4 +1,4 @@
-"""Runner of the nightly tests, which take too long for `make test`: `make nightly` runs them in parts.
+"""Runner of the nightly tests, which take too long for `make test`. They are divided into parts that run separately.
 
     python tests/nightly/parts.py [PART …]     run these parts, or all, as `make nightly` does
     python tests/nightly/parts.py --stale      name the parts that are due
@@ -28,7 +28,7 @@ FRESH_DAYS = 7
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the nightly tests: files or folders below `tests/`, except those in `but`."""
+    """Part of the nightly tests that runs separately: files or folders below `tests/`, except those in `but`."""
 
     name: str
     proves: str

@@ -1,4 +1,4 @@
-"""Lifecycle homes that are copied or moved while their servers, worker and refreshes run stay usable and separate.
+"""A lifecycle home copied or moved while its servers, worker and refreshes run stays usable; the copy is separate.
 
 In `make test`: `tests/faults/test_server_faults.py`, `tests/unit/flows/servers/test_records.py`.
 """

@@ -1,4 +1,4 @@
-"""When the champion's real vLLM is killed under load, whole or in part, only answers that had begun are lost."""
+"""When some or all processes of the champion's vLLM are killed under load, only answers that had begun are lost."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def stream(url: str, question: dict) -> str:
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, list[str]]]:
-    """Run `lifecycle serve --follow` until the end of the context; yield its URL and the lines that it prints."""
+    """Run `lifecycle serve --follow` until the `with` block ends; yield its URL and the lines that it prints."""
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion", "--follow", *options]
     with subprocess.Popen(command, env=os.environ.copy(), text=True, stdout=subprocess.PIPE) as process:
         try:

@@ -1,4 +1,4 @@
-"""A nightly refresh with real training and vLLM ends as if undisturbed although a rank and an engine are killed.
+"""A nightly refresh in which a training rank and vLLM's engine are killed ends with the same results as without.
 
 In `make test`: `test_deaths.py` and `test_serve_faults.py` of `tests/faults`, `tests/pipeline/test_refresh.py`.
 """
@@ -42,7 +42,7 @@ def recipe(home):
 
 @pytest.fixture
 def nights(tmp_path):
-    """Provide two lifecycle homes, one for the disturbed and one for the undisturbed night."""
+    """Provide two lifecycle homes for the same nightly refresh: processes are killed in one, not in the other."""
     homes = [Home(tmp_path / name / "home") for name in ("disturbed", "undisturbed")]
     for home in homes:
         home.folder.mkdir(parents=True)
@@ -52,7 +52,7 @@ def nights(tmp_path):
 
 
 def kill(home, *signs):
-    """Kill all processes of a lifecycle home whose arguments and environment contain all of the given texts."""
+    """Kill all processes of a lifecycle home whose arguments and environment contain all the given texts."""
     found = []
     for pid in living_processes():
         with suppress(OSError):

@@ -79,7 +79,7 @@ class PostgreSql:
 
 @contextmanager
 def postgresql(databases: list[str]) -> Iterator[PostgreSql]:
-    """Run a PostgreSQL server with these databases until the end of the context."""
+    """Run a PostgreSQL server with these databases until the `with` block ends."""
     # Its user may not enter the temporary folders of pytest.
     folder = Path(tempfile.mkdtemp(prefix="lifecycle-postgresql-", dir="/tmp"))
     try:

@@ -54,7 +54,7 @@ class Nights(Home):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Use the lifecycle home in this process until the end of the context, so that MLflow is imported only once."""
+        """Use the lifecycle home in this process until the `with` block ends, so that MLflow is imported only once."""
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(self.environment)

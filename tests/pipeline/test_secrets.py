@@ -180,7 +180,7 @@ def everything(home):
 
 @contextmanager
 def command_lines():
-    """Collect the command lines of all processes of the machine until the end of the context."""
+    """Collect the command lines of all processes of the machine until the `with` block ends."""
     commands, ended = set(), threading.Event()
 
     def sample():
