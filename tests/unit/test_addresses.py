@@ -38,10 +38,9 @@ COMMAND_LINES = {
     "stages.serving.proxy_program": "pods of servers",
 }
 """Callers of each program that is run by `python -m MODULE`, by module. A program that is run over a pipe may be
-renamed with its caller, all others must keep their names."""
+renamed with its caller; all others must keep their names."""
 GONE = {"stages.download.builtin.held_out"}
-"""Removed modules that a comment of configs/tasks/addition.yaml still names, since that file's content is part of
-versions."""
+"""Modules that no longer exist, but are named in configs/tasks/addition.yaml, whose content may not change."""
 ENTRYPOINT = "flows.running.refresh.refresh"
 PARAMETERS = ["recipe", "overrides", "until", "force"]
 """Parameter names of Prefect deployments, for which existing deployments and scheduled runs hold values."""

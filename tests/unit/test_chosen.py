@@ -1,4 +1,4 @@
-"""Test cases chosen for `make test` cover all pairs of options; `make nightly` has each nightly test in a part."""
+"""Test cases chosen for `make test` cover all pairs of options; `make nightly` runs each nightly test once."""
 
 import json
 from itertools import combinations, product

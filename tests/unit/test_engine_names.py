@@ -1,4 +1,4 @@
-"""Training engines are named only in their own folders; all other code asks their rules, costs or methods.
+"""Training engines (FSDP, Megatron) are named only in their own folders; other code looks them up in registries.
 
 A third engine is then a module in each folder, and a line in each registry and list of names.
 """
@@ -19,7 +19,7 @@ LISTED = {
     "stages/kinds/train/fields.py": 1,  # the default of `engine:`, which a reader of the fields looks for there
     "flows/cli/recipe_commands.py": 2,  # choices of an option, which help shows before pydantic is imported
 }
-"""Number of times that a file outside of the engines' folders names an engine, by file."""
+"""Number of times that a training engine is named outside the engines' folders, by file."""
 
 
 def names_in(file):

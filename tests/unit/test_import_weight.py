@@ -82,7 +82,7 @@ RULES = [
     (r"stages\.kinds\.publish(\..*)?", {*HUBS, "requests"}),
     (r".*", set()),
 ]
-"""Heavy packages that a module may import, by pattern of the module's full name; the first match counts."""
+"""Heavy packages that modules may import, by pattern of the module's name; the first pattern that fits counts."""
 ELSEWHERE = {
     "stages.data.template_program": {"jinja2"},
     "stages.harnesses.evalscope.program": {"evalscope"},
@@ -140,7 +140,7 @@ def imports():
 
 
 def ways_from(module):
-    """Return everything that importing a module loads, each with the chain of imports that leads there."""
+    """Return all modules loaded by importing a module, each with the chain of imports that leads there."""
     ways, todo = {}, [(module, (module,))]
     while todo:
         here, way = todo.pop()

@@ -1,4 +1,4 @@
-"""Few places decide by the kind of a stage, each with a reason; elsewhere a method or attribute of the config does."""
+"""Code rarely tests a stage's kind, as in `kind == "train"`; it asks the stage's config class instead."""
 
 import ast
 from collections import Counter
@@ -31,15 +31,15 @@ COMPARISONS = {
     "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
 }
-"""Number of comparisons of stage kinds that each file of `flows/` may have, with the reason."""
+"""Number of places in each file of `flows/` that may test the kind of a stage, with the reason."""
 COMPARISONS_OF_STAGES = {
     "kinds/curate/run.py": (1, "`train` is the name of a split there"),
     "kinds/publish/card.py": (1, "a record holds the name of a kind, and a kind imports no other"),
     "kinds/registry.py": (1, "the registry"),
 }
-"""Number of comparisons of stage kinds that each file of `stages/` may have, with the reason."""
+"""Number of places in each file of `stages/` that may test the kind of a stage, with the reason."""
 IMPORTS = 25
-"""Number of imports in `flows/` from modules of stage kinds, except of their registry; it may only fall."""
+"""Number of imports in `flows/` from modules of single stage kinds; it may only fall."""
 
 
 REGISTERED = {*METHODS, *HUBS, *HARNESSES, *get_args(EngineName), *QUANTIZERS, *TARGETS}
@@ -60,7 +60,7 @@ def names_kinds(node):
 
 
 def is_kind(node):
-    """Return whether a syntax node is called `kind`, such as `record.kind` and `identity["kind"]`."""
+    """Return whether an expression reads a `kind`, such as `record.kind` or `identity["kind"]`."""
     match node:
         case ast.Attribute(attr="kind") | ast.Name(id="kind") | ast.Subscript(slice=ast.Constant(value="kind")):
             return True
@@ -68,7 +68,7 @@ def is_kind(node):
 
 
 def is_comparison(node):
-    """Return whether a syntax node decides by the kind of a stage.
+    """Return whether a syntax node tests the kind of a stage, such as by a comparison.
 
     Examples: `kind == "train"` and `isinstance(config, TrainConfig)`.
     """
@@ -113,7 +113,7 @@ def test_flows_import_few_modules_of_kinds():
 
 
 def test_flows_compare_names_of_registries_in_one_place():
-    """Code in `flows/` asks the entries of registries instead of comparing their names, except in one place.
+    """Code in `flows/` compares no names of methods, hubs or engines, except in one place.
 
     A training method, hub, harness, serving engine, quantizer or publish target says itself what it needs.
     """

@@ -1,4 +1,4 @@
-"""Our code loads no pickles, runs no shell, and parses outside data safely, as its syntax trees show."""
+"""Our code loads no pickles, runs no shell, and parses outside data safely, as a scan of its syntax shows."""
 
 import ast
 import re

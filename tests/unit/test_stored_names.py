@@ -132,7 +132,7 @@ def stored():
 
 @cache
 def code():
-    """Return all classes by name, with their bases and own fields, and all one-line strings of our code."""
+    """Return two things parsed from our code: all classes with bases and fields, and all one-line strings."""
     classes, texts = {}, set()
     for file in (file for folder in ("flows", "stages") for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,7 @@
-"""Limits on what makes the project's text hard to read; each count may only fall. Lower a bound with its count."""
+"""Limits on style problems that make the project's texts hard to read; the number of each may only fall.
+
+Lower a bound with its count.
+"""
 
 import ast
 import re
@@ -19,7 +22,7 @@ SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a tho
 """Amount by which each count may fall before its bound must be lowered."""
 MOST_LINES = 600
 RIDDLE = re.compile(r"(Of|That|What|Whether|How|Where|Who|So)\b")
-"""Beginnings of first lines that cannot be understood without the code below them."""
+"""Pattern of first words that begin a docstring which cannot be understood without the code below it."""
 WORN = re.compile(
     r"\b(told|anew|whoever|heed(s|ed|ing)?|mend(s|ed|ing)?|alike|nobody|in the place of|without a word|to be had|"
     r"for ever|what came of|word of)\b",
@@ -89,7 +92,7 @@ def test_the_text_reads_no_worse_than_it_did(folder, what):
 
 
 def lives_of_vague_names(scope):
-    """Yield each vague variable name in a scope, with the first and the last line where it stands."""
+    """Yield each variable with a vague name, with the first and the last line of its use in a scope."""
     lines, todo = {}, list(ast.iter_child_nodes(scope))
     while todo:
         node = todo.pop()

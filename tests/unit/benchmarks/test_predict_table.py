@@ -1,4 +1,4 @@
-"""Tables of published training runs are read, predicted and written; errors in a table name its row and column."""
+"""Script that adds predicted memory and speed to tables of published training runs; errors name row and column."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
     ],
 )
 def test_compiling_layers_and_loss_saves_what_was_measured(tmp_path, gpus, gpu, precision, note, measured_gib):
-    """Predicted memory of torchtitan's published 8B runs is within 3.5% of the measured memory.
+    """Predicted memory of 8B training runs that torchtitan published is within 3.5% of the measured memory.
 
     A layer under torch.compile does not keep the result of its last matrix product; a compiled loss keeps no fp32
     logits.

@@ -43,7 +43,7 @@ def digest(value):
 
 
 def asked_of(judge, folder):
-    """Return the prompt that a judge model gets for a trial completion, and the expected format of its answer."""
+    """Return the prompt that a judge model gets for a trial completion, and the expected format of the answer."""
     with AskedJudge.opened(judge, folder / "answers.jsonl") as asked:
         return [asked._questions(TRIAL), asked._expected]
 
@@ -75,8 +75,9 @@ def contents(folder):
 
 
 def outside_of(config):
-    """Return the content hashes of a stage's inputs from outside the store, without program versions.
+    """Return the hashes of files and built-in data that a stage reads from outside the artifact store.
 
+    Versions of installed programs are left out.
     Downloads from remote hubs get a constant.
     """
     paths = {field: hash_path(path) for field, path in config.outside_paths().items()}

@@ -1,4 +1,4 @@
-"""Megatron recipes have layouts that are legal, give no warning, and fit their GPUs."""
+"""Megatron recipes have parallel layouts that are legal, give no warning, and fit their GPUs."""
 
 from __future__ import annotations
 

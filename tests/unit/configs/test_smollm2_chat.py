@@ -1,4 +1,4 @@
-"""The SmolLM2 chat recipe can be planned and its rows read with local files in place of the hub's."""
+"""The SmolLM2 chat recipe also works with a local model and local dataset files instead of those on the hub."""
 
 import json
 

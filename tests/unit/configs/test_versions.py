@@ -14,7 +14,7 @@ from flows.store.record import Index
 RECORDED = Path(__file__).with_name("versions.json")
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 OUTSIDE = {"revision": "recorded"}
-"""Constant that stands for the content of every outside input, such as a hub's revision or a file's hash."""
+"""Fixed stand-in for each hash of a file and each hub revision, so that only recipes and code affect the versions."""
 
 
 def versions_of(path):

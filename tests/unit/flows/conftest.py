@@ -53,7 +53,7 @@ def make_plan(store) -> Callable[..., Plan]:
 
 
 def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, Artifact], content: str) -> Artifact:
-    """Commit a fake artifact of a planned stage, made from these input artifacts (by config field)."""
+    """Store a fake artifact of a planned stage, made from the given input artifacts (by config field)."""
     work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
     folder = work / ("model" if planned.config.product == "model" else "data")
     folder.mkdir()
@@ -87,7 +87,7 @@ def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, A
 
 @pytest.fixture
 def build(store) -> Callable[..., dict[str, Artifact]]:
-    """Provide a function that commits a fake artifact for every stage of a plan that is not cached.
+    """Provide a function that stores a fake artifact for every stage of a plan that is not cached.
 
     Keyword arguments are the contents of stages.
     """

@@ -1,4 +1,4 @@
-"""Champions while MLflow is not running: garbage collection keeps them, and errors name the server to start."""
+"""Errors say which server to start if MLflow, which knows the champions, is down; `gc` still keeps champions."""
 
 import threading
 from http.server import BaseHTTPRequestHandler
@@ -49,7 +49,7 @@ def test_without_a_server_it_is_said_how_to_start_one():
 
 
 def test_a_server_without_a_key_is_not_said_to_be_down(tmp_path):
-    """An MLflow server that runs without a key, as earlier versions started it, is not reported as down."""
+    """A running MLflow server without an access key, as earlier versions started it, is not reported as down."""
 
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -1,4 +1,4 @@
-"""Serving of champion and challenger by MLflow's aliases: which engines are started, queried and stopped, and when."""
+"""The serving program starts, queries and stops engines as MLflow's aliases `champion` and `challenger` change."""
 
 import json
 from collections.abc import Iterator

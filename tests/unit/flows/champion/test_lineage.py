@@ -1,4 +1,4 @@
-"""Lineage of an artifact: the tree of everything that it was made from, and the differences of two trees in words."""
+"""Lineage of an artifact: a tree of all stages and files that it was made from, and the differences of two trees."""
 
 import json
 from datetime import timedelta
@@ -49,7 +49,10 @@ class Silent:
 
 @pytest.fixture
 def night(store, tmp_path):
-    """Provide a function that commits a refresh's artifacts for given row files, learning rate, score and task file."""
+    """Provide a function that stores the artifacts of a fake pipeline run, and a cache folder of file contents.
+
+    The function takes row files, learning rate, score and task file.
+    """
     for folder in ("rows", "tasks"):
         (tmp_path / folder).mkdir()
     kept = store.cache_folder("contents")

@@ -1,4 +1,4 @@
-"""`lifecycle layouts` ranks and explains layouts, and reports mistakes in its options."""
+"""`lifecycle layouts` ranks and explains parallel layouts, and reports mistakes in its options."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, ty
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Provide a function that makes the record of a refused promotion, made by this refresh or found cached."""
+    """Provide a function that makes the record of a refused promotion, made in this pipeline run or an earlier one."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
     (tmp_path / "result.json").write_text(json.dumps(said))
@@ -195,7 +195,7 @@ def shown():
 
 
 def test_that_a_stage_runs_again_is_said_before_what_it_says_itself(record, shown, tmp_path):
-    """A new attempt at a stage is announced before its own messages, although it uses the same work folder."""
+    """The live view announces a retry of a stage before the messages of the retry itself."""
     began = AttemptBegan(stage="sft", number=2, work=tmp_path, first_byte=0, params={}, tags={})
     second = after(record, began)
     first = replace(second, stages={"sft": replace(second.stages["sft"], state="waiting")})
@@ -223,7 +223,7 @@ def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, sho
 
 
 def test_what_a_stage_and_the_program_after_its_commit_say_last_is_shown(record, shown, tmp_path):
-    """The live view shows the last messages of a stage, and of the program that runs after the stage's commit.
+    """The live view shows the last messages of a stage, and of the program that runs after its result is stored.
 
     The folders of the stage and of the program are moved or removed before the view looks again.
     """

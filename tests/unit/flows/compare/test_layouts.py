@@ -1,4 +1,4 @@
-"""Layouts written as text, such as `fsdp tp=2`, are parsed; invalid ones give an error."""
+"""Parallel layouts written as text, such as `fsdp tp=2`, are parsed; invalid ones give an error."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Comparison tables are made from MLflow runs; runs that differ in more than the layout are refused by default."""
+"""Tables that compare MLflow runs; runs that differ in more than the parallel layout are refused by default."""
 
 import pytest
 

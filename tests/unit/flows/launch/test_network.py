@@ -1,4 +1,4 @@
-"""Nodes that cannot reach one another are reported before a stage starts, tested with two real processes."""
+"""Nodes that cannot reach one another are reported before a stage starts, as a test with two processes shows."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def order_for(folder, **execution):
 
 
 def run(program, folder, execution, **environment):
-    """Run the program of one node of a job; returns its exit code, its output and its recorded error."""
+    """Run the launcher's program of one node, and return its exit code, its output and its recorded error."""
     order = order_for(folder, **execution)
     job = JobFolder.of(folder)
     job.write(order, {})

@@ -29,7 +29,7 @@ OLD_ORDER = """
 
 
 def names_of_launchers(tree):
-    """Yield the syntax nodes that name a launcher, its config block or its options, or compare any launcher's name."""
+    """Yield the syntax nodes that depend on a particular launcher: on its name, its config block or its options."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]

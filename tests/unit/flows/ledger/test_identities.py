@@ -1,4 +1,4 @@
-"""Process records tell whether the process still runs: after reboots, in containers, and in copied or moved homes."""
+"""Recorded process ids tell if a process still runs: after reboots, in containers, in copied lifecycle homes."""
 
 import os
 import shutil

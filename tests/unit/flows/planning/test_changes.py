@@ -1,4 +1,4 @@
-"""A plan names changed files with the number of changed rows, and outside code that would run."""
+"""A plan lists changed input files with the number of changed rows, and code of models or users that would run."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def write_rows(file, number, word="Hello"):
 
 @pytest.fixture
 def rows(tmp_path, lifecycle):
-    """Provide a dataset folder taken into the store by `lifecycle adopt`, with a recipe beside it that names it."""
+    """Provide a dataset folder taken into the store by `lifecycle adopt`, and a recipe that uses the folder."""
     folder = tmp_path / "rows"
     folder.mkdir()
     write_rows(folder / "train.jsonl", 300)

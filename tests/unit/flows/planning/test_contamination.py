@@ -1,4 +1,4 @@
-"""A plan warns of evaluations whose training rows were not checked for the questions of the evaluation."""
+"""A plan warns if training rows were never checked for the questions of the benchmark that scores the model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`layout: auto` becomes the fastest layout that fits, and the stage's version is that of the chosen layout."""
+"""A stage with `layout: auto` gets the fastest parallel layout that fits, and the version that this layout has."""
 
 import json
 

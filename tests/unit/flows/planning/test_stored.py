@@ -1,4 +1,4 @@
-"""A recipe may name a stored artifact as source: by its stage, by the name it was adopted under, or as a champion."""
+"""A recipe may name a stored artifact as source: by its stage, by its adopted name, or as a champion."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def find(tmp_path, store):
-    """Provide a function that looks up a `store://` source, and returns its folder with the plan's notes about it."""
+    """Provide a function that looks up a `store://` source; returns the artifact's folder and the plan's remarks."""
 
     def run(source, product="model"):
         recipe = load_stages("next", tmp_path, {"base": {"kind": "download", product: source}})

@@ -1,4 +1,4 @@
-"""Generate stage configs, and freeze their artifact versions and resume keys (both hashes) in a JSON file.
+"""Generator of stage configs; a JSON file freezes the artifact version and resume key of each.
 
 `python -m tests.unit.flows.recipe.frozen_versions` writes the file. Its diff may have new lines. A changed line means
 that every lifecycle home builds such an artifact again: raise a `STAGE_VERSION` for that, or mark the new field
@@ -21,7 +21,7 @@ from tests.unit.flows.recipe.test_version import EXAMPLES, UPSTREAM, inside, pat
 FROZEN = Path(__file__).with_name("frozen_versions.json")
 OUTSIDE = {"task_folder": "f" * 64, "revision": "recorded"}
 VALUES_PER_FIELD = 2
-"""Number of values tried for a field that accepts any text or number; of fields with listed choices, all are tried."""
+"""Number of values tried for each field that accepts any text or number; fields with listed choices try all."""
 ANY_TEXT = ('"x"', '"https://x/v1"', '"hf://org/name"')
 """JSON values to try in fields that accept free text."""
 LAYOUTS = (
@@ -76,12 +76,12 @@ def config_of(kind: str, base: dict, path: str, value: object) -> StageConfig:
 
 
 def digests_of(config: StageConfig) -> list[str]:
-    """Return a config's artifact version and resume key (of its work folder), for constant inputs."""
+    """Return a config's artifact version, and the key by which a retry finds the config's unfinished work."""
     return [version_of(identity_of(config, UPSTREAM, OUTSIDE)), resume_key_of(config, UPSTREAM, OUTSIDE)]
 
 
 def valid_bases(kind: str) -> Iterator[dict]:
-    """Yield the valid example configs of a stage kind, which are frozen as they are and with one field changed."""
+    """Yield the valid example configs of a stage kind; the changed configs are made from these examples."""
     for base in (*EXAMPLES[kind], *BASES.get(kind, ())):
         try:
             KINDS[kind].model_validate(base)
@@ -91,7 +91,10 @@ def valid_bases(kind: str) -> Iterator[dict]:
 
 
 def changes(kind: str) -> Iterator[tuple[int, str, object]]:
-    """Yield each change of a single field that gives a valid config, as index of the base config, path and value."""
+    """Yield each change of a single config field that leaves the config valid.
+
+    A change consists of the index of the base config, the path of the field and its new value.
+    """
     examples = [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
     for path in paths(kind):
         if path[0] == "execution":
@@ -107,7 +110,7 @@ def changes(kind: str) -> Iterator[tuple[int, str, object]]:
 
 
 def frozen() -> dict:
-    """Return the contents of `frozen_versions.json`: the base configs of each stage kind, and a row for each change.
+    """Return the contents of `frozen_versions.json`: base configs of each stage kind, with digests for each change.
 
     A row is `[base's number, path, value, version, resume key]`.
     """

@@ -14,7 +14,7 @@ FROZEN = Path(__file__).with_name("frozen_schema.json")
 
 
 def without_texts(tree):
-    """Return a JSON schema without descriptions and titles, but with properties of these names."""
+    """Return a JSON schema without its explanatory texts, but with properties called `description` or `title`."""
     if isinstance(tree, dict):
         texts = {key for key in ("description", "title") if isinstance(tree.get(key), str)}
         return {key: without_texts(value) for key, value in tree.items() if key not in texts}
@@ -26,7 +26,7 @@ def digest(tree):
 
 
 def digests():
-    """Return a digest for each property of each schema definition, and one for the rest of each definition."""
+    """Return the digest of each property in the recipe schema, and of the rest of each definition, by name."""
     schema = without_texts(json_schema())
     definitions = {**schema.pop("$defs"), "RecipeFile": schema}
     found = {}

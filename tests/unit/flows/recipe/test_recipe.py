@@ -1,4 +1,4 @@
-"""All errors of a recipe are reported at once, before anything starts; a valid recipe becomes a sorted DAG."""
+"""All errors of a recipe are reported at once, before any stage starts; a valid recipe becomes a sorted DAG."""
 
 import json
 import re

@@ -234,7 +234,7 @@ def accepted(model: type[BaseModel], name: str) -> list[Any]:
 
 
 def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
-    """Yield pairs of valid configs that differ only in the field at `path`; the first of each pair is an example.
+    """Yield pairs of valid configs that differ only in the field at `path`; the first one is an example config.
 
     Each example and each value that any example takes is in a pair, not each value with each example.
     """

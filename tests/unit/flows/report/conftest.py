@@ -1,4 +1,4 @@
-"""Fixtures with event logs (ledgers) of refreshes and layout comparisons, and stored artifacts; nothing runs."""
+"""Fixtures for tests of reports: invented records and artifacts of finished pipeline runs; no stage runs."""
 
 import json
 from dataclasses import replace
@@ -89,13 +89,13 @@ VERDICT = Verdict(
 
 
 class Night:
-    """Maker of refreshes of one recipe, a day apart, each with another learning rate."""
+    """Maker of invented pipeline runs (refreshes) of one recipe, a day apart, each with another learning rate."""
 
     def __init__(self, store, folder):
         self.store, self.folder, self.number = store, folder, 0
 
     def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
-        """Write a refresh into its event log (ledger) and the store, and return its record.
+        """Write the event log (ledger) and the artifacts of an invented pipeline run, and return its record.
 
         `failing` names a stage that fails with `error`; later stages are skipped.
         """
@@ -200,12 +200,12 @@ LAYOUTS = {
     },
     HOSTILE: {},
 }
-"""Layouts of a comparison with their measured metrics; the last layout could not run."""
+"""Parallel layouts of a comparison with their measured metrics; the last layout could not run."""
 
 
 @pytest.fixture
 def comparison(night, tmp_path):
-    """Provide the record of a finished comparison of `LAYOUTS`, with an hour's trial of each layout that ran."""
+    """Provide the record of a comparison of the `LAYOUTS`, in which each layout that ran was tried for an hour."""
     layouts = tuple(
         LayoutEntry(text=text, engine="fsdp", num_devices=n, global_batch_size=8, params={}, tags={})
         for n, text in enumerate(LAYOUTS, 1)
@@ -231,7 +231,10 @@ def make_row():
 
 @pytest.fixture
 def make_trial(tmp_path):
-    """Provide a function that makes a trial run of a layout with given step times; the loss of step n is 1 / n."""
+    """Provide a function that makes a trial run of a parallel layout with given step times.
+
+    The loss of step n is 1 / n.
+    """
 
     def make(layout, round_number, times_s, profiled=None, **fields):
         steps = [

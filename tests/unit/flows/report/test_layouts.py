@@ -1,4 +1,4 @@
-"""Reports of layout comparisons: which training steps count, the table of layouts, and the bar charts."""
+"""Reports that compare parallel layouts: training steps that count, the table of layouts, and the bar charts."""
 
 import shutil
 from dataclasses import replace
@@ -163,7 +163,7 @@ def test_a_rate_whose_spread_was_not_measured_has_no_whisker(make_row):
 
 @pytest.fixture
 def efficiencies():
-    """Provide a function that returns each layout's share of perfect scaling, for strong or weak scaling."""
+    """Provide a function that returns the scaling efficiency of each parallel layout, for strong or weak scaling."""
 
     def scaling(rows, how):
         bars = layout_bars(rows).get(f"{how} scaling")

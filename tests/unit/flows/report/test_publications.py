@@ -1,4 +1,4 @@
-"""The report of a refresh that publishes: a promotion stands even if the publication failed."""
+"""The report of a pipeline run that publishes a model: a failed publication does not undo the promotion."""
 
 from flows.ledger.record import StageEntry
 from flows.report.evaluations import promotions, scores

@@ -1,4 +1,4 @@
-"""A report shows everything that was recorded of a refresh, and marks missing figures as unknown."""
+"""A report shows everything that was recorded of a pipeline run, and marks missing figures as unknown."""
 
 import json
 import re

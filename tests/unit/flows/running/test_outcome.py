@@ -1,4 +1,4 @@
-"""The outcome of a refresh as shown in the terminal, Prefect and notifications."""
+"""The outcome of a pipeline run (refresh) is worded for the terminal, Prefect and notifications."""
 
 import json
 
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ended(home, state, **fields):
-    """Write the event log (ledger) of a refresh that refused to promote its model, and return its record.
+    """Write the event log (ledger) of a pipeline run that refused to promote its model, and return its record.
 
     The refresh trained and evaluated before.
     """

@@ -1,4 +1,4 @@
-"""Device slots for stage processes: never more than exist, no starvation, and slots of dead processes become free."""
+"""Stages never use more devices than exist, none waits forever, and devices of dead processes become free."""
 
 import subprocess
 import sys

@@ -105,7 +105,7 @@ def built(planned, folder):
 
 
 class Here:
-    """Fake stage process that checks later stages' inputs within the test's process, whose imports are made already."""
+    """Fake stage process that checks later stages' inputs within the test's own process, to save its imports."""
 
     token = ""
 
@@ -120,7 +120,7 @@ class Here:
 
 
 def processor_time_of_children_s() -> float:
-    """Return the CPU seconds of child processes so far, which do not depend on other load on the machine."""
+    """Return the CPU seconds that child processes have used, which other load on the machine does not change."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 

@@ -1,4 +1,4 @@
-"""Notifications contain the promotion's verdict, the scores and the errors of a refresh."""
+"""Notifications contain the promotion's decision, the scores and the errors of a pipeline run."""
 
 import json
 

@@ -17,7 +17,7 @@ HEAD = "POST / HTTP/1.1\r\nHost: {}\r\nContent-Length: 10000\r\n\r\n"
 
 
 class Pages:
-    """ASGI application that reads a whole request, and answers it when the test allows."""
+    """ASGI application that reads a whole request, but answers only when the test allows."""
 
     def __init__(self):
         self.was_asked = asyncio.Event()
@@ -40,7 +40,7 @@ class Pages:
 
 @pytest.fixture
 def served(monkeypatch):
-    """Provide a function that runs a coroutine against a server behind our connection guard, which checks often."""
+    """Provide a function that runs a coroutine against a server that closes connections which send nothing."""
     monkeypatch.setattr(guarded, "LOOK_EVERY_S", 0.02)
 
     async def run(trial):

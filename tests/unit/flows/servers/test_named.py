@@ -1,4 +1,4 @@
-"""Prefect servers that the user names by URL get requests with the user's key, which is sent to no other host."""
+"""Requests to a Prefect server that the user named by URL carry the user's key, which is sent to no other host."""
 
 import base64
 

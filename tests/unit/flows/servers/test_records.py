@@ -1,4 +1,4 @@
-"""Records of servers are void in a copied lifecycle home, and count while the server runs on another machine."""
+"""Records of running servers are ignored in a copied lifecycle home, and respected on another machine."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def test_records_are_void_in_a_copy_of_the_home(record, in_copy):
 
 
 def test_a_copy_is_settled_only_when_that_is_said(record, in_copy):
-    """A copied lifecycle home is marked as a copy until its own servers run and its schedules are paused.
+    """A copied lifecycle home remains marked as a copy until its schedules are paused.
 
     A command may die after starting a copied home's servers; then the next one pauses its schedules.
     """

@@ -1,4 +1,4 @@
-"""The worker schedules runs although a clock set back blocks Prefect's server, and removes folders of killed runs."""
+"""The worker plans scheduled runs again after the clock was set back, and removes folders of killed runs."""
 
 import subprocess
 import time

@@ -1,4 +1,4 @@
-"""Artifacts are complete or absent after any failure; each is built by one process, and `gc` removes it whole."""
+"""Storing an artifact is all or nothing, only one process builds each artifact, and `gc` removes it whole."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ def test_a_commit_that_was_interrupted_before_its_last_step_is_finished(store, b
 
 
 def test_the_record_is_written_last(store, built, monkeypatch):
-    """A commit that fails at its last step, the writing of the record, leaves no artifact."""
+    """No artifact is left in the store if writing its record, the last step of storing it, fails."""
     record = built["sft"].record
     work = store.make_folder(store.work_folder("train", "sft", "0" * 12))
     (work / "model").mkdir()

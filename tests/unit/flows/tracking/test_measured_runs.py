@@ -1,4 +1,4 @@
-"""The planner's constants can be fitted to the accelerator benchmark's file, as to MLflow runs."""
+"""The planner's constants can be fitted to results of the accelerator benchmark as well as to MLflow runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE = "NVIDIA H200"
 
 
 def row(name: str, engine: str = "fsdp", rows: int = 8, tokens: int = 4096, **layout: object) -> dict:
-    """Return a benchmark result of a device on which training steps take twice the predicted time."""
+    """Return an invented benchmark result in which a training step takes twice the predicted time."""
     workload, chosen = Workload(tokens, rows), Layout.model_validate(layout)
     hardware = named_like(DEVICE)
     assert hardware

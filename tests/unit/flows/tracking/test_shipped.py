@@ -1,4 +1,4 @@
-"""A refresh sent to MLflow has complete metric curves, and links that open its runs."""
+"""A pipeline run sent to MLflow has complete metric curves, and links that open its MLflow runs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A sum of LoRA adapters is an adapter whose weight change is the sum of theirs, and whose file states its rank."""
+"""Adding LoRA adapters gives an adapter whose weight change is the sum of theirs; its file states its rank."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ def peft_alone(family, fields):
 
 
 def cases(family):
-    """Yield adapter fields that PEFT understands by itself, with layer names of a model architecture."""
+    """Yield adapter configs for a model architecture that PEFT's own options can express."""
     former = former_names(make_model(family))
     ends = sorted({name.rpartition(".")[2] for name in names_of(make_model(family))[0]} - former.keys())
     yield {}

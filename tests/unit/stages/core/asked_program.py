@@ -1,4 +1,4 @@
-"""Child process for tests that obeys commands on its standard input, such as to hang or to take memory.
+"""Child process for tests of supervision, which obeys commands on its standard input, such as to hang.
 
 Run it by `python -m tests.unit.stages.core.asked_program`.
 """
@@ -51,7 +51,7 @@ def answer(question):
 
 
 def row(seconds):
-    """Use CPU seconds under a time limit of 0.1 s, and return whether the work finished."""
+    """Compute for the given CPU seconds under a limit of 0.1 s, and return whether the work finished."""
     end_s = time.process_time() + seconds
 
     def work():

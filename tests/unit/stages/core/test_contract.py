@@ -1,4 +1,4 @@
-"""Interface between orchestrator and stage process: identity and inputs of a config, and files of the work folder."""
+"""Interface of stage processes: the identity and inputs of a config, and the files of a work folder."""
 
 import importlib
 import inspect

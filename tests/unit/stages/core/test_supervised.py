@@ -153,7 +153,7 @@ def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_numb
 
 
 def test_a_semaphore_is_found_by_the_process_that_made_it():
-    """A semaphore of Python's multiprocessing is found by the process that created it.
+    """Clean-up finds the semaphores that a Python process made with `multiprocessing`.
 
     glibc creates it under another name, which no longer exists when the semaphore is looked for.
     """
@@ -167,7 +167,7 @@ def test_a_semaphore_is_found_by_the_process_that_made_it():
 
 
 def test_a_killed_supervisor_leaves_no_semaphore(start, tmp_path):
-    """A killed supervisor leaves no semaphore of its command behind.
+    """Semaphores of a stage are removed from shared memory even if the stage's supervisor is killed.
 
     Python's resource tracker, which unlinks semaphores, bears the stage's mark, but must not be killed, too.
     """

@@ -1,4 +1,4 @@
-"""Chat templates of published models: the ones that TRL ships, and short rewrites that keep others' structure.
+"""Chat templates of published models: those that TRL ships, and others in a shortened form of the same structure.
 
 Written by hand for each template: what its generation prompts end with (the text right before a turn), what ends a
 turn, and what the template cannot render: `system`, `thoughts` (a field), `tools` (definitions), `calls`, `parallel`
@@ -28,7 +28,7 @@ BOTH = (("bos_token", "<s>"), ("eos_token", "</s>"))
 
 @dataclass(frozen=True)
 class Published:
-    """Published chat template with the texts that may come before an answer, and those that may end an answer."""
+    """Chat template of a published model, with the texts that may stand right before and right after an answer."""
 
     source: str
     before: tuple[str, ...]

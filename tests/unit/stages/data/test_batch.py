@@ -34,7 +34,7 @@ def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
 
 
 def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning a batch pins all of its tensors; inputs and signal still share the same documents.
+    """All tensors of a batch are pinned in memory; inputs and loss signal share one `documents` object.
 
     torch pins memory only where there is an accelerator, so each tensor is marked instead.
     """
@@ -54,7 +54,7 @@ def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.Mo
 
 
 class Pinned(torch.Tensor):
-    """Tensor class that marks tensors as pinned on machines without an accelerator."""
+    """Tensor class that stands for pinned tensors on machines without an accelerator."""
 
 
 def test_a_loss_takes_the_signal_and_forward_the_inputs() -> None:

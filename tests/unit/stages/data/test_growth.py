@@ -28,7 +28,7 @@ LONG = "what comes next is  ﷺ and Ǆ, " * 40_000
 
 @pytest.fixture
 def with_part(make_tokenizer):
-    """Provide a function that writes a tokenizer with a replaced part, such as its normalizer; returns its folder."""
+    """Provide a function that writes a tokenizer with another normalizer, pre-tokenizer or decoder."""
 
     def write(part, *steps):
         folder = make_tokenizer()
@@ -75,7 +75,7 @@ def test_the_row_that_a_normalizer_makes_huge_is_named(with_part, write_rows, tm
 
 
 def test_what_stands_before_each_part_of_a_text_counts(with_part):
-    """The limit on a text's growth counts the normalizer's prefix for each part between special tokens.
+    """The limit on a text's growth counts a prefix that the normalizer adds again after each special token.
 
     Each special token starts a new part of the text, to which the normalizer's prefix is added.
     """

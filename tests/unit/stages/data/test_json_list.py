@@ -1,4 +1,4 @@
-"""Reading a JSON list incrementally gives the same as reading it at once."""
+"""Reading a JSON list incrementally gives the same items as parsing the whole list at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture of datasets visits each by its share, in an order that is computed without stored state."""
+"""Rows of mixed datasets come in the requested proportions, in an order computed from the seed alone."""
 
 from __future__ import annotations
 

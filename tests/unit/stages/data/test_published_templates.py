@@ -98,7 +98,7 @@ def learn(template, conversation, turns="together"):
 
 
 def words(*texts):
-    """Return the marker words found in texts; each word belongs to one message of a test conversation.
+    """Return the marker words found in texts; each word occurs in only one message of a test conversation.
 
     The name of a tool call may occur twice, and is returned once.
     """

@@ -1,4 +1,4 @@
-"""Repeated, contradicting and held-out rows are found, whatever the size of the chunks that are compared."""
+"""Repeated, contradicting and held-out rows are found, however many rows are compared at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts never become special tokens unless the recipe allows it, as in Transformers' encoding."""
+"""Special tokens written in a text are read as plain text unless the recipe allows them, as in Transformers."""
 
 from __future__ import annotations
 

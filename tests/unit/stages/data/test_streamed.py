@@ -73,7 +73,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make read sizes small, so that reading a few rows takes many reads."""
+    """Make the sizes of network reads small, so that reading a few rows takes many reads."""
     monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
     monkeypatch.setattr(piece_source, "PART_BYTES_ELSEWHERE", 6000)
     monkeypatch.setattr(pointers, "BUFFER_BYTES", 4000)
@@ -81,7 +81,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fetched(tmp_path: Path):
-    """Provide a function that runs a download stage and returns its dataset folder."""
+    """Provide a function that runs a download stage, and returns the folder of the downloaded dataset."""
 
     def fetch(source: str, *, stream: bool) -> Path:
         config = DownloadConfig(kind="download", dataset=source, stream=stream)

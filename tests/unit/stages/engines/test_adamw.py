@@ -1,4 +1,4 @@
-"""AdamW in low precision equals torch's without rounding, has unbiased stochastic rounding, and runs few kernels."""
+"""AdamW in low precision equals torch's up to rounding, rounds without bias, and runs few kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed documents fit a padded batch in which each token has one slot, in order, with little padding."""
+"""Packed documents are rearranged into padded batches that hold each token once, with little padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that cannot be trained or exported are refused before the first step, with an error that names the cause."""
+"""Models that cannot be trained or exported are refused before the first training step, with the cause."""
 
 from __future__ import annotations
 

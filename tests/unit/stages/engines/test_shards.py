@@ -1,4 +1,4 @@
-"""Checking a sharded model on a copy of its modules leaves no gathered weights in memory."""
+"""The check of a sharded model, made on a copy of its modules, leaves no gathered weights in memory."""
 
 from __future__ import annotations
 

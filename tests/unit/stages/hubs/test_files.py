@@ -1,4 +1,4 @@
-"""`file://` sources are copied exactly and pinned to their content; links out of their folder are not followed."""
+"""`file://` sources are copied exactly and identified by content hash; links out of their folder are not followed."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Malicious answers of hubs write no file outside the download's folder, cause no traceback, and pass no wrong file."""
+"""Malicious hubs cannot make a download write outside its folder, show a traceback, or accept a wrong file."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Downloads from a real S3 server are pinned to contents, copied and resumed; errors name what is missing."""
+"""Downloads from a real S3 server are identified by content, resumed when cut off, and report what is missing."""
 
 import hashlib
 from collections.abc import Iterator

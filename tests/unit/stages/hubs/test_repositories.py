@@ -1,4 +1,4 @@
-"""Downloads from a server with both hubs' APIs (Hugging Face, ModelScope): what is taken, checked and retried."""
+"""Downloads from Hugging Face and ModelScope, faked by one server: selection of files, checks and retries."""
 
 import hashlib
 import json

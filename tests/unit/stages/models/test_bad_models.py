@@ -1,4 +1,4 @@
-"""Invalid model folders are refused with the right error; each is made from a valid one by a single change."""
+"""Invalid model folders are refused with the right error; each test changes a valid folder in one way."""
 
 from __future__ import annotations
 

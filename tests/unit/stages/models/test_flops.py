@@ -1,4 +1,4 @@
-"""Our FLOPs formula counts what torch's FLOP counter sees in a training step, less what a causal mask hides."""
+"""Our FLOPs formula equals torch's FLOP counter on a training step, minus attention that the causal mask hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded predictions are compared with a model's present ones: exactly, or loosely if the record is old."""
+"""Recorded predictions of a model are compared with its present ones; old records allow fewer comparisons."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tokenizers that lose text are refused with the reason; each is made from a valid one by a single change."""
+"""Tokenizers that lose text are refused with the reason; each test changes a valid tokenizer in one way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device types are defined in one table; each can be planned for, and errors name the features that it lacks."""
+"""Device types (CPU, CUDA, …) are defined in one table; errors name the features that a type lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid layouts are refused when the recipe is read; checkpoints can be resumed by any engine and layout."""
+"""Invalid parallel layouts are refused when the recipe is read; any engine and layout can resume a checkpoint."""
 
 from __future__ import annotations
 

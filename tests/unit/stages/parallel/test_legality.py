@@ -1,4 +1,4 @@
-"""Impossible layouts give errors that name all sizes involved; unwise ones give warnings with the reason."""
+"""Impossible parallel layouts give errors with all sizes involved; unwise ones give warnings with the reason."""
 
 from __future__ import annotations
 

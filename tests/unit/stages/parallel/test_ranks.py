@@ -1,4 +1,4 @@
-"""Processes of a stage admit no outsiders, and the first process that fails ends all of them."""
+"""Processes of a stage meet where no outsider can connect, and the first one that fails ends all others."""
 
 import os
 import signal

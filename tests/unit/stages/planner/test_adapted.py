@@ -1,4 +1,4 @@
-"""Predicted numbers of adapter parameters equal those that PEFT makes from the same fields."""
+"""Predicted numbers of LoRA parameters equal those of PEFT with the same adapter config."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EXPERT_ADAPTERS = [
 
 
 def adapted_model(family, fields, adapter):
-    """Return a Transformers model with PEFT's adapter, and the same model's sizes as the planner takes them."""
+    """Return a Transformers model with PEFT's adapter, and the planner's description of the same model's sizes."""
     config = AutoConfig.for_model(family, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -123,7 +123,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
 
 
 def test_experts_adapters_lie_with_their_experts():
-    """Expert parallelism divides the adapters of experts as it divides the experts.
+    """Under expert parallelism, each rank has only the adapters of its own experts.
 
     In Mixtral's shape with rank 4, the joint gate and up matrices have rank 8, and expert tensor parallelism cuts one
     factor of each pair.

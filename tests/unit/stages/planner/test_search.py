@@ -1,4 +1,4 @@
-"""The layout search ranks only legal layouts, with the best first, and is fast."""
+"""The search for a parallel layout ranks only legal layouts, with the best first, and is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted step times have properties that hold for any values of the planner's constants."""
+"""Predicted step times behave plausibly for any constants of the planner: unaligned matrices are slower, say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model-written code runs against its row's tests in a sandbox that it cannot escape."""
+"""Model-written code is rewarded if it passes its row's tests, in a sandbox that it cannot escape."""
 
 import os
 import socket

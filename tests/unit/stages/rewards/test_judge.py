@@ -1,4 +1,4 @@
-"""The reward by a judge model, with a real server of OpenAI's API: scores, cached answers and the cost limit."""
+"""Rewards by a judge model, from a real OpenAI-compatible server: scores, cached answers and the cost limit."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""All completions of a server are returned, each with a seed of its own; a resumed round requests only missing ones."""
+"""All sampled completions are returned, each with its own seed; a resumed round requests only missing ones."""
 
 import json
 import os
@@ -27,7 +27,7 @@ PROMPTS = [[1], [2, 3], [4]]
 
 @dataclass
 class Server:
-    """State of a fake server that answers with prompt and seed, after the HTTP errors in `statuses`."""
+    """State of a fake server that answers with the prompt and the seed, after the given HTTP errors."""
 
     url: str = ""
     asked: list[dict] = field(default_factory=list)

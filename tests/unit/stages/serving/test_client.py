@@ -1,4 +1,4 @@
-"""Our client of a serving engine reports answers that a healthy vLLM does not give."""
+"""Our client of a serving engine reports malformed answers as errors, such as a healthy vLLM never gives."""
 
 import json
 from collections.abc import Iterator

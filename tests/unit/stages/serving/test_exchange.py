@@ -1,4 +1,4 @@
-"""Tokens and finish reasons in a stream are counted equally, however its bytes are divided into chunks."""
+"""Tokens and finish reasons of a streamed answer are counted correctly, however its bytes are split into chunks."""
 
 import json
 

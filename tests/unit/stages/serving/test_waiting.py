@@ -25,7 +25,7 @@ PATIENCE_S = 300.0
 
 
 class Engines:
-    """Starter of tiny serving engines, one after the other, behind one proxy.
+    """Starter of tiny serving engines behind one proxy, each of which replaces the one before it.
 
     model: folder of the servers that are started next.
     """

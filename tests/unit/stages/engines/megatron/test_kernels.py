@@ -14,7 +14,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def angles() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random rotary cosines and sines [tokens, 1, width], each angle twice, as Llama pairs a head's halves."""
+    """Return random rotary cosines and sines [tokens, 1, width] in Llama's convention, with equal halves."""
     angle = torch.rand(TOKENS, 1, WIDTH // 2, dtype=torch.float64).repeat(1, 1, 2)
     return angle.cos(), angle.sin()
 

@@ -1,4 +1,4 @@
-"""Context parallelism splits a micro-batch evenly over ranks without losing tokens, and can be inverted exactly."""
+"""Context parallelism gives each token to one rank, with equal work on all ranks, and can be inverted."""
 
 from __future__ import annotations
 

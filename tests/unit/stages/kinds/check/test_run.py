@@ -1,4 +1,4 @@
-"""The check of inputs, which runs before training, saves each problem that it finds before it continues."""
+"""The check of all stages' inputs, which runs before training, saves each problem as soon as it is found."""
 
 import json
 

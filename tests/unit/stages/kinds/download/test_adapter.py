@@ -1,4 +1,4 @@
-"""PEFT adapters trained elsewhere are taken over with a record of their predictions, or refused with the reason."""
+"""PEFT adapters trained elsewhere are imported together with sample predictions, or refused with the reason."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_it_is_an_adapter_of_its_base_with_what_peft_gives_on_record(base, origi
 
 
 def check_record(mine, base, original):
-    """Check that an adapter's recorded predictions equal those of PEFT with the original adapter."""
+    """Check that predictions recorded with an imported adapter equal those of PEFT with the original adapter."""
     plain = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     oracle = peft.PeftModel.from_pretrained(plain, original).eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

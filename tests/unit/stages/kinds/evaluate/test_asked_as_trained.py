@@ -1,4 +1,4 @@
-"""Evaluation prompts have the format of the model's training by default; a score of 0 gives a warning."""
+"""Evaluations use the chat template by default if the model was trained with one; a score of 0 gives a warning."""
 
 import json
 import re

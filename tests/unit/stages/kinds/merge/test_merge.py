@@ -68,7 +68,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Seed torch when PEFT first combines adapters, so that DARE keeps the elements that our seed gives.
+    """Seed torch at the moment when PEFT merges adapters with DARE, so that both drop the same random elements.
 
     PEFT draws the new adapter's initial weights before DARE's kept elements.
     """
@@ -269,7 +269,7 @@ def of_other_sizes(artifact, base):
 
 
 def of_a_convolution(artifact, base):
-    """Rewrite the LoRA factors of `q_proj` with the extra dimension of a convolution, as PEFT writes them."""
+    """Damage an adapter: the LoRA factors of `q_proj` get the extra dimension of a convolution's factors."""
     file = artifact / "adapter" / "adapter_model.safetensors"
     save_file({name: one[..., None] if "q_proj" in name else one for name, one in load_file(file).items()}, file)
 

@@ -1,4 +1,4 @@
-"""Mistakes in promotion configs are found before anything runs; stage names are not part of the version."""
+"""Mistakes in promotion configs are found before anything runs; names of stages do not affect the version."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The promote stage decides by its gates, recognizes the champion's own model, and writes the tables of its verdict."""
+"""The promote stage decides by its gates, notices a candidate that is champion already, and writes its tables."""
 
 import math
 

@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def promoted(tmp_path: Path) -> Publish:
-    """Provide a function that commits a promotion and plans its publication. `number` distinguishes several."""
+    """Provide a function that stores a promoted model and plans its publication. `number` distinguishes several."""
 
     def make(to: str, number: int = 1, champion=(), mark: str = "first", **options) -> Publishing:
         folder = tmp_path / f"refresh-{number}"

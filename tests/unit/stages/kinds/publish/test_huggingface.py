@@ -142,7 +142,7 @@ def test_no_token_stands_in_what_is_kept(promoted, hub):
 
 
 def question(refresh) -> StageInput:
-    """Return the input of the check that finds out before a promotion if the model could be published."""
+    """Return the input of the check, made before promotion, that the model can be published."""
     planned = refresh.planned
     return StageInput(
         name="publish",

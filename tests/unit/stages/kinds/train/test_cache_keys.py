@@ -1,4 +1,4 @@
-"""Cache keys may not change, so that an existing lifecycle home computes or requests nothing again.
+"""Cache keys may not change, so that a new version reuses tokenized data and other results in the cache.
 
 If the cached result of the same input changes, change a version or a field among the parts of its key, and let
 `python -m tests.unit.stages.kinds.train.test_cache_keys` write `frozen_cache_keys.json` again.
@@ -68,7 +68,7 @@ def stop(*arguments, **options):
 
 
 def data_keys(folder):
-    """Yield name and cache key of the training and held-out rows of each dataset, with constant library versions."""
+    """Yield name and cache key of each dataset's tokenized training and held-out rows."""
     model = folder / "model"
     model.mkdir()
     for name in TOKENIZER:
@@ -85,7 +85,7 @@ def data_keys(folder):
 
 
 def prepared_key(folder):
-    """Return the cache key that preparing a dataset uses, and the expected key, made of settings and file digests."""
+    """Return the cache key under which a dataset would be tokenized, and the key computed directly."""
     config = DataConfig.model_validate({"dataset": "rows"})
     (portion,) = portions(config)
     file = folder / "train.jsonl"
@@ -106,7 +106,7 @@ def prepared_key(folder):
 
 
 def reference_keys(folder):
-    """Yield the cache keys of reference log-probabilities, for each way in which a method changes batches."""
+    """Yield the cache keys of reference log-probabilities, one for each change that a method makes to batches."""
     engine = SimpleNamespace(
         **{"compute_dtype": torch.bfloat16, "data_rank": 0, "data_parallel_size": 1},
         **{"broadcast_from_rank0": lambda value: value, "document_log_probabilities": lambda batch: torch.zeros(4)},

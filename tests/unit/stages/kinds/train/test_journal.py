@@ -1,4 +1,4 @@
-"""The metrics log of a training has each step once over all attempts; its summary covers the current attempt."""
+"""The metrics log of an interrupted training has each step once; its summary covers only the latest attempt."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from stages.kinds.train import run as training
 from tests.train_stage import make_artifacts, make_config, make_context
 
 DIGEST = "file_digest"
-"""Name of our function that hashes files for cache keys; its reading of a config is not counted."""
+"""Name of our function that hashes files; when it opens a `config.json`, the test does not count that."""
 DATA = {"dataset": "problems", "evaluation_split": "validation", "sequence_length": 64}
 SAMPLING = {"num_generations": 2, "max_completion_length": 8, "rewards": {"like": {"type": "regex", "pattern": "e"}}}
 
@@ -47,7 +47,7 @@ def opened():
 
 
 def once(inputs, *names):
-    """Return the expected counts if the config of each named model was opened once."""
+    """Return the expected counts of opened configs: one for each named model."""
     return {str(inputs[name] / "model" / "config.json"): 1 for name in names}
 
 

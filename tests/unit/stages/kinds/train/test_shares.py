@@ -1,4 +1,4 @@
-"""Prepared micro-batches are put into pinned memory only where the device copies from it."""
+"""Micro-batches that are prepared ahead are put into pinned memory on CUDA and XPU devices only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training continues an existing adapter, or puts a new one on top; conflicts are found when the recipe is read."""
+"""Training continues an existing LoRA adapter, or adds a second one; conflicting fields are refused early."""
 
 import pytest
 

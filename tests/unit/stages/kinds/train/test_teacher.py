@@ -1,4 +1,4 @@
-"""Unsuitable teachers are refused before training; a teacher's tokens are computed once and matched to targets."""
+"""Unsuitable distillation teachers are refused before training; a teacher's top tokens reach their target tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config_of(**distill):
 
 
 def found(artifacts, teacher, tmp_path, **distill):
-    """Return the errors that the check before training finds with the teacher; the train stage must find the same."""
+    """Return the errors found before training with a teacher; the train stage must find the same."""
     config, inputs = config_of(**distill), {**artifacts, "teacher": teacher}
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=inputs, cache=tmp_path

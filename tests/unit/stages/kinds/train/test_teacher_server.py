@@ -1,4 +1,4 @@
-"""Teachers on a server: answers are matched to tokens, and unsuitable servers refused before training."""
+"""Distillation teachers on a server: answers are matched to tokens, and unsuitable servers refused early."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def teacher_of(config):
 
 
 def found(config, artifacts, tmp_path):
-    """Return the problems that the check before training finds with the teacher's server."""
+    """Return the problems found before training with the server of a distillation teacher."""
     stage_input = StageInput(
         name="small", kind="train", version="0", config=config.model_dump(mode="json"), inputs=artifacts, cache=tmp_path
     )

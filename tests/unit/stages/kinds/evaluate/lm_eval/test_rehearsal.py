@@ -1,4 +1,4 @@
-"""The check before training finds mistakes in evaluation tasks without a server, and names task and field."""
+"""Mistakes in lm-eval tasks are found before training, without a server, and reported with task and field."""
 
 import json
 import re
@@ -34,7 +34,7 @@ SCORES = "def score(row, answers):\n    return {'exact_match': row['answer'] == 
 def findings(
     folder: Path, task: str, code: str | None = None, **fields: object
 ) -> list[tuple[str, LifecycleError | str]]:
-    """Return the problems that the check before training finds for an evaluation task file with this text.
+    """Return the problems found before training in an lm-eval task file with the given text.
 
     `fields` are further config fields of the evaluate stage.
     """

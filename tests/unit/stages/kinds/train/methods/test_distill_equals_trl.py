@@ -1,4 +1,4 @@
-"""Distillation over the whole vocabulary equals TRL's; the tokens beyond a teacher's top k count as one more token."""
+"""Distillation equals TRL's; tokens beyond a teacher's top k count as one more class of the vocabulary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def taught(batch, teacher, config):
 
 
 def of_model(model, batch):
-    """Return the student's log-probabilities of the teacher's tokens and the targets, as an engine does."""
+    """Return the student's log-probabilities of the teacher's top tokens and of the target tokens."""
     values = (logits_of(model, batch) / batch.signal.temperature).log_softmax(-1)
     return values.gather(-1, batch.signal.wanted.clamp(min=0)).where(batch.signal.has_target[..., None], 0.0)
 
@@ -120,7 +120,7 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """Gradients are finite even if a teacher's top k has all the probability that fp32 can tell.
+    """Gradients are finite even if a teacher's top k tokens have a probability of 1 in fp32.
 
     The rest of the probability then stays above 0, so that nothing is divided by 0.
     """

@@ -1,4 +1,4 @@
-"""Mismatched answers, loss, gradient and metrics of KTO equal those of TRL's trainer, on TRL's own batch.
+"""KTO's mismatched pairs, loss, gradient and metrics equal those of TRL's trainer, on TRL's own batch.
 
 A mismatched answer is one to another prompt, from which KTO estimates the KL divergence.
 """

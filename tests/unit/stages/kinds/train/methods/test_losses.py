@@ -1,4 +1,4 @@
-"""Preference losses equal their closed forms, and do not depend on the division of a batch into micro-batches."""
+"""Preference losses equal their closed forms, however a batch is divided into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled completions train in the same way however they are packed; each token keeps its log-probability."""
+"""Sampled completions train equally under every packing, and each token keeps its sampling log-probability."""
 
 from __future__ import annotations
 

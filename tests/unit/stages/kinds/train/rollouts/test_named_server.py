@@ -1,4 +1,4 @@
-"""Sampling servers that the user started: refused if weights cannot be sent, and waited for if they fail.
+"""Sampling servers that the user runs must accept new weights; training waits while one of them is down.
 
 The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
 """
@@ -43,7 +43,7 @@ CONFIGURED = {
 
 @dataclass
 class Served:
-    """State of a fake sampling server.
+    """State of a fake sampling server: its model, the weights that it loaded, and the requests that it will fail.
 
     configured: the server's description of its model.
     loaded: folders of weights that the server was asked to load.
@@ -133,7 +133,7 @@ def config_of(url: str, method: str = "grpo", /, **changed: Any) -> TrainConfig:
 
 
 def found(config: TrainConfig, artifacts: dict[str, Path], folder: Path) -> list[tuple[str, Any]]:
-    """Return the problems that the check before training finds for a train config, with the config field of each."""
+    """Return the problems found before training in a train config, with the config field of each."""
     said = config.model_dump(mode="json")
     stage_input = StageInput(name="x", kind="train", version="0", config=said, inputs=artifacts, cache=folder)
     return list(check(stage_input))

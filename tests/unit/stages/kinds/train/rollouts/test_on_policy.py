@@ -1,4 +1,4 @@
-"""On-policy distillation knows before training which steps sample from the model, and the requests of each."""
+"""On-policy distillation decides by the seed which training steps sample from the model, and with what requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problems(artifacts: dict[str, Path], folder: Path, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the problems that the check before training finds for on-policy distillation on copies of this row."""
+    """Return the problems found before training by on-policy distillation on copies of a row."""
     (folder / "texts" / "data").mkdir(parents=True)
     (folder / "texts" / "data" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     distill = {"lmbda": 0.5, "loss_top_k": 4, "sampling": {"max_completion_length": 8}}
