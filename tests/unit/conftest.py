@@ -1,4 +1,4 @@
-"""Settings of all unit tests: no time limits of hypothesis, and no imports of unused packages."""
+"""Settings of all unit tests: hypothesis has no time limits, and imports of unused packages are prevented."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""The accelerator benchmark also runs on a CPU with a tiny model; a restart measures only what was not measured."""
+"""The accelerator benchmark also runs on a CPU with a tiny model; when restarted, it skips finished measurements."""
 
 from __future__ import annotations
 

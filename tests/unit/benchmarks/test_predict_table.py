@@ -251,7 +251,7 @@ def test_a_known_model_s_name_does_not_override_the_sizes_that_a_row_states(tmp_
     ("share", "fit"), [(0.89, "fits"), (0.91, "tight"), (1.1, "tight"), (1.12, "does not fit")]
 )  # fmt: skip
 def test_what_is_near_the_memory_there_is_is_tight(share, fit):
-    """Predicted memory close to the device's is called tight, since predictions are up to 10% too high or too low."""
+    """A run whose predicted memory is close to the device's is marked as tight, since predictions are up to 10% off."""
     assert memory_fit(share * 80, 80) == fit
 
 

@@ -1,4 +1,4 @@
-"""Content of the project that enters artifact versions or cache keys may not change.
+"""Built-in models, data and prompts that enter artifact versions or cache keys may not change.
 
 This content consists of builtin models and datasets, tasks, chat templates, judge prompts, and the texts with which a
 model or a template is tried. To change a part, raise the version of the builtin, stage or harness that it belongs to,

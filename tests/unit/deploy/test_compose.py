@@ -1,4 +1,4 @@
-"""The Docker Compose file for teams names only existing things, starts services in order, and admits no outsiders."""
+"""The Docker Compose file for teams declares all that it uses, starts services in order, and admits no outsiders."""
 
 import importlib.util
 import re

@@ -14,7 +14,7 @@ UV = re.compile(r"uv==([\d.]+)")
 
 
 def instructions(image):
-    """Return the instructions of a Dockerfile in order, each as its name and its words."""
+    """Return a Dockerfile's instructions in order, each as its name and the list of its arguments."""
     lines = [line for line in image.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
     return [(line.split()[0], line.split()[1:]) for line in joined.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Fixtures with tiny recipes, and with artifacts that are committed without running any stage."""
+"""Fixtures with tiny recipes, and with fake artifacts that are stored without running any stage."""
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime

@@ -80,7 +80,7 @@ def test_a_challenger_gets_its_share_until_it_dies_is_withdrawn_or_becomes_champ
 
 
 def shown() -> list[str]:
-    """Return what `lifecycle canary` prints below the version numbers of champion, previous champion and challenger."""
+    """Return the lines of `lifecycle canary` without the first three, which name the model versions."""
     said = CliRunner().invoke(cli, ["canary", NAME])
     assert said.exit_code == 0, said.output
     return said.stdout.splitlines()[3:]

@@ -1,4 +1,4 @@
-"""`lifecycle plan` refuses invalid recipes of every kind at once, with a sentence instead of a traceback."""
+"""`lifecycle plan` refuses all kinds of invalid recipes quickly, with a sentence instead of a traceback."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Fitting the planner's constants to simulated runs finds the constants with which the runs were simulated."""
+"""Fitting the planner's constants to simulated runs recovers the constants with which they were simulated."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Config fields that have no effect together with others are refused or reported when a refresh is planned."""
+"""Config fields that another field makes ineffective are refused or reported when a plan is made."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Planning errors contain no secrets, and stages that are cached can be planned without their installed programs."""
+"""Planning errors contain no secrets, and a stage that is cached can be planned without its programs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layers chosen for an adapter are those that PEFT chooses, by the names in a model, its files or its sizes."""
+"""Layers chosen for an adapter are the same as PEFT's, whether chosen from a model, its files or its sizes."""
 
 import ast
 import re

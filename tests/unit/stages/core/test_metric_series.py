@@ -1,4 +1,4 @@
-"""Metrics of a stage are read correctly from torn lines, repeated steps, NaN, and files that still grow."""
+"""Metrics of a stage are read correctly despite torn lines, repeated steps, NaN, and a file that still grows."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""A training batch consists of inputs, which a model's forward takes, and a signal, which the loss takes."""
+"""A training batch has two halves: inputs for the forward pass, and a signal (such as targets) for the loss."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from stages.data.units import Units, best_fit_decreasing
 
 
 def units_of(lengths, first=0):
-    """Return documents to be packed, in which all tokens of a document equal the number of the document."""
+    """Return documents to be packed; each repeats its own number as token, so that tests recognize it."""
     lengths = np.array(lengths, np.int64)
     tokens = np.repeat(np.arange(first, first + len(lengths), dtype=np.int32), lengths)
     return Units(tokens, np.ones(len(tokens), np.bool_), lengths, np.ones(len(lengths), np.int64))

@@ -24,7 +24,7 @@ CONFIGS = {
 }
 WIDE_SIZES = {**SIZES, "hidden_size": 64, "head_dim": 16}
 WIDE = Qwen3Config(**WIDE_SIZES, num_key_value_heads=2, intermediate_size=64, initializer_range=0.3)
-"""Config of a model whose weight rows are as long as an NF4 block."""
+"""Config of a model whose weight rows have 64 elements, the length of an NF4 block."""
 EXPERTS = Qwen3MoeConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 

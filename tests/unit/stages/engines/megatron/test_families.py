@@ -1,4 +1,4 @@
-"""Models that Megatron would compute wrongly are refused, with the models that it supports and advice."""
+"""Architectures that Megatron would compute wrongly are refused; the error lists the supported ones."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ MODELS = {
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
 """Model sizes with matrix rows whose length is a multiple of a K-quant block (256)."""
 SPLIT_BY = {"qwen2": "qwen2", "llama3": "llama-bpe"}
-"""Names of GGUF pre-tokenizers, by model; the pre-tokenizers of the other models only split digits."""
+"""Names of GGUF pre-tokenizers by test model; models without a name use a pre-tokenizer that only splits digits."""
 ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
 TEXTS = ["What is 12 + 34?", "<|im_start|>user\n7 + 105 = 112<|im_end|>", "Übung, naïve 数 🙂 12,345.67"]
 LAYERS = 16

@@ -1,4 +1,4 @@
-"""Adapters that the model or the engine does not support are refused before training, by config field."""
+"""Adapters that the model or the engine does not support are refused before training, with the config field."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""vLLM options that a recipe passes through are refused from a list, or validated by vLLM's own parser."""
+"""Extra vLLM options in a recipe are checked against a list of refused ones, and by vLLM's own parser."""
 
 import json
 from pathlib import Path

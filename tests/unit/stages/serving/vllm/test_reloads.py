@@ -1,4 +1,4 @@
-"""Weights are reloaded into a running vLLM: a tied output head is written out, other models stay unchanged."""
+"""Before a running vLLM reloads weights, a tied output head is written out; other models stay unchanged."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""KTO's mismatched pairs, loss, gradient and metrics equal those of TRL's trainer, on TRL's own batch.
+"""KTO's loss, gradient, metrics and mismatched answers (for the KL term) equal TRL's, on TRL's own batch.
 
 A mismatched answer is one to another prompt, from which KTO estimates the KL divergence.
 """

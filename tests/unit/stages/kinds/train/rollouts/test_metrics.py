@@ -18,7 +18,7 @@ PROMPT = AskedPrompt(Place("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2
 
 
 def write(work: Path, first_step: int) -> None:
-    """Write the completions of one sampling round as a new attempt that resumes at `first_step`."""
+    """Record the sampled completions of one round, as a training does that resumes at `first_step`."""
     context = StageContext(work, "trained", "0" * 12, {}, {}, work / "cache")
     completions = [
         Completion([7], [-0.1], text, False, {"right": worth}, worth) for text, worth in (("2", 1.0), ("3", 0.0))
