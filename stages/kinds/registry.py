@@ -35,5 +35,5 @@ def kind_of(name: str) -> type[StageConfig]:
 
 
 def makes(kind: str, product: Product) -> bool:
-    """Return whether stages of a kind may produce a product, such as a model or a dataset."""
+    """Return whether stages of a kind may produce a given type of artifact, such as a model or a dataset."""
     return product in kind_of(kind).PRODUCTS

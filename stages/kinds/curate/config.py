@@ -71,7 +71,7 @@ class Length(StrictModel):
 
     @property
     def counts_turns(self) -> bool:
-        """Return whether a bound counts messages, so that rows must be conversations."""
+        """Return whether the length bounds count messages, so that they apply only to conversations."""
         return bool(self.min_turns or self.max_turns)
 
     @model_validator(mode="after")
@@ -137,8 +137,8 @@ class Quality(StrictModel):
 
     rewards: dict[RewardName, AnyReward] = Field(
         min_length=1,
-        description="Rewards that score the answer of each row, as in `generate`, but without `length`, "
-        "which counts tokens.",
+        description="Rewards that score each row's answer, as in a generate stage. The reward `length` is not "
+        "allowed, since it counts tokens.",
     )
     above: float = Field(allow_inf_nan=False, description="Keep rows whose sum of rewards is greater than this.")
     reference: str | None = Field(
@@ -200,17 +200,17 @@ class BenchmarkTasks(StrictModel):
     """Benchmark tasks whose questions must not be in the training data."""
 
     harness: Annotated[HarnessName, AddedLater()] = Field(
-        DEFAULT_HARNESS, description="Evaluation harness that has the tasks, as in `evaluate`."
+        DEFAULT_HARNESS, description="Evaluation harness that provides the benchmark tasks, such as lm_eval."
     )
     tasks: tuple[str, ...] = Field(
         min_length=1, description="Names of benchmark tasks in the harness or in `task_folder`."
     )
     task_folder: OutsidePath | None = Field(None, description="Folder with tasks of your own (YAML and JSONL files).")
-    trust_task_code: bool = Field(False, description="Allow Python code in `task_folder` to run, as in `evaluate`.")
+    trust_task_code: bool = Field(False, description="Allow the Python code of tasks in `task_folder` to run.")
 
     @property
     def evaluation(self) -> Evaluation:
-        """Evaluation request by which the harness lists the samples of these tasks."""
+        """Request to the evaluation harness for the samples of the benchmark tasks."""
         return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 
@@ -260,27 +260,33 @@ class CurateConfig(StageConfig):
         "because they cannot be parsed; above it the "
         "stage fails.",
     )
-    length: Length | None = Field(None, description="Step: drop rows that are too short or too long.")
+    length: Length | None = Field(None, description="Curation step: drop rows that are too short or too long.")
     decontaminate: Decontaminate | None = Field(
-        None, description="Step: drop rows that contain questions of a benchmark."
+        None, description="Curation step: drop rows that contain questions of a benchmark."
     )
-    patterns: Patterns | None = Field(None, description="Step: drop rows by regular expressions.")
+    patterns: Patterns | None = Field(None, description="Curation step: drop rows by regular expressions.")
     language: Annotated[Language | None, AddedLater()] = Field(
-        None, description="Step: drop rows in languages other than these."
+        None, description="Curation step: drop rows in languages other than the listed ones."
     )
     redact: tuple[PersonalData, ...] = Field(
-        (), description="Step: kinds of personal data to mask in all texts, such as e-mail addresses by `[EMAIL]`."
+        (),
+        description="Curation step: mask these kinds of personal data in all texts, such as e-mail addresses by "
+        "`[EMAIL]`.",
     )
     exact_duplicates: bool = Field(
-        False, description="Step: drop rows from which a model would learn exactly what an earlier row teaches."
+        False,
+        description="Curation step: drop exact duplicates, which would teach a model exactly what an earlier "
+        "row teaches.",
     )
     near_duplicates: NearDuplicates | None = Field(
-        None, description="Step: drop rows that nearly repeat an earlier row."
+        None, description="Curation step: drop rows that nearly repeat an earlier row."
     )
-    quality: Quality | None = Field(None, description="Step: drop rows whose answer gets too little reward.")
-    sample: Sample | None = Field(None, description="Step: keep a random sample of the rows.")
-    held_out: HeldOut | None = Field(None, description="Step: move some rows to a validation split; no row is dropped.")
-    seed: int = Field(0, ge=0, lt=2**63, description="Random seed of `sample` and `held_out`.")
+    quality: Quality | None = Field(None, description="Curation step: drop rows whose answer gets too little reward.")
+    sample: Sample | None = Field(None, description="Curation step: keep only a random sample of the rows.")
+    held_out: HeldOut | None = Field(
+        None, description="Curation step: move some rows to a validation split; no row is dropped."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Random seed for drawing the rows of `sample` and `held_out`.")
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -289,7 +295,7 @@ class CurateConfig(StageConfig):
 
     @property
     def compared(self) -> NearDuplicates | None:
-        """Settings by which rows are compared for near-duplicates, or None.
+        """Settings for finding near-duplicate rows; None if no curation step compares rows.
 
         `held_out` needs them too, to keep near-duplicates in one split.
         """
@@ -352,7 +358,7 @@ class CurateConfig(StageConfig):
 
 
 def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
-    """Return the benchmark tasks of all `evaluate` stages, as one entry for each task folder.
+    """Return the benchmark tasks of all `evaluate` stages, grouped by harness and task folder.
 
     Names of stages are left out: they are no part of the identity.
     """

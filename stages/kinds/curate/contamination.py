@@ -25,7 +25,7 @@ from stages.kinds.curate.words import Hashes, hashes_of, runs_of, words_of
 SHORTEST_RUN = 8
 """Length in words of the shortest n-grams that are searched within a row's texts, as in Brown et al. 2020."""
 SHORTEST_WHOLE = 4
-"""Fewest words of a benchmark question that is compared with a row's whole texts."""
+"""Fewest words of a benchmark question that is compared as a whole with a row's questions and with its full text."""
 FEWEST_ITEMS = 10
 """Fewest samples of a task for which n-grams that most samples share are ignored as the task's own instructions."""
 SHOWN_CHARACTERS = 100
@@ -67,7 +67,7 @@ class Benchmarks:
         return len(self._names)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why a row is dropped as contaminated; None if it shares too little with every benchmark sample."""
+        """Return why a row counts as contaminated by a benchmark and is dropped; None if it is kept."""
         words = [word for texts in row.parts for text in texts for word in words_of(text)]
         hashes = hashes_of(words)
         for num_words, table in self._tables.items():

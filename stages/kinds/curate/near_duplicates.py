@@ -48,7 +48,10 @@ class Repeats:
 
 
 def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: int) -> Hashes:
-    """Return the sorted set of a row's word n-gram hashes, by which rows are compared. parts: as in `ReadRow`.
+    """Return the sorted set of a row's word n-gram hashes, by which rows are compared.
+
+    parts: texts of each message, as in `ReadRow`.
+    label: whether the answer is a good one, in a dataset of labelled answers.
 
     A chosen answer differs from a rejected one, and a good one from a bad one, of the same words.
     """
@@ -100,7 +103,7 @@ class Comparison:
         self._says_something = np.diff(self._ends, prepend=0) > 0
 
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
-        """Find the rows among `kept` that nearly repeat an earlier row, which itself repeats none.
+        """Find the `kept` rows that are near-duplicates of an earlier row which is itself no duplicate.
 
         Of several such earlier rows, the first is returned.
         """
@@ -219,7 +222,7 @@ def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.i
 
 
 class _Groups:
-    """Groups of near-duplicate rows (a union-find structure); the first row of a group is its name.
+    """Groups of near-duplicate rows as a union-find structure; each group is identified by its first row.
 
     links: of each band, each row's predecessor in it, or -1.
     """
@@ -243,7 +246,7 @@ class _Groups:
         self._first[high] = low
 
     def before(self, band: int, row: int, number: int) -> int:
-        """Return the nearest earlier row of a MinHash band that is outside the group of row `number`; -1 for none."""
+        """Return the nearest earlier row that shares a row's MinHash band but not the group of `number`; else -1."""
         group = self.find(number)
         other = self._beyond(band, row) if self.find(row) == group else int(self._links[band][row])
         while other >= 0 and self.find(other) == group:
@@ -251,7 +254,7 @@ class _Groups:
         return other
 
     def _beyond(self, band: int, row: int) -> int:
-        """Return the nearest row before `row` in a MinHash band that is outside the row's group; -1 for none.
+        """Return the nearest earlier row that shares a row's MinHash band but not its group; else -1.
 
         Skipped links are shortened.
         """
@@ -264,7 +267,7 @@ class _Groups:
 
 
 def values_per_band(threshold: float) -> int:
-    """Return how many MinHash values to compare at a time so that pairs of this similarity are still found.
+    """Return the number of MinHash values per band that still finds pairs of rows with the requested similarity.
 
     It is the largest v with 1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for the similarity t and b bands of v values.
     """

@@ -36,7 +36,7 @@ class Report:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Counts and examples so far as JSON, from which a killed stage continues."""
+        """State of the curation report (counts and examples) as JSON, from which a killed stage continues."""
         return {
             "read": self._read,
             "dropped": self._dropped,
@@ -45,7 +45,7 @@ class Report:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the `state` that an earlier, killed run of the stage saved."""
+        """Restore the curation report's counts and examples from the state that an earlier, killed run saved."""
         self._read.update(state["read"])
         self._dropped.update(state["dropped"])
         self.redacted.update(state["redacted"])
@@ -73,7 +73,7 @@ class Report:
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:
-        """Raise DataError if more rows are unreadable than the recipe allows, or if no row is left.
+        """Raise DataError if more rows are unreadable than the recipe allows, or if curation left no row.
 
         The message names the step that emptied the dataset, and what the steps before it left.
         """
@@ -133,7 +133,7 @@ class Report:
         return f"{self.num_kept} of {self.num_read} rows are kept{held_out}{': ' if dropped else ''}{dropped}"
 
     def _counts(self) -> list[tuple[str, int, int]]:
-        """Return each curation step with the numbers of rows that it dropped and that were left after it."""
+        """Return each curation step's name, how many rows it dropped, and how many were left after it."""
         left, found = self.num_read, []
         for step, dropped in self._dropped.items():
             left -= dropped

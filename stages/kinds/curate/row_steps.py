@@ -29,7 +29,7 @@ from stages.rewards.reward import Completion, RewardContext
 LONGEST_CHARACTERS = 4000
 """Number of characters at a row's beginning by which its language is identified; more would only take longer."""
 FEWEST_LETTER_BYTES = 20
-"""Fewest bytes of letters in UTF-8 from which a language can be identified.
+"""Smallest number of bytes of letters (UTF-8) in a row for which its language is identified.
 
 Bytes, since languages that say more with a letter have longer ones.
 """
@@ -42,9 +42,10 @@ KEPT_FOLDER = "rewards"
 
 
 def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
-    """Yield each requested step that judges single rows: its name, and a function from a row to the reason to drop it.
+    """Yield the requested curation steps that judge one row at a time, as pairs of a name and a function.
 
-    The order is that in which they run. Raises EvaluationError for unreadable tasks.
+    The function returns the reason to drop a row, or None. Steps come in the order in which they run.
+    Raises EvaluationError for unreadable tasks.
     """
     if length := config.length:
         yield "length", lambda row: too_short_or_long(row, length)
@@ -57,7 +58,7 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Return the name of the first step that drops a row, and the reason; None if all keep it.
+    """Return the name of the first curation step that drops a row, and the reason; None if every step keeps the row.
 
     A DataError names the row.
     """
@@ -72,7 +73,7 @@ def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: 
 
 
 def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
-    """Read the samples of the benchmark tasks for decontamination; warns of those that are too short to search for."""
+    """Read the samples of the benchmark tasks for decontamination; warns if some are too short to search for."""
     context.doing("reading the tasks of the evaluations")
     evaluations = [tasks.evaluation for tasks in config.benchmarks.values()]
     items = (item for evaluation in evaluations for item in harness_of(evaluation).items(evaluation, context))
@@ -143,7 +144,7 @@ class LanguageFilter:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why a row is dropped by language: it is not in a requested language with enough probability.
+        """Return why the language filter drops a row; None if the filter keeps the row.
 
         None for other rows, and for one that has too few letters to tell.
         """
@@ -206,7 +207,7 @@ def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -
 
 
 def _completion(row: ReadRow, column: str | None) -> Completion:
-    """Return the last answer of a row as a completion, for the rewards; the text before it is the prompt."""
+    """Return a row's last answer as a completion that rewards can score; the text before the answer is the prompt."""
     if row.is_prompt or len(row.documents) > 1:
         found = "is a prompt alone, without an answer" if row.is_prompt else "is a pair of two answers"
         raise DataError(f"{found}; `quality` judges rows of one answer")

@@ -171,7 +171,7 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
 
 @contextlib.contextmanager
 def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
-    """Copy a temporary file to the artifact when the context ends, also if the stage fails."""
+    """Copy a temporary file to the artifact when the context ends, so that users see it also if the stage fails."""
     try:
         yield
     finally:
@@ -241,7 +241,7 @@ def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.ui
 
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Draw a share of the rows: those whose random uint64 numbers are in the lowest `fraction`; mask, bool [rows]."""
+    """Draw a share of rows as a mask, bool [rows]: those whose random number is in the lowest `fraction`."""
     return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
@@ -286,7 +286,7 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _write(
     spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
 ) -> None:
-    """Write the rows that no step drops to the dataset's files, and record the dropped ones in the report.
+    """Write the rows that no curation step drops to the curated dataset, and record the dropped ones in the report.
 
     Rows are unchanged except for masked personal data.
     """

@@ -1,4 +1,4 @@
-"""Temporary row files between curation's single-row steps and the steps that compare all rows.
+"""Temporary files for rows that passed curation's single-row steps, until the steps that compare all rows run.
 
 Files only grow, and a note says how far they belong together: after a kill they are cut back to that, and the stage
 continues from there.
@@ -95,7 +95,10 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row to the temporary files. canonical: text that is equal for rows that teach a model the same."""
+        """Append a row to the temporary files of a curation.
+
+        canonical: text that is equal for rows that teach a model the same, by which exact duplicates are found.
+        """
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place

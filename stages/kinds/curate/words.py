@@ -15,7 +15,7 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4
 """Regex range of characters of scripts that put no spaces between words; each character counts as a word."""
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")
 WORD_OR_SIGN = re.compile(rf"{WORD.pattern}|[-+*/=<>^%×÷±√]")
-"""Pattern of a word or a mathematical sign, so that 12 - 34 and 12 + 34 are not duplicates."""
+"""Pattern of a word or a mathematical sign; signs count so that 12 - 34 and 12 + 34 are not duplicates."""
 CACHED_WORDS = 1 << 18
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Multiplier of n-gram hashes: odd, so that it is invertible modulo 2^64; from the golden ratio (Knuth)."""

@@ -18,7 +18,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield errors of an evaluate stage with the dotted config field of each, or a text about what was not checked."""
+    """Yield an evaluate stage's errors with their dotted config fields; a text instead names what was not checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)
@@ -49,7 +49,7 @@ def _tasks(config: EvaluateConfig, model: Path | None, cache: Path) -> Iterator[
 
 
 def _beyond_the_model(config: EvaluateConfig, stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield errors for settings of the stage's own server that the model's config does not allow."""
+    """Yield errors for settings of the evaluate stage's own server that the model's config does not allow."""
     if config.serving:
         facts = ModelFacts(stage_input.inputs[config.base or config.model] / "model")
         for field, message in limit_problems(facts, config.serving, None, os.environ):

@@ -27,7 +27,7 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""OSErrors of missing files, which a retry would meet again, unlike errors of connections."""
+"""Exceptions for missing or unreadable files, which are not retried, unlike connection errors."""
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:

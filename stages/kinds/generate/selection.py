@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Result of the selection among one prompt's completions.
+    """Selection among one prompt's completions: the training rows, and why each other completion is dropped.
 
     rows: the rows to learn from.
     outcomes: of each completion: `kept`, `chosen`, `rejected`, or why it was dropped.
@@ -50,7 +50,7 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
 
 
 def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
-    """Return a label (kept, chosen, rejected) of each kept completion by its number, and why the others are dropped."""
+    """Return the labels (kept, chosen, rejected) of kept completions by number, and why all others are dropped."""
     ranked = sorted(
         usable, key=lambda candidate: -candidate.judgement.total
     )  # stable: the first of equal ones is the best

@@ -12,7 +12,7 @@ LOOK_FILE = "look.json"
 
 
 class LookConfig(StageConfig):
-    """Config of a data preview, written to `look.json`: rows as a later stage will see them.
+    """Config of the look stage, which writes to `look.json` a preview of the rows that another stage will see.
 
     It runs like a stage, but no recipe names it.
     """

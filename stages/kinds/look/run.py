@@ -1,4 +1,4 @@
-"""Preview of a stage's data, made by the function `look` in the `look.py` of the stage's kind."""
+"""Look stage: previews another stage's data with the function `look` of that stage's kind."""
 
 from __future__ import annotations
 

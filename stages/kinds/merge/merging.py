@@ -153,7 +153,7 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of a merged model's predictions with those of the base model with the unmerged adapter.
+    """Comparison of a merged model's predictions with those of its base model with the unmerged adapter.
 
     given: predictions of the merged model.
     expected: predictions of the base with the adapter, from which KL and greedy choices are counted over all targets;
@@ -176,7 +176,7 @@ class Comparison:
         return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Return the comparison's metrics: KL divergence and share of equal greedy choices.
+        """Return KL divergence and share of equal greedy choices between the merged and the unmerged model, as metrics.
 
         Their names are the same as for a quantization.
         """
@@ -213,7 +213,7 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
 
 
 def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
-    """Return metrics of how far a merged model's predictions are from the expected ones.
+    """Return metrics of how far a merged model's predictions are from those of the unmerged adapter.
 
     The expected predictions are stored for later stages.
     """

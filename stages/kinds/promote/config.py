@@ -189,7 +189,7 @@ def _unmeasured_scores(gates: GatesConfig, evaluations: Sequence[Evaluation]) ->
 
 
 def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield errors for limits on scores between 0 and 1 that look like percentages, or that no score could miss.
+    """Yield errors for score limits that look like percentages of a score from 0 to 1, or that every score would keep.
 
     A person's own task code may give such scores in any range, so its tasks are not checked.
     """
@@ -203,7 +203,7 @@ def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> It
 
 
 def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the stage of the model or adapter that an evaluate or serve stage uses, also through a serve stage."""
+    """Return the stage whose model or adapter an evaluate or serve stage uses, directly or through a serve stage."""
     references = stages[stage].references()
     target = references.get("adapter", references["model"])
     return _model_of(target, stages) if stages[target].product == "server" else target

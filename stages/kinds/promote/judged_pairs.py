@@ -108,7 +108,7 @@ def _compared(
 
 
 def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Return a pair for the judge: the candidate's answer, with the other model's as reference.
+    """Return one question for the LLM judge with both models' answers: the candidate's, and the other's as reference.
 
     Raises EvaluationError if their questions differ.
     """

@@ -27,7 +27,7 @@ ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
 @dataclass(frozen=True)
 class Scores:
-    """Score of one evaluation with its value for each sample, from which differences are computed.
+    """Score of one evaluation, with its value for each sample, so that two models can be compared sample by sample.
 
     values: score of each sample, by document.
     keys: hashes of what was asked, by document.
@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def shown_interval(self) -> Interval:
-        """Confidence interval (95%) of a score difference. Its method is the one by which the promotion was decided."""
+        """Confidence interval (95%) of a score difference, by the method that decided the promotion."""
         if self.interval:
             return self.interval
         if self.largest is None:

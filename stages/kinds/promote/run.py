@@ -145,7 +145,7 @@ def _measurements(
 
 
 def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
-    """Return the suffix of the candidate's metrics on its server, if it is an adapter that is served beside others."""
+    """Return the suffix of the candidate's metric names, empty unless it is one of several served adapters."""
     launch = context.inputs[config.server] / LAUNCH_FILE if config.server else None
     if launch is None or not launch.is_file():
         return ""

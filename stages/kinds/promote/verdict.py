@@ -1,4 +1,4 @@
-"""Gates of a promotion, and the decision: what the stage writes to `verdict.json` and `verdict.md`."""
+"""Gates of a promotion, and its outcome, which the promote stage writes to `verdict.json` and `verdict.md`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Outcome = Literal["promoted", "not promoted", "already champion"]
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of a candidate that gates check; None for what was not measured."""
+    """Measurements of a candidate that a promotion's gates check; a field is None if it was not measured."""
 
     scores: Mapping[str, float]
     differences: Sequence[Difference]
@@ -50,7 +50,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Gate:
-    """Gate of a promotion: a measured value (`found`) with its lower limit, or else its upper limit."""
+    """Gate of a promotion: a measured value of the candidate (`found`) with its lower or upper limit."""
 
     name: str
     found: float
@@ -171,7 +171,7 @@ def gate_sentence(gate: Gate) -> str:
 
 
 def tables(verdict: Verdict) -> Iterator[Table]:
-    """Yield the table of gates and the table of score differences, if they have rows."""
+    """Yield the tables of a promotion's report, gates and score differences, without empty ones."""
     if verdict.gates:
         yield GATE_HEADING, *map(_gate_cells, verdict.gates)
     if verdict.differences:

@@ -20,7 +20,7 @@ from stages.core.fields import Product
 
 FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
 VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
-"""Result tags and file of a promote stage, from which a publication reads its outcome."""
+"""Names of the promote stage's result tags and report file, from which publishing reads the promotion's outcome."""
 
 
 class _Recorded(BaseModel):
@@ -68,7 +68,7 @@ class Made:
 
     @property
     def label(self) -> str:
-        """Name of the artifact in texts: its stage and its version."""
+        """Name of the artifact in messages and the model card: its stage and its version."""
         return f"{self.record.stage}-{self.record.version}"
 
     @property
@@ -94,7 +94,7 @@ class Made:
 
 
 class Inputs:
-    """Artifacts that a publish stage can read: its inputs, and all that those were made from."""
+    """Artifacts that a publish stage can read: its inputs, and all artifacts that the inputs were made from."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         self.named = {name: _read(folder) for name, folder in folders.items()}

@@ -92,7 +92,7 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
 
 
 def _adapter_config(promoted: Promoted, file: Path) -> str:
-    """Return the adapter's config with its base model's repository on the hub in place of a local artifact's name."""
+    """Return an adapter's config for publishing, which names the base model by its repository on the hub."""
     config, base = read_json_object(file), promoted.bases[0]
     if name := repository_of(base):
         config |= {"base_model_name_or_path": name, "revision": base.result.tags["revision"]}
@@ -100,7 +100,7 @@ def _adapter_config(promoted: Promoted, file: Path) -> str:
 
 
 class PublishedFile(StrictModel):
-    """Published file. sent: False if the target had it already."""
+    """Published file with its size and checksum; `sent` is False if the target had the file already."""
 
     size_bytes: int
     sha256: str

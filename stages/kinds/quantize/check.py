@@ -17,7 +17,7 @@ from stages.models.model_folder import check_model_folder, check_unquantized
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield errors of a quantize stage, with the config field of each: about its layers, or its calibration rows.
+    """Yield errors that a quantize stage would meet in the model or the calibration rows, with the config field.
 
     The model may be the one that training starts from: its layers are the same.
     """
@@ -44,7 +44,7 @@ class QuantizedLayers:
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError if config and file headers show that quantizing or serving will fail.
+    """Raise ModelError or RecipeError if a model's config and file headers show that it cannot be quantized or served.
 
     It takes milliseconds.
     """

@@ -31,7 +31,7 @@ The choice of an expert hangs on small differences, and the matrix is tiny.
 
 
 class CalibrationConfig(StrictModel):
-    """Rows of a quantization: calibration rows for the quantizer, and others on which the quality loss is measured."""
+    """Dataset rows for a quantization: some calibrate the quantizer, others measure the loss of quality."""
 
     dataset: DatasetReference
     split: SplitName = Field(
@@ -102,9 +102,8 @@ class QuantizeConfig(StageConfig):
     )
     tensor_parallel_size: PositiveInt = Field(
         1,
-        description="Number of GPUs that will share each layer when the "
-        "model is served; it is checked that the quantized "
-        "layers can be split so.",
+        description="Number of GPUs that will share each layer when the model is served; layers that cannot be split "
+        "so are refused.",
     )
     trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
     seed: int = Field(0, ge=0, description="Random seed of the quantizer.")
@@ -196,7 +195,7 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return what the result depends on outside the store; for K-quants also llama.cpp's version."""
+        """Return facts outside the artifact store for the cache key; for K-quants they include llama.cpp's version."""
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 

@@ -55,8 +55,8 @@ HEADER = struct.Struct("<3q")
 IN_A_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
 HEADS = ("output.weight", "token_embd.weight")
 SMALLER_BLOCKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-"""Fallback GGUF type for matrices whose rows K-quant blocks of 256 do not divide: the next larger one with blocks of
-32."""
+"""Fallback type of each K-quant, for matrices whose row length is no multiple of 256: the next larger type with
+blocks of 32."""
 NUM_FIRST_VALUES = 4
 MAX_MODEL_LEN = 512
 """Context length of the llama.cpp server that is started only to tokenize rows."""
@@ -88,7 +88,7 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
 
 
 def _gets_more(layer: int, num_layers: int) -> bool:
-    """Return whether a K-quant mix gives a layer more bits than others.
+    """Return whether a K-quant mix stores some matrices of this layer in more bits than in other layers.
 
     It does for the first and last eighth of the layers, and every third between.
     """
@@ -206,7 +206,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 
 @dataclass(frozen=True)
 class StoredTypes:
-    """Types of all matrices in a GGUF file, to report which ones differ from the recipe's.
+    """Types of all matrices in a GGUF file, to warn of those that are not stored in the type of the recipe.
 
     A K-quant file also holds other types, where blocks of 256 do not divide a row.
 

@@ -90,7 +90,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """Return the pairs of layers that AWQ, or SmoothQuant for int8, may scale.
+    """Return the pairs of layers that AWQ, or SmoothQuant for int8, may scale against each other.
 
     Raises ModelError if there are none for AWQ.
     """
@@ -109,7 +109,7 @@ def _scalings(
 
 
 def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
-    """Return llm-compressor's modifiers for a quantization method, in order.
+    """Return llm-compressor's modifiers (its quantization steps) for a quantization method, in order.
 
     ignore: module names of layers to leave out.
     """
@@ -144,7 +144,7 @@ def _four_bit_groups(quantization: Quantization) -> QuantizationScheme:
 
 
 class AWQByName(AWQModifier):
-    """AWQ modifier that gets its layers by module name; the original searches the whole model for patterns."""
+    """Subclass of llm-compressor's AWQ that gets the layers to scale by name instead of searching for patterns."""
 
     def _set_resolved_mappings(self, model: nn.Module) -> None:
         modules, resolved = dict(model.named_modules()), dict[str, ResolvedMapping]()
@@ -163,7 +163,7 @@ class AWQByName(AWQModifier):
 
 
 class SmoothQuantByName(SmoothQuantModifier):
-    """SmoothQuant modifier that gets its layers by module name, as pairs (readers, source)."""
+    """Subclass of llm-compressor's SmoothQuant that gets the layers to scale by name."""
 
     def _resolve_mappings(self, model: nn.Module) -> list[SmoothQuantMapping]:
         modules = dict(model.named_modules())

@@ -127,7 +127,7 @@ def _mebibytes(folder: Path) -> float:
 def _judged(
     source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
 ) -> dict[str, float]:
-    """Compare the quantized model with the original, and return the metrics.
+    """Compare the quantized model's predictions with the original's, and return the differences as metrics.
 
     The stage fails if they differ too much or cannot be compared.
     """

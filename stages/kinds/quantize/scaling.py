@@ -31,7 +31,7 @@ The period divides no size of a head: each channel of a head has another factor 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Pair of a source layer and the layers that read its output, which may be scaled against each other.
+    """Source layer and the layers that read its output; scaling them against each other leaves results unchanged.
 
     All are module names.
     source: a norm, or a linear layer whose last outputs are read.
@@ -175,7 +175,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the smallest module that contains all the named modules and was called in the forward pass."""
+    """Return the name of the smallest module that contains all named modules and was called in the forward pass."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

@@ -83,7 +83,7 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
 
 
 def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Callable[[str], None]) -> dict[str, float]:
-    """Benchmark the server; returns time to first token, time between tokens and throughput as metrics.
+    """Benchmark the model server; returns time to first token, time between tokens and throughput as metrics.
 
     Their names end in `_concurrency_N`; latencies are medians.
     The engine puts load on its server: random prompts, with greedy answers of a fixed length.

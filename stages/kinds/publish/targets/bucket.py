@@ -34,7 +34,7 @@ class Prefix:
             self._filesystem = FILESYSTEMS[address.scheme](self._bucket)
 
     def check(self) -> None:
-        """Check that the bucket exists and can be listed; whether it can be written to shows only when it is."""
+        """Check that the bucket exists and can be listed; missing write permission shows only at the first upload."""
         from pyarrow.fs import FileType
 
         with self._explained():

@@ -91,7 +91,7 @@ class HuggingFaceRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Translate the library's errors into short ones with only the hub's message, without its signed URLs."""
+        """Translate errors of huggingface_hub into short ones with only the hub's message, without its signed URLs."""
         try:
             yield
         except HfHubHTTPError as error:

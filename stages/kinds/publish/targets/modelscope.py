@@ -130,7 +130,7 @@ class ModelScopeRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Translate the library's errors into short ones with only the hub's message, without its signed URLs."""
+        """Translate ModelScope's errors into short ones with only the hub's message, without its signed URLs."""
         try:
             yield
         except (NetworkError, requests.RequestException) as error:

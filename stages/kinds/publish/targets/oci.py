@@ -81,7 +81,7 @@ class OciRegistry:
         self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:
-        """Do nothing: a repository in an OCI registry need not be created before something is pushed."""
+        """Do nothing: a repository in an OCI registry need not exist before the first push."""
 
     def held(self, expected: LocalFiles) -> Held:
         answer = self._ask(
@@ -139,7 +139,7 @@ class OciRegistry:
         return self._ask("HEAD", f"{self._root}/blobs/{digest}", accepted=(200, 404)).status_code == httpx.codes.OK
 
     def _begin_upload(self) -> httpx.URL:
-        """Begin the upload of a blob; returns the URL that its content must be sent to."""
+        """Begin the upload of a blob to the OCI registry; returns the URL that the blob's content must be sent to."""
         begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
         try:
             return begun.url.join(begun.headers["Location"])

@@ -62,7 +62,7 @@ def parse_address(text: str) -> Address:
 
 
 def forms() -> str:
-    """Return the allowed forms of publishing addresses, for messages."""
+    """Return the allowed forms of publishing addresses, such as `hf://owner/name`, for error messages."""
     written = [f"{scheme}://{entry.form}" for scheme, entry in TARGETS.items()]
     return f"{', '.join(written[:-1])} or {written[-1]}"
 

@@ -81,7 +81,10 @@ class Target(Protocol):
         """Return the text of a small file at the target, such as an earlier publication's list of checksums."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
-        """Upload the `missing` ones of `files` to the target, and delete the files with `stale` names there.
+        """Upload missing files to the publishing target, and delete outdated files there.
+
+        missing: names of those `files` that are uploaded.
+        stale: names of the files that are deleted.
 
         Files that were sent before an interruption are found by checksum, and not sent again.
         """
