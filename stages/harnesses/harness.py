@@ -1,4 +1,4 @@
-"""Protocol of evaluation harnesses: from tasks and a served model to scores and samples, in one schema.
+"""Protocol of evaluation harnesses, which ask a served model a task's questions and return scores in one schema.
 
 A new harness is a package here and a line in `registry.py`. The schema is that of lm-eval's results, so that
 evaluations of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran
@@ -117,7 +117,7 @@ class Harness(Protocol):
         """Yield problems of an evaluation's settings, as `field: problem, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return what determines the scores besides the recipe and artifacts, such as commits of datasets on a hub.
+        """Return what else determines the scores besides recipe and artifacts, such as commits of datasets on a hub.
 
         May ask the network; with limit_s, once, for this long. Raises EvaluationError for tasks that do not exist, or
         have code that is not trusted; DownloadError or TransientError if a hub gives no answer.

@@ -91,7 +91,7 @@ def question_text(document: Document) -> str:
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """Return hashes of a question's row, prompt and right answer, by which two evaluations are paired.
+    """Return hashes of a question's row, prompt and right answer, which match samples of two evaluations.
 
     They do not depend on a model's chat template.
     """

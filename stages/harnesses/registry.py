@@ -1,4 +1,4 @@
-"""Registry of evaluation harnesses. A new harness is a package beside `lm_eval/` and one line here."""
+"""Registry of evaluation harnesses. To add a harness, write a package beside `lm_eval/` and add one line here."""
 
 from __future__ import annotations
 

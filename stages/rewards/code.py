@@ -1,4 +1,4 @@
-"""Reward by tests: 1 where the code in a completion passes the tests of its row within limits, else 0.
+"""Reward by tests: 1 where the code in a completion passes the tests in its dataset row within limits, else 0.
 
 This is the parent of the sandbox, which starts and watches `code_program.py`, the child that confines itself.
 """
@@ -182,7 +182,7 @@ def _tests_in(content: object) -> tuple[str, ...]:
 
 
 def _is_small(folder: Path) -> bool:
-    """Return whether the files of model-written code are within the limits; it cannot make folders in its folder."""
+    """Return whether the files that model-written code has made are within the limits on number and size."""
     num_bytes = 0
     for num_files, file in enumerate(folder.iterdir(), 1):
         with contextlib.suppress(FileNotFoundError):  # the code has removed it meanwhile

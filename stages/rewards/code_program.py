@@ -180,7 +180,7 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
 
 
 def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
-    """Make a Landlock ruleset and restrict this process by it.
+    """Make a Landlock ruleset and restrict this process's file access by it.
 
     attributes: `struct landlock_ruleset_attr`, as much of it as the kernel knows.
     """
@@ -223,7 +223,7 @@ READABLE = (
 
 
 def main(limits: str) -> None:
-    """Confine this process, run the code with its tests, and write the parent's secret word if all passed.
+    """Confine this process, run the code with its tests, and output the parent's secret word if all passed.
 
     limits: JSON of `cpu_s`, `memory_bytes` and `file_bytes`.
     """

@@ -192,20 +192,20 @@ class JudgeReward(JudgeConfig, Reward):
 
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
-"""Number of times that a judge is asked for a rating as long as it answers without one."""
+"""Largest number of times that a judge is asked the same question while its answers contain no rating."""
 RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(
     r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
     r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Pattern of a judge's verdict in a comparison, such as "Better: A". It needs the colon, as RATING does: "Answer B is
-better. A is wrong." is no verdict for A.
+"""Pattern of a judge's decision between two answers, such as "Better: A". The colon is required, since "Answer B is
+better. A is wrong." does not decide for A.
 
 At the beginning of a line a remark may follow the verdict; within a line it must be the end.
 """
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
-"""Question and answer that any judge can rate, by which a judge is tried out."""
+"""Question and answer that any judge can rate, to test that a judge works."""
 TOKENS = ("prompt", "completion")
 """Kinds of tokens in the `usage` of a judge's response, as the API names them."""
 Messages = list[dict[str, str]]
@@ -238,7 +238,7 @@ class Opinion:
 
 @dataclass
 class AskedJudge:
-    """Judge in use: the connection to its server, and the answers that it has given so far.
+    """Judge in use: the connection to its server, and the answers that it has given already.
 
     answered: answers by the messages asked, as JSON.
     """
@@ -336,7 +336,7 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """Return the judge's rating or verdict as a number.
+        """Ask the judge, and return its rating or its choice between two answers as a number.
 
         Raises DataError if it gives none after several requests.
         """
@@ -350,7 +350,7 @@ class AskedJudge:
         return answer.number
 
     def _answer_to(self, messages: Messages, *, keep: bool = True) -> JudgeAnswer:
-        """Ask the judge until it gives a number, or for the last time; return that answer."""
+        """Ask the judge until its answer contains a number or the tries run out; return the last answer."""
         question, asked, text = json.dumps(messages), messages, ""
         if known := self.answered.get(question):
             return known
@@ -373,7 +373,7 @@ class AskedJudge:
         return f'a line "Rating: " and a number from {least:g} to {largest:g}'
 
     def read_number(self, answer: str) -> float | None:
-        """Return the rating in a judge's answer, or its verdict: 1 for A, 0 for B, 0.5 for equal; None without one."""
+        """Return the rating in a judge's answer, or its choice: 1 for A, 0 for B, 0.5 for equal; None if without."""
         if self.config.scale is None:
             verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
@@ -427,7 +427,7 @@ class AskedJudge:
 
 
 def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
-    """Yield a judge's scores of all completions, as long as few enough of them are missing.
+    """Yield a judge's scores of all completions, unless too many of them are missing.
 
     Raises DataError as soon as more than `max_fraction` of them have no number.
     """
@@ -460,7 +460,7 @@ def _filled(template: str, values: dict[str, str]) -> str:
 
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a judge's file of answers; a last line that a kill cut off is removed."""
+    """Return the lines of a judge's file of answers; remove the last line if a killed process wrote it only partly."""
     remove_cut_off_line(file)
     return read_json_lines(file) if file.exists() else []
 

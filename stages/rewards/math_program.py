@@ -38,7 +38,7 @@ def begin() -> Callable[[dict[str, str]], str | bool]:
 
 
 def reference_in(text: str) -> list[Any]:
-    """Return the values that a right answer may be read as; empty if it is no number or formula.
+    """Return all values that a reference answer can be parsed as; empty if it is no number or formula.
 
     The library looks for formulas between marks, and for numbers elsewhere: a bare formula is put between marks.
     """

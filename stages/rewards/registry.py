@@ -1,4 +1,4 @@
-"""Registry of rewards. A new reward is a module beside this file and one line here."""
+"""Registry of rewards. To add a reward, write a module beside this file and add one line here."""
 
 from __future__ import annotations
 

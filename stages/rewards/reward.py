@@ -45,13 +45,13 @@ Raises DataError at the completion that cannot be judged.
 """
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
-"""Function that returns the reason why no answer to a row could be judged, or None. Arguments: the row's right answer,
-and the row."""
+"""Function that returns why no answer to a dataset row could be judged, or None if it could. Arguments: the row's right
+answer, and the row."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Stage around a reward: its input artifacts, a folder for the reward's files, and a way to warn.
+    """Resources that a stage provides to its rewards: input artifacts, a folder for files, and a way to warn.
 
     inputs: stage name → folder of its artifact.
     kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
@@ -64,7 +64,7 @@ class RewardContext:
 
 
 class Reward(StrictModel, ABC):
-    """Base class of all rewards: common config fields, the check of rows, and the opening of what judges."""
+    """Base class of all rewards: common config fields, a check of dataset rows, and a method that starts scoring."""
 
     NEEDS_REFERENCE: ClassVar[bool] = False
     """True if the reward compares with a right answer, so that the dataset must have it."""
@@ -91,7 +91,7 @@ class Reward(StrictModel, ABC):
 
     @contextlib.contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield the function that checks rows, `row_problem`. The programs that it needs stay open for many rows."""
+        """Yield the function `row_problem`, which checks rows. Programs that it needs stay open for many rows."""
         yield self.row_problem
 
     def custom_code(self) -> str | None:
@@ -122,7 +122,7 @@ class AskingReward(CompletionReward):
 
     @abstractmethod
     def program(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a client of the program that judges, which is not started yet."""
+        """Return a client of the program that computes the reward; the program starts at the first question."""
 
     @abstractmethod
     def asked(self, program: Any, completion: Completion) -> float:

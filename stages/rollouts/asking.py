@@ -1,4 +1,4 @@
-"""Client that sends many completion requests to a server at a time, and sampling of answers to a dataset's prompts.
+"""Client that sends many completion requests to a server concurrently, and sampling of answers to a dataset's prompts.
 
 By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time.
 """
@@ -35,7 +35,7 @@ def ask_all(
     keep: Callable[[Job, Request, Answer], None],
     stall_s: float | None = None,
 ) -> None:
-    """Send all requests, `concurrent` at a time, and pass each answer to `keep` with its job as it arrives.
+    """Send completion requests, `concurrent` at a time; pass each answer to `keep` as it arrives.
 
     requests: pairs of a job, which is any value that identifies the request, and the request's body.
     Raises ServerError for a request that is refused, TransientError when the server is gone, or gives no answer at all
@@ -174,7 +174,7 @@ def _request(model: str, prompt: list[int], options: SamplingOptions, seed: int)
 
 
 def _read(kept: Path) -> Iterator[Sample]:
-    """Yield the samples that a file holds; a last line that a kill cut off is removed from it."""
+    """Yield the samples in a file; remove its last line if a killed process wrote it only partly."""
     remove_cut_off_line(kept)
     for line in kept.read_bytes().splitlines() if kept.exists() else ():
         with suppress(ValidationError):

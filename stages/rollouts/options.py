@@ -15,8 +15,9 @@ from stages.rewards.reward import Reward
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Options of making prompts from a dataset's rows. None leaves an option to the row and to the model's folder.
+    """Options of making prompts from a dataset's rows.
 
+    An option that is None is taken from the row or the model's folder.
     limit: number of rows, from the first on.
     reference: column of the right answer.
     reference_field: the recipe's field that names this column, for messages.

@@ -78,7 +78,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
 
 
 def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
-    """Raise DataError if prompts leave no room for an answer of `max_tokens` in the context; it names the prompts."""
+    """Raise DataError, with the prompts' places, if prompts leave no room for `max_tokens` of answer in the context."""
     room = context_tokens - max_tokens
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
         named = ", ".join(f"{one.place} ({len(one.token_ids)} tokens)" for one in too_long[:NUM_NAMED])

@@ -205,7 +205,7 @@ def is_missing() -> bool:
 
 
 def find_evalscope() -> InstalledEvalScope:
-    """Return the EvalScope that LIFECYCLE_EVALSCOPE names an interpreter of, or that of `.venv-evalscope`.
+    """Return the EvalScope installed for the interpreter in $LIFECYCLE_EVALSCOPE, or else in `.venv-evalscope`.
 
     Raises ResourceError if there is none.
     """
@@ -227,7 +227,7 @@ def find_evalscope() -> InstalledEvalScope:
 
 
 def main() -> None:
-    """Install EvalScope's Python environment by the current pins, for `make evalscope`."""
+    """Install EvalScope's Python environment in the pinned versions, for `make evalscope`."""
     try:
         make(lambda progress: print(progress, flush=True), _is_current)
     except ResourceError as error:

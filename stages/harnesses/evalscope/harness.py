@@ -1,4 +1,4 @@
-"""EvalScope as an evaluation harness: question sets by exact match, and EvalScope's own benchmarks, asked as chats.
+"""EvalScope as an evaluation harness, which asks question sets (scored by exact match) and its own benchmarks as chats.
 
 EvalScope runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the
 server over HTTP.
@@ -48,7 +48,7 @@ class EvalScope(QuestionSetHarness):
         return iter(())
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether a task may give a score; those of EvalScope's own benchmarks are known only after a run."""
+        """Return whether a task may give a score. EvalScope's own benchmarks may give any metric."""
         sets = question_sets(evaluation)
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)

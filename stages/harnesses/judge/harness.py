@@ -18,7 +18,7 @@ METRIC = "rating"
 
 
 class Judge(QuestionSetHarness):
-    """Judge as an evaluation harness; implements `Harness`."""
+    """Evaluation harness in which a judge model rates the answers to question sets; implements `Harness`."""
 
     name = "judge"
     title = "the judge"

@@ -45,7 +45,7 @@ class AnsweredTask:
 
 
 def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge about an answer that is easy to rate, to see that it works; nothing is stored.
+    """Ask the judge to rate a trivial answer, to see that it works; nothing is stored.
 
     Raises as `AskedJudge` does.
     """

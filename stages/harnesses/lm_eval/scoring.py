@@ -46,13 +46,14 @@ MAX_TRIES = 3
 MAX_SHOWN = 400
 """Largest number of characters that an error message quotes from lm-eval or lists of a task's columns."""
 END_MARK = "qprobetext "
-"""Marker put after the beginning of an answer, to find its end in the rendered prompt. Its space shows whether the chat
-template trims texts."""
+"""Marker put after a given beginning of an answer, to find where that text ends in the rendered prompt. The marker's
+space shows whether the chat template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
 """Jinja environment in which lm-eval renders task templates, with access to all of Python."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
-"""Field of a task file that each method of lm-eval's tasks reads, by method, for error messages."""
+"""Task-file field for each method of lm-eval's tasks that reads a dataset split, by the method's name, for error
+messages."""
 
 Report = Callable[[int, int], None]
 
@@ -243,7 +244,7 @@ def _samples_of(task: Any) -> str:
 
 
 def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    """Render messages by the chat template. Without `add_generation_prompt`, the model is to continue the last message.
+    """Render messages by the chat template. Without `add_generation_prompt`, the last message stays open to continue.
 
     Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
     """
@@ -277,7 +278,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
 
 @contextlib.contextmanager
 def _hub_asked(*, asked: bool) -> Iterator[None]:
-    """Allow or forbid Hugging Face's `datasets` library to ask the hub, within the context.
+    """Allow or forbid requests of Hugging Face's `datasets` library to the hub, while this context is open.
 
     It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
     """
@@ -346,7 +347,7 @@ def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
-    """Yield the texts of all samples of lm-eval's tasks, to compare training rows with them. tasks: by name.
+    """Yield the texts of all samples of lm-eval's tasks, to compare training rows with them.
 
     Raises EvaluationError for a sample that its task cannot write down.
     """
@@ -362,7 +363,7 @@ def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
 
 
 def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskItem:
-    """Return the texts of one sample: its question as the task renders it, alone and with answer, and its fields."""
+    """Return the texts of one sample: the rendered question, alone and with each answer, and the sample's fields."""
     choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
     question, answers = _chosen(task.doc_to_text(document), choices), task.doc_to_target(document)
     answers = [_chosen(answer, choices) for answer in (answers if isinstance(answers, list) else [answers])]

@@ -244,7 +244,7 @@ def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def datasets_of(file: Path, config: dict[str, Any]) -> Iterator[HubDataset]:
-    """Yield the dataset repositories that a task file names, or else its class, or else the files it includes."""
+    """Yield the datasets of an lm-eval task: those of its file, or else of its Python class or included files."""
     if own := dataset_of(config):
         yield own
     elif isinstance(config.get("class"), Function):

@@ -1,4 +1,4 @@
-"""lm-eval tasks that a recipe names: where they are defined, which datasets they read, which scores they give.
+"""lm-eval tasks that a recipe names: their files, their datasets, and the scores that they give.
 
 All of it is known from files alone, before anything slow starts. The commits of hub datasets are part of an
 evaluation's version, so that changed samples are scored again.
@@ -91,7 +91,7 @@ def check_trusted(selection: TaskSelection) -> None:
 
 
 def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
-    """Return the hub's dataset repositories that the selected tasks and those of the task folder take samples from."""
+    """Return the hub repositories of the datasets from which the selected tasks and the task folder's take samples."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
     defining = _defining(elsewhere, folder=None)
@@ -124,7 +124,7 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
 
 
 def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
-    """Raise TransientError if a task's samples were loaded from another commit than the one that was planned with.
+    """Raise TransientError if a task's dataset on the hub has changed since the run was planned.
 
     tasks: of lm-eval.
     kept: folder of `datasets`, which names the folders of prepared data after the commit; their use is noted.
@@ -165,7 +165,7 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
 
 
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
-    """Return the metrics that each of the folder's own tasks among `names` asks lm-eval for, by task."""
+    """Return the metrics that tasks in the user's folder, among `names`, ask lm-eval for, by task."""
     local = {file for file, _ in _local_tasks(folder)}
     metrics_by_task: dict[str, list[str]] = {}
     for file, config in _defining(names, folder):
@@ -179,7 +179,7 @@ def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]
 
 
 def _defining(names: Iterable[str], folder: Path | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield file and content of the tasks, groups and tags of these names, and of the groups' members."""
+    """Yield file and content of the tasks, groups and tags with these names, and of the groups' members."""
     local = _local_tasks(folder) if folder else []
     todo, seen = [*names], set()
     while todo:

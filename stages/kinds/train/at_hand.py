@@ -28,7 +28,7 @@ from stages.parallel.engines.registry import RULES
 def model_findings(
     config: TrainFields, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield a config field with an error, for a bad chat template, model or layout, or with a warning on the model."""
+    """Check chat template, model and layout; yield each problem's config field with its error or warning."""
     try:
         _ = config.data.chat_template and read_template(config.data.chat_template)
     except LifecycleError as error:
@@ -75,7 +75,7 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
 def first_problems(
     config: TrainFields, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
 ) -> Iterator[str]:
-    """Yield problems of the adapter's layers and of the datasets' first rows, where their files are on this machine."""
+    """Yield problems of the adapter's target layers and the datasets' first rows, for files on this machine."""
     if config.adapter and (folder := find_model()):
         try:
             if (folder / CONFIG_FILE).is_file():

@@ -58,7 +58,7 @@ class TrainingData(Protocol):
     def lengths(self) -> Lengths | None: ...
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
-        """Return this data with the teacher's token probabilities, if the method has a teacher. Collective.
+        """Return this training data with the teacher's token probabilities, if the method has a teacher. Collective.
 
         The teacher's model is loaded before the model that learns. teacher_lifetime: closes a teacher that is also
         asked during training.
@@ -109,12 +109,12 @@ class Batches(Protocol):
         """
 
     def close(self) -> None:
-        """Release what makes the batches, such as a sampling server."""
+        """Release the resources that make the batches, such as a sampling server."""
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Maker of micro-batches from a dataset's rows, each padded to `micro_batch_size` rows."""
+    """Maker of micro-batches from a dataset's rows; each micro-batch is padded to `micro_batch_size` rows."""
 
     dataset: PackedDataset
     micro_batch_size: int

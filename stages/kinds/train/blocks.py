@@ -70,14 +70,14 @@ class OptimizerConfig(StrictModel):
 
     @property
     def muon(self) -> MuonSettings | None:
-        """Muon's options in the form that engines take; None where AdamW updates every parameter."""
+        """Muon's options in the form that training engines take; None where AdamW updates every parameter."""
         if self.name == "adamw":
             return None
         return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
 
     @property
     def low_precision(self) -> LowPrecisionSettings:
-        """Dtypes in which AdamW stores its state, in the form that engines take."""
+        """Dtypes in which AdamW stores its state, in the form that training engines take."""
         return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
 
     @property
@@ -110,7 +110,7 @@ class MoeConfig(StrictModel):
 
     @property
     def settings(self) -> MoeSettings:
-        """Return the router options in the form that engines take."""
+        """Return the router options in the form that training engines take."""
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
 
 

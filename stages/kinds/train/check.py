@@ -25,7 +25,7 @@ from stages.rewards.reward import RewardContext
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Check a training stage against its input models and datasets, and yield each config field with its problem.
+    """Check a training stage against its input models and datasets; yield each problem with its config field.
 
     A problem that is text instead of an error says what could not be checked.
     """
@@ -69,7 +69,7 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
 def prepared_problems(
     config: TrainConfig, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Prepare the datasets as training would, after each was found sound, and yield the problems that this shows."""
+    """Tokenize and pack the datasets as training would, and yield the problems that come up."""
     field = "data.datasets" if config.data.datasets else "data.dataset"
     with TemporaryDirectory() as work:
         try:
@@ -95,7 +95,7 @@ def prepared_problems(
 def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
-    """Check the rewards of a training stage and read every prompt of its dataset; yield the problems."""
+    """Try the rewards of a training stage and read every prompt of its dataset; yield the problems."""
     from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)

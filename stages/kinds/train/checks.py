@@ -48,10 +48,11 @@ IDLE_DATA = {
 }
 """Fields of `data:` that have no effect when training samples completions, each with the reason."""
 OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in ("dtype", "max_model_len")]
-"""Fields of `serving:` that matter only where the stage starts the server; the others also describe a running one."""
+"""Fields of `serving:` that have an effect only where the stage starts the sampling server itself."""
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-"""Adapter fields that choose layers; like those in `SAME`, they must not change when training continues an adapter."""
+"""Adapter fields that choose the layers. Like the fields in `SAME`, they must stay the same when training continues an
+existing adapter."""
 
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
@@ -66,7 +67,7 @@ def config_errors(config: TrainFields) -> Iterator[list[str]]:
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the first conflict, if any, of warm-up with steps, decay with learning rate, or `keep` with evaluation."""
+    """Yield the first conflict: too long a warm-up, too large a weight decay, or `keep: best` without evaluations."""
     steps, warmup_steps = config.steps, config.warmup_steps
     if steps is not None and warmup_steps > steps:
         yield (
@@ -300,7 +301,7 @@ def start_problems(
 
 
 def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
-    """Return the `adapter` fields that a train stage needs to continue the adapter that the stage `name` writes.
+    """Return the `adapter` fields that another train stage needs to continue the adapter of the stage `name`.
 
     Empty where the recipe does not say them.
     """
@@ -357,7 +358,7 @@ def idle_fields(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
-    """Yield the fields of sampling and teachers that have no effect, as dotted paths, with the reason."""
+    """Yield the config fields of sampling and teachers that have no effect, as dotted paths, with the reason."""
     if config.rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
     sampling, block = config.sampling, config.sampling_block

@@ -1,4 +1,4 @@
-"""Config of a training stage: its fields (`fields.py`) with their checks (`checks.py`), and its cache key."""
+"""Config of a training stage, with its cache key; `fields.py` has the fields and `checks.py` their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT_PROBLEM = "layout"
 
 
 class TrainConfig(TrainFields):
-    """Training of a model by one of the methods, whose options are in the field of its name; writes `model/`.
+    """Training of a model by one of several methods, each with its own block of options; writes `model/`.
 
     With `adapter:` the model is frozen and low-rank weights beside it learn, which are written to `adapter/`. The
     method `reward` writes a reward model, to `reward_model/`.
@@ -100,7 +100,7 @@ class TrainConfig(TrainFields):
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return the version of the engine that samples, which enters the cache key; empty without sampling."""
+        """Return the version of the engine that samples completions, for the cache key; empty without sampling."""
         return {**self.sampling.engine_version} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:
@@ -112,7 +112,7 @@ class TrainConfig(TrainFields):
         return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the fields that must be equal to resume an attempt: the cache key's, without engine and layout.
+        """Return the fields that must be equal to resume a training: those of the cache key but engine and layout.
 
         Any engine and layout can load a checkpoint.
         """

@@ -98,7 +98,7 @@ class Journal:
         self._context.milestone(message)
 
     def summary(self) -> Metrics:
-        """Return the attempt's final metrics: medians of `PER_STEP` after the first 3 steps, last values of others."""
+        """Return this attempt's final metrics: medians of `PER_STEP` after 3 steps, last values of the others."""
         if not self._attempt:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]

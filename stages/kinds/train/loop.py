@@ -56,7 +56,7 @@ class TrainingRun:
     positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
-        """Close the run's batches and what makes them, such as a sampling server."""
+        """Close the run's batches and release the resources that make them, such as a sampling server."""
         self.batches.close()
 
     @property
@@ -66,7 +66,7 @@ class TrainingRun:
 
     @property
     def checkpoint_every_steps(self) -> int:
-        """Training steps between checkpoints: the recipe's, or a tenth of the run, in whole rounds of sampling."""
+        """Training steps between checkpoints, by default a tenth of the run, rounded up to whole sampling rounds."""
         wanted = self.config.execution.checkpoint_every_steps or math.ceil(self.num_steps / 10)
         return math.ceil(wanted / self.batches.steps_together) * self.batches.steps_together
 
@@ -141,7 +141,7 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
 def _update(
     run: TrainingRun, share: Share, rate: float, is_profiled: bool
 ) -> tuple[StepOutcome, float, dict[str, float]]:
-    """Make one optimizer step; return its outcome, its seconds, and its share of communication if profiled."""
+    """Make one optimizer step; return its outcome, its seconds and, if profiled, the share of time in collectives."""
     with profile() if is_profiled else nullcontext() as profiled:
         start_s = time.perf_counter()
         micro_batches = with_divergence(run.engine, share.micro_batches)
@@ -153,8 +153,9 @@ def _update(
 
 
 def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
-    """Yield this process's micro-batches of every step, made one step ahead in a thread where that needs no collective.
+    """Yield this process's micro-batches of every training step.
 
+    A thread prepares them one step ahead, unless making them needs collectives.
     Micro-batches made ahead are in pinned memory where the device copies from it, so that their copies overlap with the
     computation.
     """
@@ -204,7 +205,7 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
-    """Load the best step's weights again for `keep: best`; otherwise warn if the held-out loss has risen.
+    """With `keep: best`, load the weights of the best step; otherwise warn if the held-out loss has risen.
 
     Returns the evaluation of the weights that remain.
     """
@@ -283,7 +284,7 @@ class LossByDataset:
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 
     def counts(self, signal: Signal) -> Counts:
-        """Return the loss's counts, such as targets or pairs, for all rows and for each dataset of a mixture."""
+        """Return the counts that the loss's means divide by, such as of pairs, for all rows and for each dataset."""
         counts = self.loss.counts(signal)
         by_dataset = {
             f"{what}.{number}": count if number == signal.member else 0

@@ -23,7 +23,8 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""Largest number of processes for which each one's memory is logged at every step; at the end it always is."""
+"""Largest number of training processes for which the memory of each one is logged at every step. At the end of the run
+it is logged for any number."""
 FORGET_PEAK = "5"
 """Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
@@ -54,7 +55,7 @@ def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
 
 @dataclass
 class Positions:
-    """Count of the token positions in this process's batches over an attempt, with and without padding."""
+    """Count of the token positions in this process's batches since its start, with and without padding."""
 
     num_tokens: int = 0
     num_real_tokens: int = 0

@@ -21,7 +21,7 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Order of training rows: random permutations of all rows, one an epoch, cut into global batches.
+    """Order of training rows: a random permutation of all rows for each epoch, cut into global batches.
 
     A mixture draws from each dataset by weight. A global batch may span the border of two epochs, so no row is left out
     of an epoch.
@@ -34,7 +34,7 @@ class DataOrder:
     data_parallel_size: int
     seed: int
     mixture: MixtureOrder | None = None
-    """Order of a mixture's datasets; None: one dataset of `num_rows` rows."""
+    """Order in which a mixture's datasets are drawn from; None for a single dataset of `num_rows` rows."""
 
     def global_batch(self, step: int) -> list[int]:
         """Return the row numbers of optimizer step `step`, counted from 1."""
@@ -135,6 +135,9 @@ def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator
 
 
 def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
-    """Return each dataset's amount of rows or tokens, float64 [datasets]; a row counts as often as `times` says."""
+    """Return how many rows or tokens training takes from each dataset, float64 [datasets].
+
+    times: visits of each row.
+    """
     counted = times * training.row_lengths if unit == "tokens" else times
     return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

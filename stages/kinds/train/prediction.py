@@ -87,7 +87,7 @@ def predict_run(
 def _check_teacher(
     config: TrainConfig, teacher: ModelFacts | None, request: SearchRequest, candidate: Candidate, available_gib: float
 ) -> dict[str, float]:
-    """Check and return the predicted memory of the teacher's model.
+    """Check that the teacher's model fits into memory, and return its predicted memory in GiB as a metric.
 
     Empty for a teacher on a server, or of unknown sizes.
     """

@@ -29,7 +29,7 @@ from stages.kinds.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """Reference model's log-probabilities of the documents in some dataset rows."""
+    """Log-probabilities of the documents in some dataset rows, computed by the reference model."""
 
     documents: NDArray[np.int64]
     """Document numbers within the dataset, int64 [documents], sorted."""
@@ -44,7 +44,7 @@ class ReferenceRows:
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """Reference model: the engine's before training, with the adapter that training starts from (as in TRL)."""
+    """Reference model: the untrained model in the engine, with the adapter that training starts from (as in TRL)."""
 
     engine: Engine
     weights_digest: str
@@ -61,7 +61,7 @@ class ReferenceModel:
         *,
         mismatched: bool = False,
     ) -> ReferenceRows:
-        """Return the documents' log-probabilities under the reference model, computed or cached. Collective.
+        """Return the documents' log-probabilities under the reference model, from the cache or computed. Collective.
 
         rows: row numbers of the dataset, sorted, without repetitions.
         change: applied to each batch before the forward pass; its `repr` is part of the cache's key.

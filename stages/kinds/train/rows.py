@@ -103,7 +103,7 @@ class RowData:
         return steps_of_epochs(self.config, self.prepared.training)
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RowData:
-        """Ask the teacher for its tokens at all rows that training will learn from, and at the held-out rows.
+        """Return the data with the teacher's likeliest tokens at the targets of all training and held-out rows.
 
         Training rows are left out where the model itself answers in every step.
         """

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 LOSS_PLOT = "plots/loss.png"
 
 prepare_process = start_training_quickly
-"""Function that `python -m stages` calls first; after it the process cannot load models by `device_map` any more."""
+"""Function that `python -m stages` calls before a training, so that libraries load faster. Afterwards the process
+cannot load models by `device_map`."""
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
@@ -257,7 +258,7 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
-    """Record in the model's folder whether it was trained on chats, with the chat template and its date."""
+    """Record in the trained model's folder whether it learned from chats, and the chat template with its date."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
     note_trained_on(folder, conversations=data.conversations, template_date=own_date)
     if config.data.chat_template:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
-"""Text of several kinds, by which different tokenizers are recognised: they hardly cut it into the same tokens."""
+"""Text with several languages and code, to detect that two tokenizers differ: few would split it into equal tokens."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 Document = Sequence[int]
@@ -83,7 +83,7 @@ def server_problems(
 def teacher_problems(
     asked: TeacherTokens, teacher: ModelFacts, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
-    """Yield reasons why a teacher's model does not suit: tokenizer, vocabulary size, fewer tokens than `loss_top_k`."""
+    """Yield reasons why a teacher's model does not fit: tokenizer, vocabulary size, or too large a `loss_top_k`."""
     try:
         loaded = [load_tokenizer(facts.folder, trust_remote_code=trust_remote_code) for facts in (teacher, model)]
         tokens = [tokenizer.get_vocab() for tokenizer in loaded]
@@ -162,7 +162,7 @@ class Taught:
 
 
 class Teacher(Protocol):
-    """Protocol of a distillation's teacher before its model is loaded or its server is asked.
+    """Protocol of a teacher for distillation that is not opened yet: no model is loaded, no server was asked.
 
     identity: everything that decides its answers, except the documents.
     """
@@ -175,7 +175,7 @@ class Teacher(Protocol):
 
 
 class OpenTeacher(Protocol):
-    """Protocol of a loaded teacher, which returns its likeliest tokens and their log-probabilities at each target."""
+    """Protocol of an opened teacher, which returns its likeliest tokens and their log-probabilities at each target."""
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
         """Yield the teacher's likeliest tokens at all targets in `rows` (sorted), in consecutive arrays. Collective.
@@ -351,7 +351,7 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class OpenServer:
-    """Teacher's server in use; implements `OpenTeacher`. Both methods raise what `likeliest` raises."""
+    """Teacher's server in use; implements `OpenTeacher`. Both methods raise the errors of `ServedTeacher.likeliest`."""
 
     teacher: ServedTeacher
     context: StageContext
@@ -368,7 +368,7 @@ class OpenServer:
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Ask the teacher's server about all processes' documents on rank 0, which writes the answers to files.
+        """Ask the teacher's server on rank 0 about the documents of all processes; files pass the answers on.
 
         The other processes read them. So processes that split one model get identical values.
         """
@@ -445,7 +445,7 @@ class OpenModel:
     watchdog: Watchdog
 
     def of_rows(self, dataset: PackedDataset, rows: Sequence[int]) -> Iterator[NDArray[np.void]]:
-        """Yield the teacher's likeliest tokens in rounds; in each, every data-parallel process has one micro-batch."""
+        """Yield the teacher's likeliest tokens, computed in rounds of one micro-batch on each data-parallel process."""
         engine, starts = self.engine, _starts(dataset, rows)
         size = self.micro_batch_size * engine.data_parallel_size
         shares = list(even_micro_batches(len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size))

@@ -32,7 +32,7 @@ LEAST_STEP_LIMIT_S = 30.0
 """Smallest time limit of a training step: a busy machine or a slow disk can delay short steps by seconds."""
 KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
 """Number of steps before time limits are learned, and number of latest steps that they are learned from. The first
-steps take longer: they choose kernels, make buffers and open files."""
+steps take longer, since they choose kernels, allocate buffers and open files."""
 
 
 class Watchdog:
@@ -74,7 +74,7 @@ class Watchdog:
             self.begins(f"step {step}")
 
     def has_stepped(self) -> None:
-        """Record how long the training step took, without the saving after it."""
+        """Record how long a training step took, without the checkpoint or evaluation after it."""
         self._step_times_s.append(time.monotonic() - self._began_s)
 
     def _begins(self, doing: str, limit_s: float, why: str) -> None:

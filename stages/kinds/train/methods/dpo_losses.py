@@ -163,7 +163,7 @@ def discopop(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot(pairs: Pairs, options: Options) -> Tensor:
-    """AOT loss: sigmoid loss of sorted preferences, the model's against the reference's: Melnyk et al. 2024.
+    """AOT loss (Melnyk et al. 2024): sigmoid loss of the model's sorted preferences minus the reference's.
 
     It compares distributions: those of the pairs in one packed row, the same under every layout.
     """
@@ -173,7 +173,7 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
-    """AOT loss of unpaired answers: sorted log-ratios of the chosen answers against those of the rejected ones.
+    """AOT loss of unpaired answers: sigmoid loss of sorted log-ratios, of chosen minus those of rejected answers.
 
     Which two answers form a pair does not matter.
     """

@@ -118,7 +118,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
 
 
 def _deviation(groups: Tensor) -> Tensor:
-    """Return the unbiased standard deviation of each row without its NaN: [groups, 1]; 0 for a single number."""
+    """Return the unbiased standard deviation of each row, ignoring NaN, [groups, 1]; 0 for a row of one number."""
     numbers = (~groups.isnan()).sum(1, keepdim=True)
     squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (numbers - 1).clamp(min=1)).sqrt()

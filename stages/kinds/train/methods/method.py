@@ -86,10 +86,10 @@ class Method:
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """True if the loss needs an estimate of the divergence from the reference model (`loop.with_divergence`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
-    """Request for a teacher's tokens at every target, from the recipe's `teacher:` or a server; None: no teacher."""
+    """Request for a teacher's likeliest tokens at every target; None for a method without a teacher."""
     on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
-    """Training steps that learn from the model's own answers, which a teacher scores but no reward judges; None: no
-    step does."""
+    """Training steps that learn from the model's own answers, scored by a teacher instead of rewards; None for a method
+    without such steps."""
     needs_rollouts: bool = False
     """True if the method learns only from sampled answers that rewards judge; its options are then `RolloutOptions`."""
     needs_score_head: bool = False
@@ -99,25 +99,25 @@ class Method:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Meaning of each metric of the method's loss, by the metric's name."""
     averaged_over: str = "target tokens"
-    """Things that a method's loss is a mean over, such as pairs or tokens."""
+    """Noun for what the method's loss is averaged over, such as `pairs`."""
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
-    """Usual peak learning rates of AdamW for training all weights: pairs of the largest model size in billions and the
-    rate.
+    """Usual peak learning rates of AdamW for training all weights, as pairs: largest model size in billions of
+    parameters, and rate.
 
     `lifecycle init` proposes the method that has them for its kind of rows.
     """
     headline: tuple[str, ...] = ()
-    """Names of the method's metrics that are shown first."""
+    """Names of the method's metrics that are shown first in a run's results."""
     is_null_in_identity: bool = False
-    """True if the cache keys of other methods' stages hold this method's options as `NAME: null`.
+    """True if cache keys of stages with other methods contain `NAME: null`, which keeps the keys of existing stages.
 
     A new method must leave this False, so that the versions of existing stages stay as they are.
     """
 
     def passes(self, options: Any) -> Passes:
-        """Return the forward passes that the method needs besides those of training, for the planner's time prediction.
+        """Return how many forward passes the method needs besides those of training, for the planner's time prediction.
 
         For a divergence, mismatched rows go through the reference before training and through the model in each step. A
         teacher that is no server counts as a model of the same size.

@@ -33,7 +33,7 @@ else:
 
 
 class MethodFields(MethodBlocks):
-    """Fields `method` and its options; options of other methods are refused."""
+    """Config fields `method` and the options of each method; only the chosen method's options may be set."""
 
     method: MethodName
     teacher: Annotated[ModelReference | None, AddedLater()] = Field(
@@ -60,7 +60,7 @@ class MethodFields(MethodBlocks):
 
     @property
     def on_policy(self) -> OnPolicySteps | None:
-        """Training steps that learn from the model's own answers to the rows' prompts; None: no step does."""
+        """Training steps that learn from the model's own answers to the rows' prompts; None if there are none."""
         return self.learning.on_policy(self.method_options)
 
     @property

@@ -1,4 +1,4 @@
-"""Registry of training methods. A new method is a module beside this file and one line here."""
+"""Registry of training methods. To add a method, write a module beside this file and add one line here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS: dict[str, Method] = {
 
 @cache
 def metric_meanings() -> dict[str, str]:
-    """Return the meaning of each method-specific metric, by its name, as `DPO: mean reward of …`."""
+    """Return a sentence on each method-specific metric, such as `DPO: mean reward of …`, by the metric's name."""
     meanings = {name: meaning for method in METHODS.values() for name, meaning in method.metrics.items()}
     assert all(method.metrics.items() <= meanings.items() for method in METHODS.values()), "a name means one thing"
     return {

@@ -11,7 +11,7 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TailWeights:
-    """Change of a batch that weights an answer's tokens beyond its pair's shorter length by `alpha`.
+    """Change of a batch for LD-DPO: an answer's tokens beyond the length of the other answer get the weight `alpha`.
 
     Liu et al. 2024 (LD-DPO).
     """
@@ -19,7 +19,7 @@ class TailWeights:
     alpha: float
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with the weights of its target tokens."""
+        """Return the batch of pairs with a weight for each target token."""
         places = _places_of_targets(batch)
         lengths = batch.documents.sums(batch.signal.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)  # of a pair's two answers
@@ -39,7 +39,7 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChosenPrompts:
-    """Change of a batch that makes all tokens of the preferred documents targets, prompts included.
+    """Change of a batch for ORPO: all tokens of the preferred documents become targets, prompts included.
 
     Prompts have weight 0 in the log-probabilities of answers.
     """

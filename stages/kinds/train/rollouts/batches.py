@@ -1,4 +1,4 @@
-"""Training data of sampled completions: each round samples completions and cuts them into the steps' micro-batches.
+"""Training data of methods that sample: completions are sampled in rounds and cut into the steps' micro-batches.
 
 In a round the server gets the current weights, which is checked; rank 0 samples and scores completions and writes them
 to a file; every process reads it, packs its share, and computes the engine's log-probabilities. The steps of a round
@@ -140,7 +140,7 @@ class RolloutBatches:
         Sampler(server, self._open_judge(), self._prompts, self._options, self._plan).sample(step).write(path)
 
     def _open_judge(self) -> Judge:
-        """Return the function that judges completions by the recipe's rewards, opening these at the first call.
+        """Return the function that scores completions by the recipe's rewards; the first call starts their programs.
 
         Opened rewards may hold processes or servers.
         """
@@ -151,7 +151,7 @@ class RolloutBatches:
         return self._judge
 
     def _clear(self, path: Path) -> None:
-        """Remove files of completions that no resumed run can need, and those that another attempt left."""
+        """Remove files of sampled completions that no resumed run can need, and those of an earlier attempt."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
@@ -218,7 +218,7 @@ class RolloutData:
     model: ModelFacts
     prompts: Sequence[AskedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
-    """Function that builds a second engine, which holds the reference model: the one that training starts from."""
+    """Function that builds a second engine for the reference model, which is the model that training starts from."""
 
     @classmethod
     def read(

@@ -48,7 +48,7 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sizes by which documents of prompt and completion are packed into rows, and rows into micro-batches.
+    """Sizes for packing prompts with completions: tokens in a row, and rows in a micro-batch.
 
     sequence_length: of rows, unless `packing` is off.
     most_tokens: largest length of a document.
@@ -63,7 +63,7 @@ class Packing:
     temperature: float = 1.0
 
     def share(self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int) -> list[Batch]:
-        """Return one process's micro-batches of the documents.
+        """Pack the documents into micro-batches, and return one process's share of them.
 
         Every process gets equally many; some may hold only padding.
         """

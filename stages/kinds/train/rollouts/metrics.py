@@ -15,7 +15,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 COMPLETIONS_FILE = "completions.jsonl"
 NUM_SHOWN = 4
-"""Number of prompts shown to people from each sampling, and of completions shown for each prompt."""
+"""Number of prompts written to `completions.jsonl` from each sampling, and of completions for each prompt."""
 
 
 class SampleFile:
@@ -43,7 +43,7 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Remove the lines of this and later training steps. In place, since the artifact shares the inode."""
+        """Remove the lines of `step` and later training steps in place: the artifact has a hard link to the file."""
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))

@@ -58,7 +58,7 @@ class OnPolicyBatches:
     server: SyncedServer
     seed: int
     file: Path
-    """File to which rank 0 writes the answers and from which every process reads them."""
+    """File of sampled answers, which rank 0 writes and every process reads."""
     watchdog: Watchdog
     samples: SampleFile | None
     """File of answers for people to read, on rank 0 only."""
@@ -104,7 +104,7 @@ class OnPolicyBatches:
         self.server.close()
 
     def _write_answers(self, step: int, server: RolloutServer) -> None:
-        """Sample answers to the global batch's prompts and write them to the shared file; on rank 0 only.
+        """Sample answers to the prompts of a global batch and write them to the shared file; on rank 0 only.
 
         Some are written for people, too.
         """

@@ -120,7 +120,7 @@ class RoundPlan:
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Return the number of the part of a round's completions that a step learns from.
+        """Return which part of a round's completions a training step learns from, counted from 0.
 
         A round has `steps_per_generation` parts.
         """
@@ -158,7 +158,7 @@ EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompt, as token ids, that the sampling server completes, with its seed.
+    """Prompt for the sampling server, as token ids, with the seed of its completions.
 
     max_tokens: after which a completion is cut off.
     """
@@ -256,7 +256,7 @@ class Sampler:
         return Round(first_step, groups, measured)
 
     def _missing(self, groups: Sequence[Group]) -> int:
-        """Return how many groups with differing rewards the round still lacks."""
+        """Return how many more groups with differing rewards a sampling round needs."""
         return self.plan.prompts_per_round - sum(group.has_signal for group in groups)
 
     def _judged(self, prompts: Sequence[int], completions: Sequence[Sequence[Completion]]) -> list[Group]:

@@ -1,4 +1,4 @@
-"""Sampling server beside a training: started or named by the recipe, given each step's weights, checked and restarted.
+"""Sampling server of a training run: its start or connection, weight updates, checks and restarts.
 
 When it dies or hangs, whatever is under way is asked again of its successor, which gets the same weights. `Probe`
 checks by a few fixed completions that the server answers with the engine's weights.
@@ -69,7 +69,7 @@ class SamplingServer(Protocol):
 
 
 class Host(Protocol):
-    """Protocol of a sampling server's source: a process that the stage starts, or a server that the recipe names.
+    """Protocol of the way to a sampling server: start one as a process, or connect to one that the recipe names.
 
     remedy: what is done about a server that failed, in messages.
     """
@@ -98,7 +98,10 @@ class RolloutServer:
     """
 
     def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
-        """Store how to open the server, without opening it. is_adapter: whether the weights are an adapter's."""
+        """Store how to open the sampling server, without opening it.
+
+        is_adapter: whether the weights are an adapter's.
+        """
         self._host = host
         self._execution = execution
         self._warn = warn
@@ -478,7 +481,7 @@ class SyncedServer:
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
-        """Choose between an own server and the recipe's; it opens with the first weights that it gets."""
+        """Choose the sampling server, started here or named by the recipe; it opens when it gets the first weights."""
         self._engine = engine
         self._watchdog = watchdog
         self.packing = completion_packing(config, options, model)
@@ -530,7 +533,7 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """Check that server and engine agree on fixed completions, once these have been chosen. Collective."""
+        """Check that sampling server and training engine agree on the fixed completions, if these exist. Collective."""
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
             if is_main_process():
@@ -542,7 +545,7 @@ class SyncedServer:
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Choose the completions by which server and engine are compared, or read an earlier choice. Collective.
+        """Choose the completions by which server and engine are compared, or load those chosen before. Collective.
 
         They are taken once, from the first of these documents.
         """
