@@ -118,7 +118,7 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Return a registered model and its evaluations as the subject of a lineage or a comparison.
+    """Return a registered model with its evaluations, so that `lifecycle lineage` or `diff` can describe it.
 
     Its URI is `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
     Raises what MLflow does, StoreError when the artifact is not here.

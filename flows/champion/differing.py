@@ -179,7 +179,7 @@ def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterato
 
 
 def _commits(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield a sentence for each pair of Git commits, old and new, that built differing stages."""
+    """Yield a sentence for each change of this program's Git commit between two builds of a stage."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for old, new in changed:
         stages[_commit(old.record.git_commit), _commit(new.record.git_commit)].append(new.record.stage)

@@ -25,7 +25,7 @@ from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"
-"""Name of the base model among the inputs of an adapter's evaluation."""
+"""Name under which an adapter's base model is given to the champion's repeated evaluation."""
 
 
 def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:

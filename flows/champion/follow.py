@@ -51,17 +51,16 @@ MAX_TIMES_SLOWER = 1.25
 MAX_AT_ONCE = 2
 LONGEST_PAUSE_S = 60.0
 STEADY_S = 300.0
-"""Seconds after which a running engine counts as stable, so that its next death is the first in a row."""
+"""Seconds of running after which an engine counts as stable: its next death is counted as the first in a row again."""
 STEP_INTERVAL_S = 0.1
 LAST_ANSWERS_TIMEOUT_S = 30
 MAX_DEATHS_WITH = 2
-"""Number of times that the champion's engine may die while an adapter is in it, or loading; then the adapter is
-refused."""
+"""Number of engine deaths, with an adapter loaded or being loaded, after which that adapter is no longer served."""
 
 
 @dataclass(frozen=True)
 class Following:
-    """Alias of a registered model to be served until the user interrupts, with the settings of a canary.
+    """Settings of `lifecycle serve --follow`: the alias of a registered model to serve, and how to run a canary.
 
     canary_share: share of requests, 0 to 1, for the challenger while there is one.
     gate_requests: number of requests of each version after which the challenger is promoted or withdrawn; None leaves
@@ -138,7 +137,7 @@ class Follower:
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Handle engine deaths, finished starts and moved aliases, without waiting.
+        """Handle engine deaths, finished engine starts and moved MLflow aliases, without waiting.
 
         Return whether MLflow has reported the aliases.
         MLflow reports every few seconds.
@@ -254,7 +253,10 @@ class Follower:
             self._refuse(CHALLENGER, start.version, str(error))
 
     def _see_aliases(self) -> bool:
-        """Adopt or withdraw served versions as aliases have moved; return whether MLflow has reported them."""
+        """Promote or withdraw the running challenger if MLflow's aliases have moved.
+
+        Return whether MLflow has reported any.
+        """
         aliases = self.aliases.look()
         for alias, version in aliases.items():
             self._announce(alias, version)
@@ -442,7 +444,7 @@ def have_answered(num_requests: int, *tallies: Tally) -> bool:
 
 
 def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
-    """Yield a sentence for each gate, errors or latency, that the challenger fails against the champion."""
+    """Yield a sentence for each limit on errors or latency that the challenger exceeds against the champion."""
     shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
     if shares[0] > shares[1] + MAX_MORE_ERRORS:
         yield f"{shares[0]:.1%} of its requests failed, and {shares[1]:.1%} of the champion's"

@@ -1,4 +1,4 @@
-"""Supervision of `lifecycle serve --follow`: the process restarts the serving process whenever that one dies.
+"""Supervision of `lifecycle serve --follow`: a parent process restarts the serving process whenever it dies.
 
 The supervisor holds the listening socket: when the serving process dies, its engines end with it, and clients wait in
 the socket's queue until the next one answers.
@@ -22,7 +22,7 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Seconds added to the limit for an engine's start, for asking MLflow and checking the champion's answers."""
+"""Seconds allowed beyond an engine's start limit, for queries to MLflow and checks of the champion's answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:

@@ -37,7 +37,10 @@ from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, 
 
 
 def main() -> None:
-    """Run `judge` or `complete`, as the arguments say; the last one is the work folder. Exits like a stage process."""
+    """Run `judge` or `complete`, as the first argument says, on the work folder in the last.
+
+    Exits like a stage process.
+    """
     die_with_parent()
     collect_rarely()
     steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}

@@ -73,7 +73,7 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
 
 
 def registration_of(version: Any) -> Registration:
-    """Return a registered model's record as the tags of its version in MLflow's registry describe it.
+    """Return the registration record that the tags of a version in MLflow's model registry describe.
 
     Scores and description, which are for people, are left out.
     Raises StoreError for a version that somebody registered by other means.

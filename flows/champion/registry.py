@@ -208,7 +208,7 @@ class Registry:
             return {model.name: frozenset(self._aliased(model)) for model in self._models()}
 
     def referred_to(self, newest: int | None) -> frozenset[str]:
-        """Return what registered versions refer to: artifacts, MLflow runs and attempts of promote stages, as keys.
+        """Return the keys of all artifacts, MLflow runs and promote attempts that registered versions refer to.
 
         newest: number of the latest versions of each model that count, beside those with an alias; None: all.
         """

@@ -55,7 +55,8 @@ class Housekeeping:
         self._refreshes: dict[Path, RefreshRecord] = {}
         self._referred_to_beyond: list[RefreshRecord] = []
         self.unasked: str | None = None
-        """Reason why no refresh beyond the policy is removed this time (MLflow cannot be asked); else None."""
+        """Reason why this garbage collection removes no old refreshes, such as an MLflow server that does not answer;
+        else None."""
         self._unreadable: list[str] = []
         protected = set(kept_versions())
         records = []
@@ -151,7 +152,7 @@ def _runs(refresh: str) -> list[str]:
 def _delete_flow_runs(records: list[RefreshRecord]) -> None:
     """Delete the flow runs of refreshes from Prefect.
 
-    Raises ServerError when it has some of them and does not answer.
+    Raises ServerError when there are some and Prefect does not answer.
     """
     if any(record.prefect_flow_run_id for record in records):
         is_ours = _reach(PREFECT)
@@ -162,7 +163,7 @@ def _delete_flow_runs(records: list[RefreshRecord]) -> None:
 
 
 def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
-    """Delete the runs of refreshes from MLflow. Raises ServerError when it has some of them and does not answer."""
+    """Delete the MLflow runs of refreshes. Raises ServerError when there are some and MLflow does not answer."""
     if any(_runs(record.refresh) for record in records):
         is_ours = _reach(MLFLOW)
         of_here = [record for record in records if is_ours or not record.is_copied]

@@ -47,7 +47,7 @@ def note_tallies(name: str, tallies: Mapping[str, Any]) -> None:
 
 
 def forget_tallies(name: str) -> None:
-    """Remove the file with the request counts of a canary: the canary of the calling process has ended."""
+    """Remove the request counts that the calling process wrote for its canary, which has ended."""
     _file(name).unlink(missing_ok=True)
 
 
@@ -67,7 +67,7 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
 
 
 def left_notes() -> Iterator[Path]:
-    """Yield the files with request counts that killed servers left.
+    """Yield the files with request counts of canaries that killed servers left behind.
 
     In a copied home they include those of the original's servers.
     """

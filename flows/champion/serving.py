@@ -39,7 +39,7 @@ process ended."""
 MAX_UNWELL = 2
 """Number of bad health answers in a row after which an engine counts as dead; its process may end only later."""
 BUSY_S = 30.0
-"""Longest time, in seconds, in which an engine turns out busy or dead after it has failed to load an adapter."""
+"""Longest time in seconds, after an engine has failed to load an adapter, to find out whether it is busy or dead."""
 T = TypeVar("T")
 
 
@@ -166,7 +166,7 @@ def _backend(server: Server, version: RegisteredVersion) -> Backend:
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
-    """Return how to serve a version on a server that can swap adapters at run time; unchanged for a whole model.
+    """Return a version's launch spec for a server that loads adapters while it runs; unchanged for a whole model.
 
     idle: path at which an adapter without effect is written.
     """
@@ -211,7 +211,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Check that the server lists and answers for an adapter, with the log-probabilities of its training.
+    """Check that a server lists an adapter, answers for it, and gives the log-probabilities that its training recorded.
 
     Raises ServerError otherwise.
     """
@@ -254,7 +254,8 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Outcome of the start. Raises StartStoppedError, or the error of the start, after removing everything."""
+        """Future of the started engine. Its `result()` raises StartStoppedError, or the error of the start, after
+        cleaning up."""
 
     def stop(self) -> Future[None]:
         """Stop the start of an engine; return a future that is done when nothing of the engine is left."""

@@ -1,4 +1,4 @@
-"""Steps of `lifecycle calibrate`: find measured runs, fit the planner's constants, write them, show the errors left."""
+"""Steps of `lifecycle calibrate`: find measured runs, fit and write the layout planner's constants, show its errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAST_RUNS = 3
 
 
 def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tuple[Calibration, Path]:
-    """Fit the planner's constants to training runs of one machine that MLflow has recorded; see `_calibrate`."""
+    """Fit the layout planner's constants to training runs of one machine that MLflow has recorded."""
     ready_servers()
     wanted = f"tags.{HARDWARE} = '{hardware()}'" if where is None else where
     runs = [run for run in find_runs(experiment, wanted) if "model_shape" in run.tags]
@@ -39,12 +39,12 @@ def calibrate_logged(experiment: str, where: str | None, out: Path | None) -> tu
 
 
 def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
-    """Fit the planner's constants to engine measurements by `tests/benchmarks/gpu.py`; see `_calibrate`."""
+    """Fit the layout planner's constants to engine measurements by `tests/benchmarks/gpu.py`."""
     return _calibrate(measured_runs(file), file.name, out)
 
 
 def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
-    """Fit the planner's constants to measured runs, and write them into the machine's hardware file.
+    """Fit the layout planner's constants to measured runs, and write them into the machine's hardware file.
 
     Runs that the planner cannot predict are left out, with reasons.
     Raises RecipeError when there are too few runs, or they are of several machines.
@@ -66,7 +66,7 @@ def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Cali
 
 
 def as_text(calibration: Calibration, path: Path) -> str:
-    """Return the planner's constants before and after a fit, and each run's prediction errors, as text."""
+    """Return the layout planner's constants before and after a fit, and the prediction errors of each run, as text."""
     start, fitted = calibration.start, calibration.hardware
     values = {name: (getattr(start.efficiency, name), getattr(fitted.efficiency, name)) for name in CONSTANTS}
     values[LATENCY] = (start.intra_node_latency_s, fitted.intra_node_latency_s)

@@ -1,4 +1,4 @@
-"""Commands that measure parallel layouts, and fit the planner to measurements: `lifecycle compare`, `calibrate`.
+"""Commands that measure parallel layouts, and fit the layout planner to measurements: `lifecycle compare`, `calibrate`.
 
 Each command imports what it needs, so that `lifecycle --help` stays fast.
 """
@@ -16,7 +16,7 @@ from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, terminal_widt
 
 
 class ManyValues(click.Command):
-    """Command whose `--layouts` takes all words up to the next option, as a shell's `*` produces them."""
+    """Click command whose `--layouts` takes all words up to the next option, as when a shell expands `*`."""
 
     OPTION = "--layouts"
 
@@ -39,7 +39,7 @@ class ManyValues(click.Command):
     "--layouts",
     multiple=True,
     metavar="FILE|LAYOUT…",
-    help='Layouts to measure, such as "fsdp dp_shard=2" "megatron tp=2", or a file of them.',
+    help='Parallel layouts to measure, such as "fsdp dp_shard=2" "megatron tp=2", or a file of them.',
 )
 @SET_OPTION
 @click.option(

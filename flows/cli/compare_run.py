@@ -61,7 +61,7 @@ def compare_logged(experiment: str, where: str, *, allow_mixed: bool) -> tuple[l
 
 
 def exit_code(record: RefreshRecord) -> int:
-    """Return the exit code of a comparison: 0 if any layout was measured, since others may well not fit."""
+    """Return the exit code of a comparison: 0 if any layout was measured, since some often do not fit into memory."""
     codes = {"completed": 0, "cancelled": RefreshStoppedError.exit_code}
     return codes.get(record.state, StageCrashError.exit_code)
 

@@ -24,7 +24,7 @@ COLUMNS = {
     "micro_batch_size": "mbs",
     "recompute": "recompute",
 }
-"""Column headings of the table of layouts, by the layout's field."""
+"""Column headings of the table of parallel layouts, by config field of a layout."""
 MEMORY_GROUPS = {
     "states": ("weights", "gradients", "optimizer"),
     "activ.": ("activations", "workspace"),
@@ -95,7 +95,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 
 
 def explained_as_text(answer: Explained) -> str:
-    """Return one layout's predictions in full, as text: memory of each pipeline stage, step time by part, warnings."""
+    """Return one layout's predictions in full, as text: memory by pipeline stage, step time by cause, warnings."""
     candidate, request = answer.candidate, answer.request
     lines = [
         _headline(request),
@@ -179,7 +179,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _margin(candidate: Candidate) -> str:
-    """Return a sentence with the memory, in GiB, up to which a layout counts as `fits` and as `tight`."""
+    """Return a sentence with the predicted memory, in GiB, up to which a layout counts as `fits` and as `tight`."""
     least, most = (1 - UNCERTAINTY) * candidate.available_gib, candidate.available_gib / (1 - UNCERTAINTY)
     return f"memory: fits up to {least:.1f} GiB, tight up to {most:.1f}: predictions may be off by {UNCERTAINTY:.0%}"
 
@@ -192,7 +192,7 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Return the days and GPU-hours of the whole training, with the reference model's forward passes.
+    """Return the predicted days and GPU-hours of the whole training, a reference model's forward passes included.
 
     None without a total number of tokens.
     """

@@ -127,7 +127,7 @@ COMMANDS = (
     *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
-"""Commands that run for long, whose output is often read in a log: each line has its time, error messages included."""
+"""Commands that run for long, so that each output line, error messages included, begins with the time."""
 for command in COMMANDS:
     cli.add_command(command)
 

@@ -31,7 +31,7 @@ from stages.core.errors import RecipeError
     "--columns",
     multiple=True,
     metavar="THEIRS=OURS,…",
-    help="Columns of your data to rename: each your name, then the name that the data format expects.",
+    help="Columns to rename: THEIRS is a column of your data, OURS the name that the data format expects.",
 )
 @click.option(
     "--folder",
@@ -126,7 +126,9 @@ def data(
 @click.command()
 @click.argument("model", required=False, metavar="RECIPE|MODEL_CONFIG")
 @click.option("--stage", metavar="NAME", help="Train stage of the recipe; default: the first one.")
-@click.option("--gpus", "num_gpus", type=int, help="Number of devices, those of a sampling server included.")
+@click.option(
+    "--gpus", "num_gpus", type=int, help="Number of devices to plan for, those of a sampling server included."
+)
 @click.option(
     "--gpu",
     default="h100-80gb",
@@ -161,7 +163,9 @@ def data(
     "--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both engines are searched."
 )
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of best layouts to show.")
-@click.option("--explain", metavar="LAYOUT", help='Explain only this layout, in full, as in "dp_shard=2 tp=4 pp=2".')
+@click.option(
+    "--explain", metavar="LAYOUT", help='Explain only this parallel layout, in full, as in "dp_shard=2 tp=4 pp=2".'
+)
 @JSON_OPTION
 def layouts(
     model: str | None,

@@ -162,7 +162,7 @@ class JobFolder:
             return ""
 
     def claim(self, owner: str) -> None:
-        """Make `owner`, one start of the cluster job, the only process that may write to the stage's work folder.
+        """Record `owner`, one start of the cluster job, as the only one that may write to the stage's work folder.
 
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
@@ -240,7 +240,7 @@ class Cluster:
 
 
 class Pulse:
-    """Watch over the submitter's heartbeats, for a cluster job that shall end when they stop.
+    """Monitor of the submitter's heartbeats inside a cluster job, which ends itself when the heartbeats stop.
 
     Clocks of machines differ, so it compares texts and measures time by this machine's own clock.
     """

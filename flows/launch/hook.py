@@ -1,8 +1,8 @@
-"""Update of MLflow's registry after a promote stage's artifact is committed, by a separate, repeatable program.
+"""Update of MLflow's model registry by a separate program, after a promote stage's artifact is in the store.
 
-A work folder is marked before it is committed, and its artifact keeps the mark until the hook has completed. When a
-crash or an absent MLflow cuts a hook short, the next refresh that finds the artifact cached sees the mark and runs the
-hook again.
+A work folder is marked before it is moved into the store, and its artifact keeps the mark until the program has
+succeeded. When a crash or an absent MLflow cuts the program short, the next refresh that finds the artifact cached sees
+the mark and runs the program again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.core.supervised import Supervised
 
 
 def mark(work: Path, kind: str) -> None:
-    """Mark a work folder that is about to be committed, if a program must run after the commit (promote stages)."""
+    """Mark a promote stage's work folder, before it becomes an artifact, as not yet registered in MLflow."""
     if kind in PROGRAMS:
         (work / PENDING_HOOK_FILE).touch()
 
@@ -31,11 +31,11 @@ def mark(work: Path, kind: str) -> None:
 def complete(
     store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
 ) -> StageResult:
-    """Run the program that completes a committed artifact (it registers the model), then remove the artifact's mark.
+    """Run the program that registers a promote stage's model in MLflow, then remove the mark from its artifact.
 
     The caller holds the lock of the stage.
-    The hook works in the work folder, which the commit has moved away. Returns the stage's result with the tags that
-    the hook adds. Raises what `watch` raises, the hook's own error included.
+    The program gets a new work folder, since the former one is now the artifact. Returns the stage's result with the
+    tags that the program adds. Raises what `watch` raises, the program's own error included.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     store.remove(work)

@@ -1,4 +1,4 @@
-"""Launcher `kubernetes`, without its API client, which takes long to import."""
+"""Launcher `kubernetes` without the client for Kubernetes' API, which is imported only for use because that is slow."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Programs that run before a stage's process and after its commit, by stage kind (promote asks and updates MLflow).
+"""Programs that run before and after stages of a kind. The program of promote stages asks and updates MLflow.
 
 The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
 """

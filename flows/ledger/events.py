@@ -73,7 +73,7 @@ class RefreshBegan(Event):
 
 
 class FlowRunKnown(Event):
-    """Event: the refresh's flow run in Prefect is known by its id.
+    """Event: the id of the refresh's flow run in Prefect became known.
 
     prefect_run_count: number of times that Prefect has started the flow run so far.
     """
@@ -84,7 +84,7 @@ class FlowRunKnown(Event):
 
 
 class StageWaits(Event):
-    """Event: a stage cannot start or continue yet, because it waits for `reason`."""
+    """Event: a stage must wait before it can start or continue; `reason` says for what."""
 
     event: Literal["stage_waits"] = "stage_waits"
     stage: str
@@ -226,7 +226,7 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """Event: the process of a refresh has died, as another process noticed. Retries of the refresh are not concerned.
+    """Event: another process noticed that the process of a refresh has died. It does not affect a later retry.
 
     copied: the process may live, but in the home of which this one is a copy.
     """

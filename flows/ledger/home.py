@@ -1,4 +1,4 @@
-"""Lifecycle home: the folder `$LIFECYCLE_HOME` with all data, by default `.lifecycle` in this folder or one above."""
+"""Lifecycle home: the folder of all data, `$LIFECYCLE_HOME` or by default `.lifecycle` in this or a parent folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def home_identity() -> HomeIdentity:
 
 
 def home_above() -> dict[str, str]:
-    """Return LIFECYCLE_HOME for the environment, if it is unset and a folder above this one contains a lifecycle home.
+    """Return the variable LIFECYCLE_HOME for a lifecycle home in a parent folder; {} if none is needed or found.
 
     Looks no further up than the root of a git checkout, and ignores folders of other users.
     """

@@ -31,7 +31,7 @@ SILENCE_S = 600.0
 
 
 class ProcessIdentity(StrictModel):
-    """Identity of a process in a record, unambiguous although process ids are reused.
+    """Identity of a process in a record, which stays unambiguous when the kernel reuses the process id.
 
     started_ticks: the kernel's clock at its start, which changes of the wall clock do not affect. boot, pid_namespace:
     where its number is valid; None in old records, which are taken for ones of this machine.

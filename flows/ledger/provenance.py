@@ -1,4 +1,4 @@
-"""Provenance of artifacts: the versions of installed packages, and the Git commit of this code."""
+"""Provenance of artifacts: the versions of installed Python packages, and the Git commit of this program."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
-"""State of a stage after an event that belongs to no attempt to run it, by the event's name."""
+"""State that a stage gets from an event outside any attempt to run it, by the event's name."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Error classes of stages that were stopped on request; old versions of this program recorded them as killed."""
 ANOTHER_TRY = "another try"
 KILLED = "its process was killed"
 COPIED = "this home was copied while it ran; how it ended, only the original home knows"
-"""Error text of a refresh in a copied lifecycle home, where its end is unknown. `KILLED` is that of a refresh whose
-process died.
+"""Error text of a refresh whose lifecycle home was copied while it ran, so that its end is unknown here. `KILLED` is
+the error text of a refresh whose process died.
 
 Ledgers hold both texts, so they must not change.
 """
@@ -187,9 +187,9 @@ class RefreshRecord:
 
     @property
     def standing(self) -> Standing:
-        """Return whether the process of the refresh is alive, dead or unseen from here; `dead` in a copied home.
+        """Return whether the process of the refresh is alive, dead or invisible from this machine.
 
-        A process elsewhere is dead once it has given no sign of life for long.
+        In a copied home it counts as dead, and on another host once it has given no sign of life for long.
         """
         if self.is_copied:
             return "dead"
@@ -205,7 +205,7 @@ class RefreshRecord:
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the host on which the refresh may still run, unseen from here; None when its state is known."""
+        """Return the host on which the refresh may still run unseen from here; None when its state is known."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 

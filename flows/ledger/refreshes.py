@@ -36,7 +36,7 @@ from stages.core.metric_series import metrics_size
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
-"""Number of bytes at the end of an event log that suffice to find its last event; a longer last event only takes more
+"""Number of bytes to read from the end of an event log to find its last event. A longer last event only takes more
 time."""
 TORN = "json_invalid"
 """pydantic's error type for text that is no JSON, by which lines cut off by a crash are recognised."""

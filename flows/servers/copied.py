@@ -1,4 +1,4 @@
-"""Protection against copied lifecycle homes: the copy's Prefect pauses schedules and cancels the original's refreshes.
+"""Protection against copied lifecycle homes: the copy's Prefect pauses its schedules and cancels its copied refreshes.
 
 Otherwise both homes would refresh, promote and publish. Prefect is asked by HTTP, since importing its client fixes
 which server it talks to.

@@ -79,7 +79,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """Return which part of which request the client must send next, head or body; None if it awaits an answer."""
+        """Return which part (head or body) of which request the client must send next; None if it awaits an answer."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
@@ -103,7 +103,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of a queue; None when it is empty, after a wait unless `timeout_s` is 0."""
+    """Return the next message of a queue, or None; first wait for a second if it is empty and `timeout_s` is not 0."""
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()

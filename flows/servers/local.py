@@ -296,7 +296,7 @@ def _refuses_us(url: str) -> bool:
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:
-    """Return whether a server that the user named answers. Addresses other than HTTP are assumed to."""
+    """Return whether a server that the user named answers. Addresses that are not HTTP count as answering."""
     if not url.startswith(("http://", "https://")):
         return True
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)

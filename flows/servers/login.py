@@ -44,7 +44,7 @@ ADDRESSES: dict[str, Callable[[str, str], str]] = {
     "prefect": lambda host, password: f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}",
     "mlflow": lambda host, password: f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}",
 }
-"""Functions that build the address where a browser is logged in, from host and port and the password, by server."""
+"""Functions that build the login address of each server's web page from its host, port and password."""
 
 
 def _write(page: Path, address: str) -> Path:

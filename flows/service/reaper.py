@@ -45,9 +45,9 @@ START_TIMEOUT_S = 60.0
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
 DUE_AGAIN = "its process ended, or never started, before the refresh began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
-"""Time for which ended refreshes are checked for a lost notification; a restart of Prefect's server takes seconds."""
+"""Age up to which ended refreshes are checked for a lost notification; a restart of Prefect's server takes seconds."""
 STORED_WITHIN_S = 10.0
-"""Seconds in which Prefect's server stores an event if the disk has space; twice its own interval."""
+"""Seconds within which Prefect's server stores an event, unless the disk is full; twice the server's own interval."""
 FULL_BELOW_BYTES = 16 << 20
 """Free bytes below which a disk counts as full, since SQLite cannot extend a database then."""
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"

@@ -182,7 +182,7 @@ def _find_or_explain(client: SyncPrefectClient, name: str) -> DeploymentResponse
 
 
 def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
-    """Make Prefect plan a schedule's next runs now, not at its scheduler's next look; return the schedule."""
+    """Make Prefect plan a schedule's next runs now, without waiting for its scheduler; return the schedule."""
     client.request("POST", "/deployments/{id}/schedule", path_params={"id": deployment_id}, json={})
     return _describe(client, client.read_deployment(deployment_id))
 

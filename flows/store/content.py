@@ -115,7 +115,7 @@ def content_digest(product: Product, files: Files) -> str:
 
 
 def is_pending(artifact: Path) -> bool:
-    """Return whether the program that runs after an artifact's commit has yet to complete (`flows/launch/hook.py`)."""
+    """Return whether an artifact's follow-up program, such as MLflow registration after promote, has yet to succeed."""
     return (artifact / PENDING_HOOK_FILE).exists()
 
 

@@ -62,11 +62,11 @@ class Record(StrictModel):
 
     @property
     def finding(self) -> LifecycleError | None:
-        """Return why the artifact is unusable, as its own stage judged; None for one that stages may build on."""
+        """Return the error with which the artifact's own stage judged it unusable; None for a usable artifact."""
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:
-        """Return the error to raise for an artifact that its own stage judged unusable; None for a good one.
+        """Return the error for building on an artifact that its own stage judged unusable; None for a good one.
 
         It names the folder and a remedy.
         """
@@ -89,11 +89,11 @@ class Record(StrictModel):
 
 @dataclass(frozen=True)
 class Artifact:
-    """Committed artifact in the store, with its record.
+    """Finished artifact in the store, with its record, its last use and its damage.
 
     used_s: when it was built or last found cached, in seconds since the epoch.
     damage: files that are missing or have another size than recorded.
-    pending: the hook after its commit has yet to be completed.
+    pending: its follow-up program (`flows/launch/hook.py`) has yet to succeed.
     """
 
     folder: Path

@@ -92,7 +92,7 @@ class Store:
         return self.root / kind / f"{stage}-{version}"
 
     def work_folder(self, kind: str, stage: str, resume_key: str) -> Path:
-        """Return the work folder in which a stage runs until its artifact is committed; it need not exist."""
+        """Return the work folder of a stage, which the store later takes over as the artifact; it need not exist."""
         return self.root / ".work" / kind / f"{stage}-{resume_key}"
 
     def cache_folder(self, kind: str) -> Path:
@@ -100,7 +100,7 @@ class Store:
         return self.root / ".cache" / kind
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """Return the committed artifact of a stage kind with a version (cache key); None without a complete record."""
+        """Return the finished artifact of a stage kind with a version (cache key); None without a complete record."""
         candidates = (self.root / kind).glob(f"*-{version}")
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
@@ -180,13 +180,16 @@ class Store:
         return artifact
 
     def recover(self, kind: str, version: str) -> None:
-        """Complete a commit that a crash interrupted after the folder had been moved. Call it under the lock."""
+        """Finish turning a work folder into an artifact after a crash between the move and the record.
+
+        Call it under the lock.
+        """
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
 
     def remove_mark(self, artifact: Path) -> None:
-        """Remove the mark of an artifact for which a program must run after its commit, since the program has run."""
+        """Remove an artifact's mark for its follow-up program (model registration), which has now run."""
         with self.explained(f"note that {artifact.name} is complete"):
             (artifact / PENDING_HOOK_FILE).unlink()
             _sync(artifact)
