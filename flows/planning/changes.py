@@ -35,7 +35,7 @@ from stages.hubs.registry import HUBS
 ROW_FILES = (".jsonl", ".ndjson", ".csv")
 """File suffixes for which a change is described by the number of rows."""
 TEXT_FILES = (".yaml", ".yml", ".jinja", ".jinja2", ".j2", ".json", ".txt", ".md")
-"""Suffixes of text files whose lines are recorded, so that a later plan can show which line changed."""
+"""Suffixes of text files whose lines a plan records, so that a later plan can show which line changed."""
 MAX_COUNTED_BYTES = 1 << 28
 """Largest file in bytes whose rows are counted, which takes about a second; a larger file is described by its bytes."""
 MAX_KEPT_BYTES = 1 << 16
@@ -48,7 +48,7 @@ _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}"
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
-"""Name of the artifact store's cache in which the contents of recipes' files are recorded."""
+"""Name of the artifact store's cache for contents of recipes' files, with which a later plan describes changes."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
 """Hashed files of a folder: each file's SHA-256 and path, by file name."""
@@ -72,8 +72,9 @@ CONTENTS = TypeAdapter(Contents)
 
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
-    """Record the contents of the file or folder at `path` under its hash `digest`, in the cache folder `folder`.
+    """Record the contents of a file or folder, so that a later plan can describe what changed in it.
 
+    folder: the cache folder. digest: hash under which the contents of `path` are recorded.
     Nothing is recorded where the folder cannot be written.
     """
     before = kept_contents(folder, digest)
@@ -167,14 +168,17 @@ def _text(file: Path) -> str | None:
 
 
 def _kept(name: str, text: str | None) -> str | None:
-    """Return a file's text with `***` instead of possible keys, as it is recorded; None for files of other kinds."""
+    """Return a text file's content for recording, with `***` in place of possible API keys; None for other files."""
     if text is None or not name.endswith(TEXT_FILES):
         return None
     return _LIKE_A_KEY.sub(REPLACEMENT, redact("".join(_without_named_secrets(text))))
 
 
 def _without_named_secrets(text: str) -> Iterator[str]:
-    """Yield a text's lines, with `***` instead of lines that name a key or password and of lines nested below them."""
+    """Yield the lines of a text with `***` in place of each line that names a key or password.
+
+    Lines nested below such a line are replaced, too.
+    """
     hidden_below = None
     for line in text.splitlines(keepends=True):
         content = line.lstrip()
@@ -204,7 +208,7 @@ def _changed_lines(old: str, new: str) -> str | None:
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
-    """Return the plan with each reason to run describing the changed files in words, not by old and new hash.
+    """Return the plan with reasons that say in words how files changed, instead of showing an old and a new hash.
 
     kept: folder of the contents at earlier plans; the present contents are recorded there.
     """
@@ -213,7 +217,7 @@ def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
 
 
 def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
-    """Return the planned stage with its reason describing changes in files of its paths, such as `task_folder`."""
+    """Return the planned stage with a reason that says how files in its path fields, such as `task_folder`, changed."""
     reason = stage.reason
     outside = stage.identity["outside"]
     assert isinstance(outside, dict)
@@ -230,7 +234,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
 
 
 def _with_sources(stage: PlannedStage, index: Index) -> PlannedStage:
-    """Return the planned stage with its reason describing changes in the model or data source that it fetches."""
+    """Return the planned stage with a reason that says how the model or data source that it fetches has changed."""
     config = stage.config
     if not isinstance(config, FetchedConfig):
         return stage
@@ -254,7 +258,7 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
 
 
 def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
-    """Return the planned stage with its reason naming the former and the present source in full.
+    """Return the planned stage with a reason that names the former and the present model or data source in full.
 
     A path is no identity, so the differences of identities do not show it.
     """
@@ -277,7 +281,7 @@ def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
-    """Describe what changed in a path of the recipe between two recorded hashes; None if either was not recorded."""
+    """Describe what changed in a file or folder between two of its hashes; None unless both contents were recorded."""
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None

@@ -19,7 +19,7 @@ from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""Prefixes of config fields whose lack of effect is no error, since overrides for short trial runs cause that."""
+"""Prefixes of config fields that trial runs often override: having no effect is then no error, only a warning."""
 
 
 class Problems:
@@ -33,7 +33,7 @@ class Problems:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Collect the error that the `with` block raises, and continue after the block."""
+        """Collect the error that the `with` block raises instead of raising it, and continue after the block."""
         try:
             yield
         except LifecycleError as error:
@@ -59,7 +59,7 @@ class Problems:
 
 
 def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
-    """Raise RecipeError with the problems that stages find in one another, such as a gate that no model can pass."""
+    """Raise RecipeError for problems between stages of a recipe, such as a gate that no evaluated model can pass."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()

@@ -38,7 +38,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
 
 
 def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tuple[str, UpstreamEntry]]:
-    """Yield each training stage, with a dataset that it learned from, among all ancestors of the given artifacts."""
+    """Yield pairs of a training stage and a dataset that it learned from, for all ancestors of the given artifacts."""
     for entry in upstream.values():
         record = _record(entry, find)
         if not record or record.product == "dataset":

@@ -77,7 +77,7 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:
-    """Yield why a stage cannot get its GPUs, as the end of an error message that begins with how many it wants."""
+    """Yield why a stage cannot get its GPUs, each as the end of an error message that begins with their number."""
     execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
     if not execution.is_local:
         if problem := execution.options.gpu_problem(wanted):

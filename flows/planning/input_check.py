@@ -55,7 +55,7 @@ def _model(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelAt
 
 
 def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -> ModelFacts | None:
-    """Return the facts (sizes, tokens) of a stage's downloaded model, or None if its config is not on this machine."""
+    """Return the facts (config, tokens) of a stage's downloaded model, or None if its config is not on this machine."""
     artifact = index.find(source.kind, version_of(identity_of(source, {}, outside)))
     if artifact and not artifact.damage and (artifact.folder / "model" / CONFIG_FILE).is_file():
         return ModelFacts(artifact.folder / "model")
@@ -63,7 +63,7 @@ def _local_facts(source: FetchedConfig, outside: dict[str, Any], index: Index) -
 
 
 def check_first_inputs(recipe: Recipe, will_run: Collection[str], outside: Outside, index: Index) -> None:
-    """Raise RecipeError with every problem in rows and adapters on this machine that stages to run will read."""
+    """Raise RecipeError that lists every problem in local rows and adapters that stages about to run will read."""
     problems = [
         f"stages.{name}.{problem}"
         for name, config in recipe.stages.items()
@@ -82,7 +82,7 @@ def _model_folder(recipe: Recipe, outside: Outside, index: Index, name: str) -> 
 
 
 def _folder(recipe: Recipe, outside: Outside, index: Index, name: str) -> Path | None:
-    """Return the local folder of a download's files, in the artifact store or at their source, or else None.
+    """Return the local folder with a download stage's files, in the artifact store or at their source, else None.
 
     A dataset may be one file. A selection of a folder's files is left to the check of inputs.
     """

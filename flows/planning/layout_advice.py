@@ -1,4 +1,4 @@
-"""Layout search behind `lifecycle layouts`: for a recipe or a model's config, all layouts ranked or one explained."""
+"""Layout search for `lifecycle layouts`, which ranks all parallel layouts of a model or explains a single one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Explained:
-    """Prediction of a single layout in full for `lifecycle layouts`, with warnings."""
+    """Predicted memory and speed of a single parallel layout, as `lifecycle layouts` explains it, with warnings."""
 
     request: SearchRequest
     candidate: Candidate
@@ -153,7 +153,10 @@ def _hardware(options: LayoutOptions) -> Hardware:
 
 
 def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
-    """Return the adapter to plan for: the recipe's with the rank of `--lora-rank`, or one on all linear layers."""
+    """Return the LoRA adapter to plan for: the recipe's, or one on all linear layers if only `--lora-rank` is given.
+
+    The option replaces the rank of the recipe's adapter.
+    """
     if rank is None:
         return of_recipe
     return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)

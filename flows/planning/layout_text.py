@@ -1,4 +1,4 @@
-"""Parser of layouts written as one line, such as `megatron tp=2 dp_shard=4`, into engine and layout fields.
+"""Parser of parallel layouts written as one line, such as `megatron tp=2 dp_shard=4`, into engine and layout fields.
 
 A line contains what a recipe has under `engine:` and `layout:`, and means the same in every command; omitted fields
 have the default of a layout. Only the engine may be omitted, where the fields show which it is.
@@ -16,7 +16,7 @@ from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName
 
 LEFT_OUT = (1, False)
-"""Values that switch a parallel degree off. An engine without that degree accepts them."""
+"""Values of a layout field that switch it off. An engine that does not have the field accepts these values."""
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
@@ -39,7 +39,7 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
 
 
 def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
-    """Return the engine and the layout fields of a line in which `line_problems` found nothing.
+    """Return the engine and layout fields that a line such as `megatron tp=2` names, after `line_problems` found none.
 
     Values are read as YAML, and not validated yet.
     """

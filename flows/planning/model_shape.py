@@ -36,7 +36,7 @@ def download_of(recipe: Recipe, stage: str) -> str:
 
 
 class ModelConfigs:
-    """Facts (config, sizes) of the models that a recipe's stages download; each model hub is asked once.
+    """Facts (config, sizes) of the models that a recipe's stages download; each is asked of its hub only once.
 
     A download that is not in `outside` has none.
     limit_s: time for all hubs together; what has not come by then counts as never coming.
@@ -47,7 +47,7 @@ class ModelConfigs:
         self._limit_s = limit_s
         offline_limit_s = None if limit_s is None else PLANNING_OFFLINE_LIMIT_S
         self._answers = {True: Answers[ModelFacts | None](offline_limit_s), False: Answers[ModelFacts | None](limit_s)}
-        """Pending answers about models: under True those read without a network, under False those asked of a hub."""
+        """Pending answers about models: under True those read from local files, under False those asked of a hub."""
 
     def of(self, name: str) -> ModelFacts | None:
         """Return the facts of the model that a stage downloads; None if its hub has not answered yet.
@@ -92,7 +92,7 @@ class ModelConfigs:
 
 
 def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
-    """Read a model's config from its source; None if the hub has not named the revision yet.
+    """Read the facts of a model from its source; None while its hub has not answered which revision to read.
 
     Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """

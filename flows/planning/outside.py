@@ -80,7 +80,7 @@ def resolve_outside(
 
 
 def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
-    """Return a stage's inputs from outside the store, with the program versions of its most similar artifact.
+    """Return the outside inputs of a stage whose programs are not installed, with the versions of its nearest artifact.
 
     For a stage whose programs are missing now: a cached artifact needs none of them. None for a stage never built.
     """
@@ -102,7 +102,7 @@ def _unreadable_paths(stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, 
 
 
 def _problem(path: Path) -> str | None:
-    """Return why a path cannot be read completely, or None if it can."""
+    """Return why a file or folder cannot be read completely, or None if it can."""
     try:
         if not path.exists():
             return f"there is no file or folder {path}"

@@ -23,7 +23,7 @@ from stages.core.redaction import shortened
 
 Action = Literal["run", "cached"]
 FINDING_CHARACTERS = 300
-"""Most characters that a plan shows of the reason why a stage refused its own artifact."""
+"""Most characters that a plan shows of the reason why a stage rejected the artifact that it had made."""
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ ADAPTERS = {
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
 """Training method that a first recipe uses, by kind of rows (`prompts`, `pairs`, …)."""
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
-"""Word for one row in a first recipe's texts, by kind of rows; a row of other kinds is called a row."""
+"""Word for one row in a first recipe's comments, by kind of rows; for other kinds the word is `row`."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
 GROUPS, GENERATIONS = 16, 8
-"""Number of prompts in a GRPO step, and number of answers sampled to each."""
+"""Number of prompts in each GRPO step of a first recipe, and number of answers sampled to each prompt."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
-    """Return the recipe's facts, with an adapter if this machine has too little memory to train the whole model."""
+    """Return the recipe's facts, with a LoRA adapter if this machine has too little memory to train the whole model."""
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 FIRST_ROWS = 1000
 """Number of first rows that decide the kind of all rows and the held-out share."""
 HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
-"""Candidate shares of held-out rows; the first that leaves enough rows to learn and to evaluate is taken."""
+"""Candidate shares of held-out rows, of which the first that leaves enough rows to learn and to evaluate is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 MAX_QUESTIONS = 200
 MAX_TEXT_CHARACTERS = 4000
@@ -278,7 +278,7 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the share of rows to hold out: the smallest candidate that holds out enough rows.
+    """Return the share of rows to hold out for evaluation: the smallest candidate that holds out enough rows.
 
     Enough are ten rows, or a fifth of fewer than fifty. 0 if no rows would be left to learn or to hold out.
     """
@@ -335,7 +335,7 @@ def _reference(row: Mapping[str, Any]) -> bool:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, str]:
-    """Return how to rename question and answer columns (`query`, `response`) if a row fits no known format."""
+    """Return new names for a row's question and answer columns (`query`, `response`) if it fits no known format."""
     named = rename_columns(row, {})
     if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
         return {}

@@ -57,7 +57,7 @@ def _is_secret(names: Sequence[str], leaf: Any) -> bool:
 
 
 def _leaves(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each value of a tree that is neither a mapping nor a list, with the keys that lead to it."""
+    """Yield each single value (no mapping or list) in a recipe's tree, with the keys that lead to the value."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, (*names, key))

@@ -82,7 +82,7 @@ def _close_literal(details: ErrorDetails) -> str:
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """Return a hint at the field that an unknown one may mean: one of this name elsewhere, or the most similar one."""
+    """Return a hint at the field that an unknown one may mean: one with its name elsewhere, or with a similar name."""
     name = str(location[-1])
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
@@ -98,7 +98,7 @@ def _paths(model: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return the recipe path that a pydantic error's location stands for, and the config models possible there.
+    """Return the recipe path of a pydantic error, and the config classes that the error may concern.
 
     A location of pydantic also contains which model of a union it is (by `type` or class); those parts are left out.
     """
@@ -116,7 +116,7 @@ def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
 
 
 def _names(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names by which pydantic's error locations denote a model in a union: its class or its `type`."""
+    """Return the names under which pydantic's errors list one class of a union: its class name or its `type`."""
     discriminator = model.model_fields.get("type")
     return (model.__name__, *(typing.get_args(discriminator.annotation) if discriminator else ()))
 

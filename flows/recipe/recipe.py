@@ -153,7 +153,7 @@ def load_stages(
 
 
 def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[str, StageConfig]:
-    """Return the stages that have no problem and depend only on such stages, without those of a reference cycle."""
+    """Return the stages without problems; stages that depend on a faulty stage or on themselves are left out."""
     sound: dict[str, StageConfig] = {}
     without = [
         name for name in stages if not any(one.startswith((f"stages.{name}.", f"stages.{name}:")) for one in problems)
@@ -261,7 +261,7 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text at a path of a recipe's tree, with its exact place; of a list, each item.
+    """Yield each text under a dotted path of a recipe, with its exact position; a list gives each of its items.
 
     `*` in the path is any name of a mapping, or any index of a list.
     """

@@ -115,7 +115,7 @@ def tree_of(text: str, path: Path) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a recipe's text with `***` in place of each value under an `environment`, and of passwords."""
+    """Return a recipe's text with `***` in place of passwords and of each value in an `environment` mapping."""
     hidden: set[tuple[int, int]] = set()
     for mapping in _mappings(yaml.compose(text, RecipeLoader)):
         for key, value in mapping.value:

@@ -20,7 +20,7 @@ from stages.core.redaction import shortened
 from stages.kinds.train.journal import PER_STEP
 
 PROFILED = "communication_fraction"
-"""Metric that only a profiled step has; profiling makes the step slower."""
+"""Metric that only a training step run under the profiler has; profiling makes the step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
 """Training metrics that are logged only for some steps."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")

@@ -1,4 +1,4 @@
-"""Data model of a refresh's report, from which its HTML page is made; `reading.py` fills it from ledger and store."""
+"""Data model of a refresh's report, from which its HTML page is made; `reading.py` fills it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Curve(StrictModel):
 
 
 class TrainingCurves(StrictModel):
-    """Chart of a training stage: metrics that share a scale, its own curves before earlier champions'.
+    """Chart of a training stage's metrics that share a scale; its own curves come before earlier champions' curves.
 
     chart: `loss`, `reward`, …
     """
@@ -153,7 +153,10 @@ class AnsweredQuestion(StrictModel):
 
 
 class AnswersToTask(StrictModel):
-    """Sample questions of a task with all models' answers. stages: the evaluations, the base model's first."""
+    """Evaluation task with sample questions and the answer of every model.
+
+    stages: the evaluations, the base model's first.
+    """
 
     task: str
     stages: tuple[str, ...]
@@ -161,7 +164,7 @@ class AnswersToTask(StrictModel):
 
 
 class ScoreDifference(StrictModel):
-    """Difference of the candidate's score and the compared model's score on the same samples.
+    """Difference between the candidate's score and the compared model's score on the same samples.
 
     interval: 95%.
     nothing_solved: number of samples if both got none right; else None.

@@ -34,7 +34,7 @@ the gaps between boxes."""
 
 
 def write_report(record: RefreshRecord, index: Index) -> Path:
-    """Write the HTML report of a refresh into the folder of its ledger; return its path."""
+    """Write the HTML report of a refresh (pipeline run) into the folder of its ledger (event log); return its path."""
     path = ledger_of(record.refresh).folder / REPORT_FILE
     write_atomically(path, page(read_report(record, index)))
     return path
@@ -43,7 +43,7 @@ def write_report(record: RefreshRecord, index: Index) -> Path:
 def write_comparison(
     old: RefreshRecord, new: RefreshRecord, index: Index, differences: Mapping[str, Sequence[str]]
 ) -> Path:
-    """Write the HTML page that compares two refreshes into the folder of the second one's ledger; return its path."""
+    """Write the HTML page that compares two refreshes into the newer one's folder; return its path."""
     path = ledger_of(new.refresh).folder / f"compared-with-{old.refresh}.html"
     write_atomically(path, comparison_page(read_report(old, index), read_report(new, index), differences))
     return path
@@ -104,7 +104,7 @@ def _drawn(training: TrainingCurves) -> dict[str, Any]:
 
 
 def _points(curve: Curve) -> list[tuple[int, float | None]]:
-    """Return a few evenly spaced points of a curve, the first and the last included, for its table."""
+    """Return a few evenly spaced points of a curve, including its ends, for the table beside its chart."""
     last = len(curve.steps) - 1
     places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
     return [(curve.steps[place], curve.values[place]) for place in places]
@@ -124,7 +124,7 @@ def _side_by_side(old: RefreshReport, new: RefreshReport) -> list[TrainingCurves
 
 @dataclass(frozen=True)
 class Box:
-    """Stage in the drawing of a refresh. x, y: upper left corner of its box, in pixels."""
+    """Box of one stage in a refresh's drawing. x, y: upper left corner, in pixels."""
 
     stage: StageReport
     x: int

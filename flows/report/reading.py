@@ -1,4 +1,4 @@
-"""Reader that fills a refresh's report (`RefreshReport`) from its ledger and the store, without asking any server."""
+"""Reader that makes a refresh's report from its ledger (event log) and the store, without asking any server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ JOULES_PER_KWH = 3_600_000
 
 
 def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
-    """Return the report of a refresh, made from its ledger and from those artifacts that are still in the store."""
+    """Return the report of a refresh, made from its ledger (event log) and those artifacts that are still stored."""
     stages = tuple(_stage(record, name, entry) for name, entry in record.stages.items())
     verdicts = tuple(promotions(record))
     found_scores = tuple(scores(record))
@@ -87,7 +87,10 @@ def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
 
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:
-    """Yield a time-line bar for each attempt since the refresh was last started; one that still runs has length 0."""
+    """Yield a time-line bar for each attempt at a stage since the refresh was last started.
+
+    An attempt that still runs has length 0.
+    """
     attempts = record.latest_try
     begin_ms = min((attempt.began.time_ms for attempt in attempts), default=0)
     for attempt in attempts:

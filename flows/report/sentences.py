@@ -37,7 +37,7 @@ def fastest(layouts: Sequence[Row]) -> str:
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
-    """Return a sentence on what a refresh means: whether there is a new champion, or else failures or a score."""
+    """Return a sentence on the result of a refresh: whether there is a new champion, or else failures or a score."""
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]
@@ -93,8 +93,9 @@ def _score(score: Score) -> str:
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """Return the warnings of stages built in this refresh as `STAGE, …: message`, and those about repeated attempts.
+    """Return the warnings of stages built in this refresh, and warnings about attempts that were repeated.
 
+    Warnings of stages have the form `STAGE, …: message`.
     Each message appears once. Attempts count since the refresh was last started.
     """
     stages: dict[str, list[str]] = {}

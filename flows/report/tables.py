@@ -21,7 +21,7 @@ PairedMetric = tuple[str, str, float, float]
 
 @dataclass(frozen=True)
 class Table:
-    """Table of numbers in a report. rows: a name and its cells; None for a missing value."""
+    """Table of numbers in a report. rows: a name and its cells, where None is a missing value."""
 
     heading: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
@@ -99,7 +99,10 @@ def serving_table(stages: Sequence[StageReport]) -> Table:
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
-    """Yield counts of a stage's data as (stage, what is counted, number): rows, documents, tokens, those left out."""
+    """Yield counts of the rows, documents and tokens that stages read, made or left out.
+
+    Each count is a tuple (stage, counted thing, number).
+    """
     for stage in stages:
         reported = kind_of(stage.kind).REPORTED
         for name, value in stage.metrics.items() if reported.counts_data else ():
@@ -145,7 +148,10 @@ def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
 
 
 def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") -> list[Bar]:
-    """Return a bar of one metric for each layout that has it, with spread, prediction and single processes if known."""
+    """Return a bar of one metric for each layout that has it, with its spread and prediction if known.
+
+    Values of single process ranks are marked, too.
+    """
     bars = []
     for name, metrics in ((row.text, row.metrics) for row in rows if metric in row.metrics):
         value, expected, whisker = metrics[metric], metrics.get(predicted), None
@@ -159,8 +165,9 @@ def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") 
 
 
 def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
-    """Return bars of the fastest layout on each number of devices, for each engine measured on several numbers.
+    """Return bars that show scaling: for each engine, the fastest layout on each number of devices.
 
+    Engines measured on only one number of devices have none.
     fixed: function that names what is held constant. A bar's line is perfect scaling: as many tokens/s on each device
     as on the fewest devices.
     """
@@ -183,7 +190,7 @@ def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
 def paired_metrics(
     stages: Iterable[tuple[str, Sequence[StageReport | None]]],
 ) -> tuple[list[PairedMetric], list[PairedMetric]]:
-    """Return the metrics that both refreshes have of a stage, split into those that differ and those that are equal."""
+    """Return the metrics that a stage has in both of two refreshes, split into differing and equal ones."""
     rows = [
         (name, metric, value, new.metrics[metric])
         for name, (old, new) in stages

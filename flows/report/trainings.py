@@ -70,7 +70,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
 
 
 def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
-    """Yield the curves of the same stage in an earlier champion's training, unless both share one training run."""
+    """Yield the curves of the same stage in an earlier champion's training; none if both come from one training run."""
     for artifact in closure(champion, index):
         record = artifact.record
         if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:
@@ -79,7 +79,7 @@ def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Ind
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
-    """Yield promotions, by other refreshes, that made a champion under the same model name, newest first."""
+    """Yield the promotion artifacts with which other refreshes made a champion of the same model name, newest first."""
     own = {entry.version for entry in record.stages.values()}
     names = {entry.result.tags.get("registered_model") for entry in record.stages.values()} - {None}
     promotions = [one for one in index.artifacts if one.record.product == "verdict" and one.record.version not in own]

@@ -1,4 +1,4 @@
-"""Activation memory in bytes per token on one process rank: kept for the backward pass, or in use in the current layer.
+"""Predicted activation memory in bytes per token and process rank: kept for the backward pass, or used by one layer.
 
 The equations 1 to 5 of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models"),
 extended to grouped queries, gated feed-forward layers and mixtures of experts. For that paper's GPT (s tokens, b rows,
@@ -19,8 +19,8 @@ from stages.planner.costs import StepCase
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Bytes per weight while a quantized weight is dequantized: a fp32 copy, plus half an index (nf4) or the rounded value
-(int8)."""
+"""Temporary bytes per weight that dequantizing a layer's weights takes: a fp32 copy, plus half an index (nf4) or the
+rounded value (int8)."""
 
 
 def kept_bytes_per_token(case: StepCase) -> float:
@@ -58,7 +58,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
 
 
 def workspace_per_token(case: StepCase) -> float:
-    """Return the bytes per token that only a layer's backward pass needs: recomputed activations, widest gradients."""
+    """Return the temporary bytes per token of a layer's backward pass: recomputed activations, widest gradients."""
     whole = kept_bytes_per_token(_without_recomputation(case))
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
@@ -67,14 +67,14 @@ def workspace_per_token(case: StepCase) -> float:
 
 
 def _without_recomputation(case: StepCase) -> StepCase:
-    """Return the same training step under a layout that recomputes no activations."""
+    """Return the same training step with activation recomputation switched off."""
     if case.layout.recompute == "none":
         return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
-    """Return the bytes of the largest linear weight in full precision: dequantized, or summed with its DoRA adapter."""
+    """Return the temporary bytes of the largest linear weight as used: dequantized, or with its DoRA adapter added."""
     adapter = workload.adapter
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
     if adapter is None or not linears:
@@ -94,7 +94,10 @@ def merged_experts_bytes(case: StepCase) -> float:
 
 
 def merged_experts_workspace(case: StepCase) -> float:
-    """Return the bytes of the largest merged expert weight's gradient, plus recomputed merged weights."""
+    """Return the temporary bytes of a backward pass through experts merged with their adapter.
+
+    These are the gradient of the largest expert weight, and the merged weights where they are recomputed.
+    """
     again = merged_experts_bytes(case) if case.layout.recompute != "none" else 0.0
     return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
 
@@ -105,7 +108,7 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return the share of layers that keep a linear layer's input for backward, by its place (into attention, …).
+    """Return, by place of a linear layer (into attention, …), the share of layers that keep its input for backward.
 
     With adapter dropout the share is 0, since adapters then keep their own dropped-out inputs.
     """
@@ -174,7 +177,7 @@ def _ffn_width(shape: ModelShape) -> float:
 def _ffn_bytes_per_token(
     shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
 ) -> float:
-    """Return the kept bytes per token of a layer's feed-forward block, with tokens dispatched to experts and back."""
+    """Return the bytes per token that a feed-forward block keeps for backward, including tokens sent to experts."""
     into_activation = 1 if software.fp8_activation_inputs else size
     kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
     kept += into_products * inputs

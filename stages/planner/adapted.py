@@ -27,7 +27,7 @@ from stages.planner.partition import PipelineStage, RankParameters, pipeline_sta
 
 @dataclass(frozen=True)
 class LowRank:
-    """Fields of a recipe's `adapter:` block that affect memory or time, with the same meaning as in the recipe."""
+    """LoRA adapter as the planner sees it: the fields of a recipe's `adapter:` block that affect memory or time."""
 
     rank: int
     target_modules: str | tuple[str, ...] = "all-linear"
@@ -116,14 +116,14 @@ def trained_expert_parameters(
 
 @lru_cache(maxsize=256)
 def merged_experts(shape: ModelShape, adapter: LowRank) -> tuple[int, ...]:
-    """Return the number of weights of each expert parameter whose adapter is merged into the weights before use."""
+    """Return how many weights each adapted expert parameter has; its adapter is merged into the weights before use."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
     return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
 
 
 @lru_cache(maxsize=256)
 def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
-    """Return the FLOPs of the model with its adapter; of the experts, only those that a token is routed to count."""
+    """Return the FLOPs per token of a model trained with an adapter, counting only the experts that a token visits."""
     added, saved = 0.0, 0.0
     for layer in range(shape.num_layers):
         stacked = stacked_parameters(shape, layer)
@@ -154,7 +154,7 @@ def learning_parameters(
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
-    """Return the model layers that a pipeline stage holds, and the factor with which sums over them count.
+    """Return the layers of a pipeline stage, and the factor by which to multiply a sum over these layers.
 
     An interleaved stage gets all layers, with its share of them as the factor; any other stage its own layers and 1.
     """
@@ -165,7 +165,7 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Return the bytes of block masks and masked LoRA factors of adapters where Megatron fuses linear layers.
+    """Return the extra bytes of adapters on linear layers that Megatron fuses: block masks and masked LoRA factors.
 
     Megatron fuses queries, keys and values into one matrix, and gate and up into another. The mask says which LoRA
     factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
@@ -188,7 +188,10 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Return the share of layers that train the linear layer at each place (into attention, …), keeping its input."""
+    """Return, by place of a linear layer (into attention, …), the share of model layers that train it.
+
+    These layers keep its input for the backward pass.
+    """
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
@@ -206,7 +209,10 @@ def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
 
 @lru_cache(maxsize=256)
 def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
-    """Count the values per token that adapters of experts and routers keep (A x for LoRA's A), over all layers."""
+    """Count the values per token that adapters of experts and routers keep for backward, over all layers.
+
+    An adapter with LoRA factor A keeps A x.
+    """
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
     return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
 

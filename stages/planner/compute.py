@@ -20,7 +20,8 @@ from stages.planner.workload import PlannedPrecision, Software
 TILE = 128
 """Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Share of the matmul rate, by the largest power of two that divides an inner dimension (loads take ≥ 16 bytes)."""
+"""Share of the full matmul rate that is reached, by the largest power of two that divides a matrix's inner dimension.
+Loads take at least 16 bytes."""
 BACKWARD_ATTENTION = 2.5
 """Cost of fused attention's backward pass relative to its forward pass: five matrix products instead of two (Dao 2023,
 section 3.1)."""
@@ -28,8 +29,8 @@ KERNELS = {"fused": 30, "eager": 45, "experts": 40}
 """Number of kernel launches in one layer's forward pass (fused or eager), and the additional ones of a mixture of
 experts."""
 LAUNCHES_OF_A_COLLECTIVE = 3
-"""Host time of calling one collective, as a number of kernel launches: its kernel, and the events that streams wait
-for."""
+"""Host time of calling one collective (such as an all-reduce) as a number of kernel launches: its kernel, and the
+events that streams wait for."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
 """Memory traffic of casting a matrix product's input to 8 or 4 bits, relative to reading it once in 16 bits.
 
@@ -87,13 +88,13 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds that one layer takes on one process rank, by kind of kernel, and to launch its kernels."""
+    """Predicted seconds of one layer on one process rank, by kind of kernel, with the host's time to launch them."""
 
     attention_core: Pass
     products: Pass
     elementwise: Pass
     host_s: float
-    """Host time to launch the kernels of one forward pass."""
+    """Seconds that the host takes to launch the kernels of one forward pass."""
     host_is_device: bool = False
 
     @cached_property
@@ -134,7 +135,7 @@ def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> Layer
 
 
 def _collective_launches(work: LayerWork) -> int:
-    """Return the kernel launches of the layer's tensor-parallel collectives in a forward pass.
+    """Return the number of kernel launches that a layer's tensor-parallel collectives cost in a forward pass.
 
     These are two all-reduces; with sequence parallelism each is a reduce-scatter and an all-gather.
     """
@@ -145,7 +146,7 @@ def _collective_launches(work: LayerWork) -> int:
 
 @lru_cache(maxsize=16384)
 def head_time(work: LayerWork, hardware: Hardware) -> Pass:
-    """Return the seconds of the output head: product with the (padded) vocabulary, and fp32 cross-entropy."""
+    """Return the seconds of the output head: matrix product with the (padded) vocabulary, and fp32 cross-entropy."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
@@ -159,7 +160,7 @@ def memory_rate(hardware: Hardware) -> float:
 
 
 def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float) -> float:
-    """Return the seconds of a matrix product, [rows, depth] × [depth, columns]."""
+    """Return the predicted seconds of a matrix product of shapes [rows, depth] × [depth, columns]."""
     if not rows or not columns:
         return 0.0
     efficiency = hardware.efficiency
@@ -182,7 +183,7 @@ def _aligned(dimension: float) -> float:
 def _product(
     hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
 ) -> Pass:
-    """Return the seconds of a matrix product and its gradients: by the input and, unless `frozen`, by the weights."""
+    """Return the seconds of a linear layer's forward and backward pass; frozen weights have no gradient to compute."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
     return Pass(forward_s, (1 if frozen else 2) * forward_s)
 

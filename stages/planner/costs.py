@@ -1,4 +1,4 @@
-"""Interface of a training engine's memory and time costs for the planner (`EngineCosts`), and its inputs.
+"""Interface to the memory and time costs of a training engine (`EngineCosts`), which the planner asks, and its inputs.
 
 A case is one optimizer step of a model under a layout, or a search of all layouts. Answers are in `engines/`.
 """
@@ -40,12 +40,12 @@ class StepCase:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one micro-batch on one process rank, which context parallelism divides."""
+        """Number of tokens in one micro-batch on one process rank; context parallelism divides rows among ranks."""
         return self.layout.micro_batch_size * self.workload.sequence_length / self.layout.cp
 
     @property
     def work(self) -> LayerWork:
-        """Work of one layer for one micro-batch, as input for the functions of `compute`."""
+        """Work of one layer for one micro-batch, from which `compute` predicts the layer's seconds."""
         layout, workload = self.layout, self.workload
         return LayerWork(
             self.shape,
@@ -111,7 +111,7 @@ class EngineCosts(ABC):
 
     name: ClassVar[EngineName]
     software: ClassVar[Software]
-    """Behaviour of this project's training program on the engine, with layers that are not compiled."""
+    """Behaviour of this project's training program on the engine (fused kernels, overlap, …), layers not compiled."""
     keeps_products: ClassVar[bool]
     """True if selective recomputation keeps the results of matrix products and recomputes the rest of a layer; False if
     it recomputes the attention core only and keeps the rest."""
@@ -128,7 +128,7 @@ class EngineCosts(ABC):
     fit."""
 
     def program(self, layout: Layout, hardware: Hardware | None = None) -> Software:
-        """Return the behaviour of this project's training program under a layout, with the hardware's exceptions.
+        """Return how this project's training program behaves (fused kernels, overlap) under a layout on the hardware.
 
         Compiling layers fuses their elementwise operations.
         """
@@ -148,21 +148,21 @@ class EngineCosts(ABC):
 
     @abstractmethod
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        """Return the bytes of gathered parameters, and of gradients not yet sharded, on one process rank."""
+        """Return the bytes of gathered parameters and of gradients that are not sharded yet, on one process rank."""
 
     @abstractmethod
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the seconds of data-parallel communication per optimizer step that compute does not hide."""
+        """Return the seconds per optimizer step of data-parallel communication that is not hidden by compute."""
 
     @abstractmethod
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
-        """Return the seconds per layer of gathering its weights for a forward pass that compute does not hide."""
+        """Return the seconds, not hidden by compute, of gathering one layer's weights for a forward pass."""
 
     @abstractmethod
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the layouts worth searching as dicts of layout fields, without a micro-batch size.
+        """Yield the layouts worth searching, each as a dict of layout fields without a micro-batch size.
 
         Layouts that another one always beats are left out.
         """

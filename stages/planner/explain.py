@@ -36,7 +36,7 @@ def what_limits(candidate: Candidate) -> str:
 
 
 def near_misses(result: SearchResult) -> list[str]:
-    """Return a sentence per runner-up layout with other parallel degrees: the memory it lacks, or the time it loses."""
+    """Return a sentence on each runner-up with other parallel degrees: the memory it lacks, or the time it loses."""
     best = result.best
     if best is None:
         return [_too_large(candidate, None) for candidate in _of_other_degrees(result.too_large, [])]

@@ -91,10 +91,11 @@ class Hardware:
     """Bandwidth in GB/s between a device and its host's memory, in one direction: 25 for PCIe 4, 50 for PCIe 5, more
     for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Fields of `Software` that differ on this hardware from those of this project's training programs."""
+    """Exceptions of this hardware to the training program's usual behaviour, as pairs of a field of `Software` and its
+    value."""
 
     def habits(self, software: Software) -> Software:
-        """Return a training program's behaviour with this hardware's exceptions applied."""
+        """Return a training program's behaviour (fused kernels, …) with this hardware's exceptions applied."""
         changes: dict[str, Any] = dict(self.software)
         return replace(software, **changes)
 
@@ -198,7 +199,10 @@ HARDWARE = {
 
 
 def built_in(name: str) -> Hardware:
-    """Return the planner's built-in device of a name. Raises RecipeError that lists the known names."""
+    """Return the planner's built-in description of a device by its name.
+
+    Raises RecipeError that lists the known names.
+    """
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in HARDWARE:
         return HARDWARE[key]
@@ -301,7 +305,7 @@ def _number(value: Any) -> Any:
 
 
 BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""CPU flags in `/proc/cpuinfo` that announce bf16 instructions on x86 and, the last one, on ARM."""
+"""CPU flags in `/proc/cpuinfo` that announce bf16 instructions: the first two on x86, the last one on ARM."""
 BF16_UNITS_GAIN = 4.0
 """Speed of bf16 matrix products relative to fp32 ones on a CPU with bf16 instructions. Measured on two cores with
 AVX512-BF16: 0.80 and 0.21 TFLOP/s."""
@@ -322,7 +326,10 @@ def hardware_at_hand(device_name: str | None, processes: int, file: Path | None)
 
 
 def named_like(device_name: str) -> Hardware | None:
-    """Return the built-in device named in an accelerator's name, such as `NVIDIA A100-SXM4-80GB`, or None."""
+    """Return the built-in description of the device that an accelerator's name contains, or None.
+
+    Such a name is `NVIDIA A100-SXM4-80GB`.
+    """
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
     return HARDWARE[max(known, key=len)] if known else None

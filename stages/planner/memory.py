@@ -63,7 +63,7 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> StageMemory:
-        """Pipeline stage with the highest memory use."""
+        """Memory of the pipeline stage that uses most."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
@@ -95,7 +95,7 @@ def memory(
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Return the pipeline stages that may be fullest: the first keep most micro-batches, the last has the logits."""
+    """Return the pipeline stages that may use most memory: first ones keep most micro-batches, the last has logits."""
     if stages[0].num_layers >= stages[1].num_layers:
         return stages[0], stages[-1]
     return stages[0], stages[1], stages[-1]

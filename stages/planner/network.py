@@ -1,4 +1,4 @@
-"""Predicted time of communication between devices, from bandwidth, latency and the placement of a group's ranks.
+"""Predicted seconds of communication between devices, from bandwidth, latency and the nodes that the ranks are on.
 
 Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so a group is described
 by its size and its stride, the distance of neighbours. A group that spans nodes uses the network cards of all its

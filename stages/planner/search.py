@@ -22,7 +22,7 @@ from stages.planner.time import TimeEstimate, step_time
 
 LARGEST_MICRO_BATCH_TOKENS = 65536
 NEAR_MISS = 1.6
-"""Highest ratio of predicted to available memory at which a layout that does not fit is still timed."""
+"""Ratio of predicted to available memory up to which a layout that does not fit still gets a predicted step time."""
 UNCERTAINTY = 0.1
 """Relative error of predicted memory, in either direction."""
 MemoryFit = Literal["fits", "tight", "does not fit"]

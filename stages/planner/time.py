@@ -68,7 +68,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class _LayerCost:
-    """Seconds of one layer for one micro-batch: compute, recomputation, and communication by kind of parallelism."""
+    """Predicted seconds of one layer for one micro-batch: compute, recomputation, communication by parallelism."""
 
     layer: LayerTime
     tensor: Pass
@@ -110,7 +110,7 @@ def step_time(
 
 
 def _parts(case: TimedCase) -> TimeParts:
-    """Return the time of a step by kind of work.
+    """Return the predicted seconds of an optimizer step, by kind of work.
 
     The slowest pipeline stage counts once per micro-batch, other work once per step.
     """
@@ -186,7 +186,7 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
 
 
 def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
-    """Return the seconds of recomputing one layer's activations in the backward pass.
+    """Return the seconds that recomputing one layer's activations takes in the backward pass.
 
     Tensor-parallel all-reduces count only under full recomputation.
     """
@@ -201,7 +201,7 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
 
 
 def _tensor_parallel(case: TimedCase) -> Pass:
-    """Return the seconds per pass of tensor parallelism's two all-reduces that compute does not hide.
+    """Return a layer's seconds per pass in tensor-parallel all-reduces, as far as they are not hidden by compute.
 
     Sequence parallelism replaces them by all-gathers and reduce-scatters of the same volume.
     """
@@ -214,7 +214,10 @@ def _tensor_parallel(case: TimedCase) -> Pass:
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Return the seconds not hidden by compute of sending keys and values around a ring, and gradients back."""
+    """Return a layer's seconds of context-parallel ring communication that are not hidden by compute.
+
+    Keys and values go around the ring forward, their gradients backward.
+    """
     cp = case.layout.cp
     if cp == 1:
         return Pass(0.0, 0.0)
@@ -229,7 +232,7 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
 
 
 def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Return the seconds that compute does not hide of sending tokens to their experts and back."""
+    """Return a layer's seconds of sending tokens to their experts and back that are not hidden by compute."""
     if case.layout.ep == 1:
         return Pass(0.0, 0.0)
     shape = case.shape
@@ -245,7 +248,7 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
 
 
 def _pipeline_messages_s(case: TimedCase) -> float:
-    """Return the seconds that compute does not hide of messages between pipeline stages.
+    """Return the seconds per step of messages between pipeline stages that are not hidden by compute.
 
     Every micro-batch (and chunk) sends a hidden state forward and its gradient back; interleaving hides a part.
     """

@@ -107,7 +107,7 @@ class Software:
     """True if norms, activation functions and residuals each take a single pass over memory."""
     dropout: bool = False
     fp8_attention: bool = False
-    """True if matrix products inside fused attention are in 8 bits."""
+    """True if fused attention computes its matrix products in 8 bits."""
     keeps_frozen_in_fp8: bool = False
     """True if, in fp8, frozen weights are stored in one byte each instead of two."""
     gradient_bytes: int = 4
@@ -115,7 +115,8 @@ class Software:
     gradient_copy_bytes: int = 0
     """Bytes of a second copy of each gradient, such as one in bf16 beside fp32; 0: no copy."""
     optimizer_bytes: int = 12
-    """Bytes per parameter of master weight, moments and anything sharded with them, unless trained in fp32."""
+    """Bytes per trained parameter of master weight, moments and anything sharded with them; it does not apply to fp32
+    training."""
     overlaps_gradients: bool = True
     """True if gradients are reduced while the backward pass still runs."""
     overlaps_layers: bool = False

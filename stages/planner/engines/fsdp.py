@@ -77,7 +77,7 @@ class FsdpCosts(EngineCosts):
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the seconds of gathering, gradient reduction and offloading per step that compute does not hide.
+        """Return the seconds per step of gathering, gradient reduction and offloading that are not hidden by compute.
 
         Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
         each micro-batch or after the last. Under a pipeline, where passes of micro-batches alternate, layers stay
@@ -142,7 +142,7 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
-    """Return the bytes of one whole layer as FSDP gathers it for a pass, with its adapter if there is one."""
+    """Return the bytes of one whole layer as FSDP gathers it for a pass, including its adapter, if any."""
     workload, layout = case.workload, case.layout
     if workload.adapter:
         return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
@@ -155,7 +155,10 @@ def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
 
 
 def _offload_s(case: TimedCase) -> float:
-    """Return the seconds of copies with CPU offload: weights for each gathering, gradients back once a step."""
+    """Return the seconds per step that CPU offload copies weights to the device and gradients back.
+
+    Weights are copied for each gathering, gradients once.
+    """
     if not case.layout.cpu_offload:
         return 0.0
     workload = case.workload

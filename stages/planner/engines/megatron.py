@@ -60,7 +60,7 @@ class MegatronCosts(EngineCosts):
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
     ) -> float:
-        """Return the seconds of reducing gradients and gathering weights per step that compute does not hide.
+        """Return the seconds per step of reducing gradients and gathering weights that are not hidden by compute.
 
         Gradients are reduced during the last backward pass; weights are gathered during the next forward pass.
         """
@@ -88,7 +88,7 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the Megatron layouts worth searching as dicts of layout fields, without a micro-batch size.
+        """Yield the Megatron layouts worth searching, each as a dict of layout fields without a micro-batch size.
 
         Left out are tensor parallelism across nodes, and tp > 1 without sequence parallelism.
         """
@@ -113,7 +113,7 @@ class MegatronCosts(EngineCosts):
 
 
 def _exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:
-    """Return the seconds of data-parallel communication that compute does not hide: all if none overlaps."""
+    """Return the seconds of data-parallel communication that are not hidden by compute; without overlap all of them."""
     return case.exposed_s(communication_s, compute_s) if case.software.overlaps_gradients else communication_s
 
 
