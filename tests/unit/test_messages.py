@@ -18,7 +18,7 @@ FILES = sorted(
 DIGESTS = {"sha256", "hexdigest", "revision", "commit", "version", "digest"}
 """Names of variables with long values that are no secrets, such as digests, which messages may slice."""
 CUTTERS = {"shorten"}
-"""Names of functions that shorten texts, besides slices: `textwrap.shorten`."""
+"""Names of functions that cut texts, which error messages may not use either: `textwrap.shorten`."""
 SPELLERS = {"repr", "str"}
 
 

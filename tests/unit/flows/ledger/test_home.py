@@ -1,4 +1,4 @@
-"""The lifecycle home is `$LIFECYCLE_HOME`, else one in the current folder, else one of the project around it."""
+"""The lifecycle home is `$LIFECYCLE_HOME`, else a folder `.lifecycle` in this or a parent folder of the project."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""GPUs are divided between training and sampling: mistakes fail the plan, and processes see their GPUs only."""
+"""GPUs divided between training and sampling: each process sees only its own, and mistakes fail the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizations that do not fit the model's sizes are refused when the refresh is planned."""
+"""Quantizations whose group size or parallel degree does not fit the model are refused when a plan is made."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Artifact versions and resume keys of generated configs may not change, so that a refactoring rebuilds nothing.
+"""Artifact versions and resume keys (which find unfinished work) of generated configs may not change.
 
 Configs are read from the file, not generated again, so that a change of the generator, or of the examples that it
 varies, cannot loosen this test. See `frozen_versions.py` for what to do when one has to change.

@@ -1,4 +1,4 @@
-"""Confidence intervals equal scipy's and a published example, and their exact coverage is as promised."""
+"""Confidence intervals equal scipy's and a published example, and contain the true value as often as promised."""
 
 import itertools
 import math

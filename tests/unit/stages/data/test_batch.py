@@ -14,7 +14,7 @@ from stages.data.batch import IGNORED, Batch, Candidates, Documents, Rollouts
 ROOT = Path(__file__).parents[4]
 METHODS = ROOT / "stages" / "kinds" / "train" / "methods"
 CHANGES = {"method.py", "targets.py"}
-"""Modules that may use a whole batch, since they change batches before the forward pass."""
+"""Modules of training methods that may use a whole batch, since they change batches before the forward pass."""
 
 
 def make_batch() -> Batch:

@@ -220,7 +220,7 @@ def test_the_row_decides_not_the_thoughts():
 
 
 def num_rendered_messages(chat, num_turns, turns, monkeypatch):
-    """Return the number of messages in all renderings of one conversation together."""
+    """Return the total number of messages that are rendered while one conversation is tokenized."""
     messages = [message for number in range(num_turns) for message in (user(number), says(number, thinks=True))]
     chat.documents(Conversation(messages[:2]), together=True)  # what is found out of the template once
     rendered = []

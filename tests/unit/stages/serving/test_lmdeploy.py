@@ -1,4 +1,4 @@
-"""LMDeploy gets our settings in its command, its parser accepts them, and its log is understood.
+"""LMDeploy's command contains our settings, LMDeploy's own parser accepts it, and errors are found in its log.
 
 Expectations come from LMDeploy's source: none of its servers was run. Its parser is asked where the package is
 installed: LIFECYCLE_LMDEPLOY names its interpreter.

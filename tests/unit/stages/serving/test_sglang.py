@@ -1,4 +1,4 @@
-"""SGLang gets our settings in its command, its parser accepts them, and its log is understood.
+"""SGLang's command contains our settings, SGLang's own parser accepts it, and errors are found in its log.
 
 Expectations come from SGLang's source: none of its servers was run. Its parser is asked where the package is installed:
 LIFECYCLE_SGLANG names its interpreter.

@@ -1,4 +1,4 @@
-"""Publishing to object storage, against a real S3 server."""
+"""Publishing to object storage sends only new files and removes outdated ones, tested with a real S3 server."""
 
 import boto3
 import pytest
