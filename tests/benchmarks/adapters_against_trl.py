@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float]:
-    """Train once with our stage and once with TRL; return the ratios ours/TRL's of tokens/s and of peak memory."""
+    """Train once with our stage and once with TRL; return our tokens/s and peak memory divided by TRL's."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps, adapter=ADAPTER), threads)
     ours = statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:])
     ours_gib = max(step["peak_memory_gib"] for step in metrics)

@@ -34,7 +34,7 @@ WORDS_OF_ROW = 220
 """Number of words in a row of generated text, which makes about a kilobyte."""
 POLL_S = 0.05
 OF_TOKENIZING = b"spawn_main"
-"""Text by which tokenizing processes are recognized in their command line."""
+"""Text in the command line by which the benchmark recognizes tokenizing processes."""
 
 
 def make_words() -> list[str]:
@@ -66,7 +66,7 @@ def make_model(folder: Path, words: list[str]) -> None:
 
 
 def base_rows(words: list[str]) -> bytes:
-    """Return the JSONL rows that all shards of the dataset share; the caller adds a prefix to distinguish them."""
+    """Return the JSONL rows from which every shard of the dataset is made; the caller makes each shard distinct."""
     draw = random.Random(1)
     rows, num_bytes = [], 0
     while num_bytes < SHARD_BYTES:

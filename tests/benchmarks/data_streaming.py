@@ -45,7 +45,7 @@ def write_chats(path: Path, num_rows: int) -> None:
 
 
 def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
-    """Tokenize and pack the chats in `folder` once, and print rows/s and peak memory."""
+    """Tokenize and pack the chats in `folder` once, and print rows/s and this process's peak memory."""
     before_mib = peak_memory_mib()
     config = DataConfig(dataset="chats", sequence_length=1024)
     begin_s = time.perf_counter()

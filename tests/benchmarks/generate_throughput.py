@@ -26,7 +26,7 @@ from stages.serving.served_models import AskExecution
 from stages.serving.server import Server, started_server
 
 FIRST_TOKEN, LAST_TOKEN = 10, 200
-"""First and last token id that random prompts draw from: ordinary characters, no special tokens."""
+"""Smallest and largest token id in random prompts, so that they hold ordinary characters and no special tokens."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def served(root: Path, load: BenchmarkConfig) -> Iterator[Server]:
 
 
 def rates_in_turns(server: Server, load: BenchmarkConfig, folder: Path, round_number: int) -> dict[str, int]:
-    """Return the output tokens/s of the serve stage's `benchmark` and of `generate`, by these names.
+    """Return the output tokens/s of the serve stage's `benchmark` and of the generate stage, measured in turn.
 
     Which one is measured first alternates by round, so that a shared machine's load affects both equally.
     """

@@ -1,4 +1,4 @@
-"""Benchmark of one GPU: tests, matmul rates and training runs, each at most three minutes.
+"""Benchmark of one GPU: runs GPU tests, measures matmul rates and times training runs, each within three minutes.
 
 Run: `python tests/benchmarks/gpu.py --out FOLDER`.
 Parts are the tests of `tests/gpu`, the device's matmul and copy rates, and training steps (`gpu_part.py`), in the order
@@ -33,16 +33,16 @@ TESTS = (
 )
 PART_LIMIT_S = 175
 CPU_LIMIT_S = 600
-"""Time limit in seconds of a benchmark part on a CPU, where it only shows that the programs run."""
+"""Time limit in seconds of each part of the benchmark on a CPU, where it only proves that the programs run."""
 LEAST_S = 20
-"""Remaining time in seconds below which no further benchmark part is started."""
+"""Remaining seconds of the benchmark's time limit below which no further part is started."""
 MOST_PLACES = 3
-"""Largest number of layouts tried for one training run; a further one is tried only after one ran out of memory."""
+"""Largest number of layouts tried for one training run; the next is tried only when one runs out of memory."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A training run to measure: its model, row length, training program, precision and layout."""
+    """Training run to measure in the GPU benchmark: model, row length, training program, precision and layout."""
 
     model: str
     tokens: int
@@ -53,7 +53,8 @@ class Part:
     compile: bool = False
     precision: str = "bf16"
     place: int = 0
-    """Index of the layout to use among those predicted to fit, fastest first; raised when one ran out of memory."""
+    """Position of the layout to use among those predicted to fit, fastest first. It grows when a layout runs out of
+    memory."""
 
     @property
     def name(self) -> str:
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def ordered(device: str) -> list[Part | str]:
-    """Return everything to run: GPU tests, matmul rates and training runs, the most informative first."""
+    """Return all parts of the GPU benchmark (tests, matmul rates, training runs), the most informative first."""
     if device == "cpu":
         of_programs = [Part("tiny", 128, name) for name in ("fsdp", "megatron", "transformers", "trl")]
         return ["rates", *of_programs, Part("tiny", 128, "fsdp", adapter=True), Part("tiny", 128, "fsdp", compile=True)]
@@ -133,7 +134,7 @@ def name_of(what: Part | str) -> str:
 
 
 class Run:
-    """State of a benchmark: results so far, kept in `gpu.json`, so that an interrupted benchmark can continue."""
+    """State of the GPU benchmark: its results so far, kept in `gpu.json`, so that an interrupted run can continue."""
 
     def __init__(self, out: Path, device: str, end_s: float, models: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ class Run:
         self.rows: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
 
     def part(self, what: Part | str) -> None:
-        """Run one test, rate or training run, unless it is done or time is short.
+        """Run one part of the benchmark (test, rate or training run), unless it is done or time is short.
 
         A training run that exhausts memory is repeated with the next layout.
         """

@@ -118,7 +118,7 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
 
 
 def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Measure a training run under one layout, or return the error and the predicted memory if memory runs out."""
+    """Measure a training run under one layout; if memory runs out, return the error and the predicted memory."""
     try:
         return measured(part, chosen, folder, shape, device)
     except torch.OutOfMemoryError as error:
@@ -157,7 +157,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
 
 
 def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
-    """Return the layouts predicted to fit in memory, fastest first, those with little memory to spare last."""
+    """Return the layouts predicted to fit in memory, fastest first; layouts with little memory to spare come last."""
     hardware = hardware_at_hand(device_name(device), 1, None)
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
     available = free_bytes(device) / GIB if device.type != "cpu" else hardware.memory_gib

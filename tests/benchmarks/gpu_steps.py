@@ -23,7 +23,7 @@ Steps = Callable[[int], list[float]]
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> Steps:
-    """Turn a function that does one training step into one that times several, waiting for the device after each."""
+    """Return a function that runs several training steps and times each, waiting for the device after every step."""
 
     def steps(number: int) -> list[float]:
         times_s = [now_s(device)]
@@ -71,7 +71,7 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
 def plain_loop(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
-    """Return training steps of a plain loop with Transformers' loss, torch's autocast and AdamW, and a step's FLOPs."""
+    """Return a plain training loop (Transformers' loss, torch's autocast and AdamW) to time, and a step's FLOPs."""
     model = loaded(part, folder, device, config.layout.recompute != "none")
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -91,7 +91,7 @@ def plain_loop(
 
 
 def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
-    """Return training steps of TRL's `SFTTrainer` on rows of token ids, and a step's FLOPs."""
+    """Return training steps of TRL's `SFTTrainer` to time, on rows of token ids, and a step's FLOPs."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer

@@ -39,7 +39,7 @@ def cpu_s(pid: int) -> float:
 
 
 def pss_mib(pid: int) -> float:
-    """Return the memory of a process in MiB (PSS): shared memory counts in proportion to the number of its users."""
+    """Return the memory of a process in MiB as PSS, in which shared memory counts in proportion to its users."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

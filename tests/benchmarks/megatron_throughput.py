@@ -33,7 +33,12 @@ WARMUP_STEPS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="number of training steps of each engine in a round")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="number of training steps of each program (Megatron, plain Transformers) in a round",
+    )
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -93,7 +93,7 @@ def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None
 
 
 def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print a table line with the planner's step time errors on one source of published runs."""
+    """Print a line with the planner's step time errors on the published runs of one source."""
     errors = [run.predicted_s(efficiency) / run.step_time_s - 1 for run in runs]
     ranks, regrets = _rankings(runs, efficiency)
     mean, median = (average(map(abs, errors)) for average in (statistics.mean, statistics.median))
@@ -139,7 +139,7 @@ def print_table(runs: Sequence[Measured]) -> None:
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
-    """Count how often the planner predicts that a run fits in memory, among runs that ran and runs that exhausted it.
+    """Count how often the planner predicts that a run fits in memory, for runs that ran and runs that ran out of it.
 
     The predictions are those of `lifecycle layouts`: fits, barely fits, or does not fit.
     """
@@ -152,7 +152,7 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Print the planner's step time errors on runs known when its constants were fitted, and on runs kept back.
+    """Print the planner's step time errors for runs known when its constants were fitted, and for runs kept back.
 
     Runs whose training program is described and others are printed apart.
     """

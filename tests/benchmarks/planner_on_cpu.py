@@ -117,7 +117,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
 
 
 def measure_group(model: Path, steps: int) -> None:
-    """Measure all layouts of one number of processes. Each process calls this, and rank 0 writes the seconds."""
+    """Measure all layouts with one number of processes. Every process calls it; rank 0 writes the seconds."""
     with joined_processes() as device:
         processes = dist.get_world_size()
         chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]
@@ -127,7 +127,7 @@ def measure_group(model: Path, steps: int) -> None:
 
 
 def steps_s(model: Path, config: TrainConfig, device: torch.device, steps: int) -> list[float]:
-    """Return the seconds of each training step, from when all processes are ready until all are done."""
+    """Return the seconds of each training step; a step counts from when all processes are ready until all are done."""
     engine = make_engine(model, config, device)
     rows = [batch_of(config.layout.micro_batch_size) for _ in range(config.micro_batches_per_step)]
     seconds = []

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Key equal for runs of one model, batch, cluster and program version, which differ in their layout only."""
+        """Key that is equal for runs of one model, batch, cluster and program version under different layouts."""
         run = self.run
         told_source = run.cells.get("source") if self.table else None
         return (
@@ -84,11 +84,11 @@ class Measured:
         return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the run's step time in seconds, with the given planner constants or the built-in ones."""
+        """Return the step time in seconds that the planner predicts, with the given constants or the built-in ones."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Predict the run's peak memory in GiB, counting only what the published figure counts."""
+        """Return the peak memory in GiB that the planner predicts, counting only what the published figure counts."""
         run = _with(self.run, efficiency)
         note = run.cells.get("note", "")
         if ALLOCATED not in note and RESERVED not in note:

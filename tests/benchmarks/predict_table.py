@@ -82,7 +82,7 @@ def predict_table(table: Path, out: Path) -> Summary:
 
 
 def predicted_cells(run: PublishedRun | UnknownRun) -> dict[str, str]:
-    """Return a run's new CSV cells: predicted step time, memory, tokens/s and out-of-memory, and the assumptions."""
+    """Return a run's new CSV cells: predicted step time, memory, tokens/s, out-of-memory, and assumptions made."""
     if isinstance(run, UnknownRun):
         return {**dict.fromkeys(PREDICTED, ""), "pred_assumed": f"not predicted: {run.reason}"}
     peak_gib = predicted_memory_gib(run)

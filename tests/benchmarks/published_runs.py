@@ -51,7 +51,7 @@ ATTENTION = (
 DEFAULT_SEQUENCE_LENGTH = 2048
 LARGEST_MICRO_BATCH_TOKENS = 32768
 NEAR_HOST_GB_PER_S = 200
-"""Host bandwidth in GB/s from which offloaded activations return as fast as layers need them, as on NVIDIA Grace."""
+"""Least bandwidth in GB/s to host memory at which offloaded activations return without delay, as on NVIDIA Grace."""
 FIRST_YEAR_OF_FLASH = 2023
 FIRST_RECORDED_MIXTURES = (26, 6)
 """First version (26.06) of NVIDIA's Megatron-Bridge whose fp8 recipes for mixtures of experts capture a whole step as a
@@ -69,7 +69,7 @@ BEFORE_FLASH = Software(
     fragments_states=True,
 )
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
-"""Program assumed for published bf16 training before FlashAttention: it accumulates gradients in fp32, too."""
+"""Training program assumed for published bf16 runs before FlashAttention: it also accumulates gradients in fp32."""
 MODERN_MEGATRON = Software(
     overlaps_layers=True, chunked_logits=False, fused_cross_entropy=True, gathers_gradients=False
 )
@@ -90,7 +90,7 @@ RATED_W = {"h100-80gb": 700, "h200": 700}
 RATE_BY_POWER = 0.58
 """Exponent with which sustained FLOP/s grow with board power, from the pairs MI300X/MI325X and MI350X/MI355X."""
 USABLE_MEMORY = 0.99
-"""GiB of a GPU's memory that programs can use, for each GB that the GPU's name states."""
+"""Usable share of a GPU's memory: GiB that programs can use for each GB that the GPU's name states."""
 OTHER_SIZE = 0.1
 """Smallest relative difference at which a memory size in the column `gpu` replaces the GPU's built-in size."""
 
@@ -382,7 +382,7 @@ def _made_to_fit(run: PublishedRun) -> PublishedRun:
 
 
 def _relieved(run: PublishedRun, num_layers: int, is_near: bool) -> PublishedRun:
-    """Return the run with activations of `num_layers` layers recomputed, or, if `is_near`, offloaded to the host."""
+    """Return the run with activations of `num_layers` layers recomputed, or offloaded to the host if `is_near`."""
     if not num_layers:
         return run
     share = num_layers / run.shape.num_layers

@@ -35,9 +35,10 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Return the tokens/s per core of two processes, divided by those of one process that trains alone.
+    """Return the tokens/s per core of two processes that train together, divided by those of one process, twice.
 
-    The second ratio divides by one process while another, independent one trains beside it.
+    The first ratio divides by one process that trains alone, the second by one while another, independent one trains
+    beside it.
     """
     one = tokens_per_s(root, f"one-{index}", steps, processes=1)
     two = tokens_per_s(root, f"two-{index}", steps, processes=2)

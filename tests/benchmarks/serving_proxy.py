@@ -96,7 +96,7 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Stand-in for vLLM that streams the same events as vLLM, to all clients in step, at almost no cost."""
+    """Stand-in for vLLM that needs hardly any CPU time: it streams vLLM's events to all clients in lockstep."""
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 
@@ -181,7 +181,7 @@ def vllm(folder: Path, model: Path | None) -> Iterator[tuple[EngineAddress, Engi
 
 
 def processor_s() -> float:
-    """Return the CPU time in seconds that the proxy's thread has used so far."""
+    """Return the CPU seconds that the thread of the serving proxy has used so far."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "proxy")
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 

@@ -1,4 +1,4 @@
-"""Benchmark of data preparation: chats/s from file to packed tokens, ours against TRL's, which uses `datasets.map`.
+"""Benchmark of data preparation: chats/s from a file to packed tokens, our stage against TRL's `datasets.map`.
 
 `python tests/benchmarks/tokenizing_against_trl.py [--rows N] [--processes N] [--rounds N]`: same rows, tokenizer,
 template, packed length and number of processes, nothing cached, alternating, each in a process of its own. Of TRL the

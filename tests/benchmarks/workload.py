@@ -74,7 +74,7 @@ def _text(generator: random.Random, most_characters: int) -> str:
 
 
 def stage_input(root: Path, *, name: str, steps: int, processes: int = 1, **fields: Any) -> StageInput:
-    """Return the input of a train stage on the benchmark's model and chats; `fields` replace fields of its config."""
+    """Return the input of a train stage on the benchmark's model and chats; `fields` override config fields."""
     config: dict[str, Any] = {
         "kind": "train",
         "method": "sft",

@@ -1,4 +1,4 @@
-"""A refresh of five stages without Prefect and MLflow, in which every step's result depends on all steps before it.
+"""Pipeline run of five chained stand-in stages, without Prefect and MLflow, for tests of killed processes.
 
 A step that is lost, or done twice, changes the bytes of the artifact, and those of all artifacts after it.
 
@@ -17,13 +17,13 @@ from pathlib import Path
 NUM_STEPS = 8
 STEP_S = 0.1
 HELD = "CHAIN_HELD"
-"""Environment variable with `STAGE=FILE`: this stage of the test's refresh waits halfway until the file exists."""
+"""Environment variable with `STAGE=FILE`, which makes a stand-in stage wait halfway until the file exists."""
 FULL_DISK = 8  # the exit code of ResourceError
 STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
 def run_stage_process(work: Path) -> None:
-    """Run a stand-in stage that hashes its inputs repeatedly, with a checkpoint after each step.
+    """Run a stand-in stage that hashes its inputs repeatedly, and writes a checkpoint after each step.
 
     Ranks other than 0 only wait for rank 0.
     """
@@ -92,7 +92,7 @@ def recipe(ranks: int) -> dict[str, dict[str, object]]:
 
 
 def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
-    """Run the five stages of the refresh in order, through the real runner, store and supervisor."""
+    """Run the five stand-in stages in order, through the real runner, store and supervisor."""
     import tiny
 
     from flows.launch import local
@@ -117,7 +117,7 @@ def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
 
 
 def start(root: Path, ranks: int = 1, held: str = "", release: Path = Path("/nonexistent")) -> subprocess.Popen[str]:
-    """Start the five-stage refresh in a process of its own; the stage `held` waits until the file `release` exists."""
+    """Start the five-stage refresh in a process; the stage `held` waits halfway until the file `release` exists."""
     command = [sys.executable, __file__, str(root), str(ranks)]
     environment = {**os.environ, HELD: f"{held}={release}"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -131,7 +131,7 @@ def finish(refresh: subprocess.Popen[str]) -> dict[str, dict[str, object]]:
 
 
 def identities(refresh: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
-    """Return version and digest of each stage's artifact, which faults must not change."""
+    """Return version and content digest of each stage's artifact; faults during the refresh must not change them."""
     return {name: (stage["version"], stage["digest"]) for name, stage in refresh.items()}
 
 

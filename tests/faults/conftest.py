@@ -46,7 +46,7 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, tuple[object, object]]]:
-    """Provide a function that returns versions and digests of a refresh without faults.
+    """Provide a function that returns artifact versions and digests of a refresh without faults, to compare with.
 
     Its argument is the number of ranks of the training.
     """
@@ -67,7 +67,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
-    """Provide a function that makes the `Fault` of a stage, a line in the table of `make faults` if the test passes."""
+    """Provide a function that makes the record of a fault in a stage, a line of `make faults` if the test passes."""
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
@@ -79,7 +79,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """Provide the `Fault` of a test that causes one fault only; the test sets its name and stage."""
+    """Provide the record of a test's only fault, for the table of `make faults`; the test sets its name and stage."""
     return new_fault(request.node.name, "")
 
 

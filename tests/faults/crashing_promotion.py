@@ -30,7 +30,7 @@ def die(*_: Any) -> NoReturn:
 
 
 def crash_after(method: str, number: int) -> None:
-    """Kill this process right after the given number of calls of a method of MLflow's client (0: before the first)."""
+    """Kill this process right after the given number of calls of an MLflow client's method (0: before the first)."""
     real = getattr(MlflowClient, method)
     num_calls = 0
 

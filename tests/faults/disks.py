@@ -34,7 +34,7 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[None]:
 
 
 def fill_last_block(file: Path) -> None:
-    """Append empty lines to a file until its last disk block is full, since a full disk still has room there."""
+    """Append empty lines to a file until its last disk block is full, since even a full disk has room in that block."""
     with file.open("ab", buffering=0) as stream, contextlib.suppress(OSError):
         while True:
             stream.write(b"\n")

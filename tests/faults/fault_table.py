@@ -1,4 +1,4 @@
-"""Table that `make faults` prints: how fast each fault was detected and recovered from, and what work was lost."""
+"""Table that `make faults` prints: how soon each fault was detected and recovered from, and which work was lost."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
 
 @dataclass
 class Fault:
-    """A fault that a test causes, shown as a line in the table of `make faults`.
+    """Record of a fault that a test causes, shown as a line in the table of `make faults`.
 
     lost: the work that had to be repeated.
     """
@@ -22,7 +22,7 @@ class Fault:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Measure the seconds until the fault is `detected` or `recovered` from: the duration of the `with` block."""
+        """Measure how long the `with` block takes, as the seconds until the fault is `detected` or `recovered` from."""
         began_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began_s

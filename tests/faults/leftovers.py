@@ -1,4 +1,4 @@
-"""Search for what a test leaves behind: processes, shared memory, held locks and temporary files.
+"""Search for what a fault test leaves behind: processes, shared memory, held locks and temporary files.
 
 Every process that a fault test starts inherits a mark in its environment, and a TMPDIR of the session. Where the kernel
 allows it (root), the session gets a /dev/shm of its own, so that everything left there comes from the tests; elsewhere
@@ -36,7 +36,7 @@ class Leftovers:
         return {MARK_VARIABLE: self._mark.partition("=")[2], "TMPDIR": str(self._temporary)}
 
     def look(self) -> dict[str, set[str]]:
-        """Return a snapshot: marked processes without shared servers, shared memory, held locks, temporary files."""
+        """Return a snapshot of test processes (not shared servers), shared memory, held locks and temporary files."""
         servers = self._servers()
         processes = {pid: _command(pid) for pid in marked_processes(self._mark) if pid != os.getpid()}
         others = {pid: command for pid, command in processes.items() if pid not in servers and not _is_daemon(command)}
@@ -70,7 +70,7 @@ def new(before: dict[str, set[str]], after: dict[str, set[str]]) -> list[str]:
 
 
 def _mount_own_shared_memory() -> bool:
-    """Mount a tmpfs on /dev/shm for this process and its children only; return whether that succeeded."""
+    """Mount a tmpfs on /dev/shm that only this process and its children see; return whether that succeeded."""
     libc = ctypes.CDLL(None)
     return (
         libc.unshare(CLONE_NEWNS) == 0
@@ -107,13 +107,13 @@ def _environment(pid: int) -> str:
 
 
 def _tokens(environment: str) -> list[str]:
-    """Return the token values that our supervisor and servers put into the environment of their child processes."""
+    """Return the tokens in a process's environment by which our supervisor and servers mark their child processes."""
     variables = (line.partition("=") for line in environment.split("\0"))
     return [value for name, _, value in variables if name.endswith("_TOKEN") and name.startswith("LIFECYCLE") and value]
 
 
 def _open_files() -> set[str]:
-    """Return the shared-memory files that some living process has mapped."""
+    """Return the shared-memory files that a living process has mapped, which therefore do not count as left behind."""
     found = set()
     for pid in living_processes():
         try:

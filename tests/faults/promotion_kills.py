@@ -32,7 +32,7 @@ Standing = tuple[str | None, str | None]
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
-    """Run a function in a forked process, and return its result as JSON, or "" if the process was killed.
+    """Run a function in a forked process; return its result as JSON, or "" if the process was killed after the delay.
 
     kill_after_s: when to kill it.
     """
@@ -53,7 +53,7 @@ def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
 
 
 def look() -> Standing:
-    """Return the version numbers of champion and previous champion, looked up as `lifecycle champion` does."""
+    """Return the version numbers of champion and previous champion as `lifecycle champion` finds them."""
     registry = champions.connect()
     found = champions.find(registry, NAME, CHAMPION)
     previous = registry.find(NAME, PREVIOUS)
@@ -68,7 +68,7 @@ def roll_back() -> None:
 
 
 def promotion_of(mark: str, champion: str | None) -> Callable[[], None]:
-    """Commit a candidate judged better than the champion; return a function that completes its promotion."""
+    """Store a candidate with a verdict that it beats the champion; return a function that completes its promotion."""
     store = Store(store_root())
     planned, upstream = offer(store, mark, [1.0] * 10, max_regression_standard_errors=None)
     verdict = Verdict(outcome="promoted", name=NAME, champion_version=champion, against=None, missed=())

@@ -1,4 +1,4 @@
-"""Whichever process of a stage dies, none of the others stays, no incomplete artifact is accepted, and work resumes.
+"""When any process of a stage dies, its other processes end, no incomplete artifact is stored, and work resumes.
 
 Real processes throughout; only what the stage computes is small.
 """

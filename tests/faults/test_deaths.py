@@ -1,4 +1,4 @@
-"""A stage whose process is killed is retried from its last checkpoint, as long as each attempt makes progress."""
+"""A killed stage is retried from its last checkpoint, as long as each retry gets further than the one before."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ def training(mode, **environment):
 
 
 def to_the_end(run, name):
-    """Retry a stage until it succeeds, as the Prefect flow does, and return the number of attempts."""
+    """Retry a stage until it succeeds, as the Prefect flow does, and return the number of tries."""
     number = 1
     while True:
         try:

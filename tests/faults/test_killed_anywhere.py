@@ -19,7 +19,7 @@ def child_of(parent: int) -> int:
 
 
 def rank_of(store: Path, rank: int) -> int:
-    """Return the process id of rank `rank` of the training stage that runs on this store."""
+    """Return the process id of the rank with this number, of the training stage that works in this store."""
     for pid in living_processes():
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -54,7 +54,7 @@ def disturb(store, stage, victim, number, ranks, fault) -> str:
 
 
 def others_of(store: Path) -> list[int]:
-    """Return the command-line files below /proc of living processes that have the store's path as an argument."""
+    """Return the paths `/proc/PID/cmdline` of living processes that have the store's path as an argument."""
     commands = [Path(f"/proc/{pid}/cmdline") for pid in living_processes()]
     return [path for path in commands if path.exists() and str(store).encode() in read(path)]
 
@@ -96,7 +96,7 @@ FEW = {
 
 
 def kills(*all_of_them):
-    """Return the cases as pytest parameters, all but `FEW` marked as nightly."""
+    """Return test cases as pytest parameters; all but those in `FEW` are marked as nightly."""
     return [pytest.param(*one, marks=() if one in FEW else pytest.mark.nightly) for one in all_of_them]
 
 

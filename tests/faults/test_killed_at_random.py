@@ -124,7 +124,7 @@ def forget(home: Home) -> None:
 
 
 def finished(refresh: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """Wait for a refresh to end; return its JSON output, or None if it failed."""
+    """Wait for a refresh process to end; return its JSON output, or None if it failed."""
     said, _ = refresh.communicate(timeout=TIMEOUT_S)
     return json.loads(said) if refresh.returncode == 0 else None
 

@@ -27,7 +27,7 @@ TP2, PP2 = {"tp": 2, "micro_batch_size": 2}, {"pp": 2, "micro_batch_size": 2}
 HANG_TIMEOUT_S = 30.0
 """Seconds after which a training step counts as hanging; loading the model must take less, even on a slow machine."""
 NUM_MANY_ROWS = 1024
-"""Number of rows in a micro-batch that needs about 2 GiB, more than the test's memory limit."""
+"""Number of rows in a micro-batch that needs about 2 GiB of memory, more than the test allows."""
 HEADROOM_BYTES = 2**30
 
 
@@ -131,7 +131,7 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
 
 
 def assert_nearly_equal(work, uninterrupted, base):
-    """Check that a run under another layout made nearly the weights of the uninterrupted one.
+    """Check that a run under another parallel layout ended with nearly the same weights as the uninterrupted run.
 
     Differences are relative to how far training moved the weights, since another layout sums in another order.
     """

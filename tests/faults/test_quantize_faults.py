@@ -1,4 +1,4 @@
-"""Models that cannot be quantized, or not be served afterwards, are rejected before anything slow is imported."""
+"""A model that cannot be quantized, or not be served afterwards, is rejected before any slow import."""
 
 import json
 import subprocess

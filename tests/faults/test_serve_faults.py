@@ -1,4 +1,4 @@
-"""Serving and evaluation fail clearly, resume, and leave no process, although servers cannot start or are killed."""
+"""Serve and evaluate stages whose servers cannot start or are killed fail clearly, resume, and leave no process."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def serve_work(root: Path, name: str, **serving: Any) -> Path:
 
 
 def runtime(root: Path) -> Path:
-    """Return the folder in which serve stages' servers keep their temporary files."""
+    """Return the folder for temporary files of the servers that serve stages start."""
     return root / "cache" / "servers"
 
 
@@ -244,7 +244,7 @@ def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
 
 
 def evaluation_work(root: Path) -> Path:
-    """Prepare the evaluate stage's work folder for the next attempt: delete its reports, but keep its answers."""
+    """Reset the evaluate stage's work folder for the next run: delete its reports, but keep its answers."""
     config = {
         "model": "sft",
         "serving": SERVING,

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """Provide the lifecycle home that the tests of this file share; its servers may be up or down."""
+    """Provide the lifecycle home that all tests of this file share, without making sure that its servers are up."""
     home = Home(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
     yield home
@@ -204,7 +204,7 @@ def test_down_leaves_no_process_no_port_and_no_supervisor(home):
 
 @contextmanager
 def in_foreground(home, manager):
-    """Run `lifecycle up --foreground`, and enter the context once it reports to systemd that it is ready.
+    """Run `lifecycle up --foreground`; the `with` block begins once it has reported to systemd that it is ready.
 
     manager: the socket of systemd.
     """

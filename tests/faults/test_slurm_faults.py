@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
 SLOWEST = {"TINY_STEP_SECONDS": "5"}
-"""Environment that makes a stage take ten slow steps. They take longer than a job waits for a vanished refresh, and
+"""Environment that makes a stage take ten slow steps. They last longer than a job waits for a vanished refresh, and
 than Slurm's interval between checks of time limits."""
 SOON_OVER = {"time_limit": "1", "warning_s": 15}
 """Options of a job that soon reaches its time limit; a minute is Slurm's shortest. The job is warned 15 to 45 s after
@@ -57,7 +57,7 @@ def work_of(store: Store, file: str) -> Path:
 
 
 def in_the_background(store: Store, mode: str, environment: dict[str, str], **options) -> tuple[list, threading.Thread]:
-    """Run a stage on Slurm in a thread; return the thread, and a list that receives the outcome or the error."""
+    """Run a stage on Slurm in a thread. Return the thread, and a list that receives the stage's outcome or error."""
     outcome: list = []
 
     def build() -> None:
@@ -78,7 +78,7 @@ def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
 
 
 def went_on(built: Built) -> str:
-    """Return the text on lost work for the table of faults: the step from which the last attempt continued."""
+    """Return the cell on lost work in the table of `make faults`: the step at which the stage resumed."""
     return f"nothing: went on at step {built.metrics['first_step']:.0f} of 10"
 
 

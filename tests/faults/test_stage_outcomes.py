@@ -1,4 +1,4 @@
-"""Each way in which a stage can end raises its own error, and damaged or locked stores are never used silently."""
+"""Each way in which a stage can fail raises its own error, and a damaged or locked store is never used silently."""
 
 import os
 import subprocess

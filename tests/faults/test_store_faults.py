@@ -1,4 +1,4 @@
-"""A store that is torn, damaged, read-only, full, old or contended is reported, and later refreshes work as usual."""
+"""A store that is damaged, read-only, full, old or in use is reported, and later refreshes work as usual."""
 
 import os
 import re

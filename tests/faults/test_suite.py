@@ -1,4 +1,4 @@
-"""Test runs that are interrupted or killed, also with pytest-xdist, leave no process behind."""
+"""Runs of our test suite that are interrupted or killed leave no process behind, also with pytest-xdist."""
 
 import os
 import signal

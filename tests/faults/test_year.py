@@ -75,14 +75,14 @@ def test_a_year_of_nights(year, tmp_path):
 
 
 def keep_evidence(home: Path, kept: Path) -> None:
-    """Copy the servers' databases and logs, and the ledgers, to a folder that outlives the test."""
+    """Copy the servers' databases and logs, and the refreshes' event logs, to a folder that outlives the test."""
     for folder in ("prefect", "mlflow", "worker", "supervisor", "ledger"):
         if (home / folder).is_dir():
             shutil.copytree(home / folder, kept / folder, ignore=shutil.ignore_patterns("artifacts", "*.sock"))
 
 
 def failure_of(check: Callable[[Year], None], year: Year) -> str | None:
-    """Run one of the year's checks; return its failure, so that the other checks run as well, or None."""
+    """Run one check of the simulated year; return its failure or None, so that the other checks run as well."""
     try:
         check(year)
     except AssertionError as problem:

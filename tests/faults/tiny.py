@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("tiny_stage.py")
 
 @dataclass
 class Notes:
-    """Observer of a running stage that records each call: waiting, started, tick, ended."""
+    """Observer of a running stage, for tests: it records that the stage waits, starts, goes on or ends."""
 
     said: list[str] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Notes:
 
 @dataclass
 class Interrupter(Notes):
-    """Observer of a running stage that stops it at the first checkpoint."""
+    """Observer of a running stage, for tests: it stops the stage at the first checkpoint."""
 
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -63,7 +63,7 @@ class Interrupter(Notes):
 
 
 def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
-    """Run a stage that pauses after its fifth step, stop it at the first checkpoint, and return the attempt."""
+    """Run a stage that pauses after its fifth step, and stop it at its first checkpoint; return the interrupted try."""
     notes = Interrupter()
     try:
         run_stage(planned, upstream, store, notes, attempt=attempt, stop=notes.stop, launch=launch)
@@ -133,7 +133,7 @@ def processes_of(store: Store) -> list[int]:
 
 
 class Speaker(Notes):
-    """Observer of a stage that prints a line as soon as the stage waits for another refresh."""
+    """Observer of a stage, for tests: it prints a line as soon as the stage waits for another refresh."""
 
     def waiting(self) -> None:
         super().waiting()

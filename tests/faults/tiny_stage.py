@@ -32,7 +32,7 @@ def ok():
 
 
 def steps(pause_before=None):
-    """Run ten steps with a checkpoint after each; the result records the first step of this attempt."""
+    """Act as a stage of ten steps with a checkpoint after each. The result records the step at which it resumed."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     checkpoint = scratch / "step"
@@ -52,7 +52,7 @@ def steps(pause_before=None):
 
 
 def stumble():
-    """Fail at the fifth step in the first attempt, and finish the ten steps in the next."""
+    """Act as a stage that fails at its fifth step when first run, and finishes its ten steps when run again."""
     stumbled = WORK / "scratch" / "stumbled"
     checkpoint = WORK / "scratch" / "step"
     if not stumbled.exists():
@@ -64,12 +64,12 @@ def stumble():
 
 
 def pause():
-    """Run ten steps, but wait before the sixth until the test releases the stage."""
+    """Act as a stage of ten steps that waits before the sixth until the test releases it."""
     steps(pause_before=5)
 
 
 def linger():
-    """Run ten steps, but hang before the sixth in the first attempt."""
+    """Act as a stage of ten steps that hangs before the sixth when first run, but not when run again."""
     is_first = not (WORK / "scratch" / "step").exists()
     steps(pause_before=5 if is_first else None)
 
@@ -80,7 +80,7 @@ def wait():
 
 
 def wait_for_release():
-    """Tell the test that the stage is ready, and wait until the test releases it."""
+    """Report to the test that the stand-in stage is ready, and wait until the test lets it go on."""
     scratch = WORK / "scratch"
     scratch.mkdir(exist_ok=True)
     (scratch / "ready").touch()
@@ -89,7 +89,7 @@ def wait_for_release():
 
 
 def family():
-    """Start child processes that ignore SIGTERM and live in sessions of their own, orphans among them."""
+    """Act as a stage with child processes that ignore SIGTERM and have their own sessions, orphans among them."""
     for _ in range(2):
         subprocess.Popen([sys.executable, "-S", "-c", SLEEPER], start_new_session=True)
     subprocess.Popen(["sh", "-c", f"{sys.executable} -S -c '{SLEEPER}' & exit"], start_new_session=True).wait()
@@ -104,7 +104,7 @@ def serve():
 
 
 def shared_memory():
-    """Create named shared memory and do not remove it."""
+    """Act as a stage that creates named shared memory and hangs without removing it."""
     file = Path("/dev/shm") / os.environ["TINY_SHARED_MEMORY"]
     with file.open("w+b") as stream:
         stream.truncate(4096)
@@ -120,7 +120,7 @@ def known_error():
 
 
 def quote_secret():
-    """Fail with an error message that contains a secret from the environment."""
+    """Act as a stage that fails with an error message in which a secret of its environment occurs."""
     message = f"the server refused {os.environ['OWN_SECRET']}"
     (WORK / "error.json").write_text(json.dumps({"error": "ServerError", "message": message}))
     sys.exit(1)
@@ -138,7 +138,7 @@ def bug():
 
 
 def deaths():
-    """Run ten steps with a checkpoint after every second, and die before the steps in TINY_DEATHS (such as `3,5`).
+    """Act as a stage of ten steps that is killed before the steps in TINY_DEATHS (such as `3,5`).
 
     Each death happens once, so that the next attempt gets further.
     """
@@ -157,7 +157,7 @@ def deaths():
 
 
 def hungry():
-    """Allocate more memory than the test's memory cgroup allows."""
+    """Act as a stage that allocates more memory than the test's memory cgroup allows."""
     bytearray(1 << 30)
     result()
 
@@ -172,14 +172,14 @@ def asked_to_end():
 
 
 def server_killed():
-    """Fail as a stage fails whose server was killed while it started."""
+    """Act as a stage that fails because its server was killed while it started."""
     message = {"error": "ServerError", "message": "the server ended before it was ready", "died": True}
     (WORK / "error.json").write_text(json.dumps(message))
     sys.exit(9)
 
 
 def kills_server():
-    """Kill the server leased by an upstream serve stage and ask for a retry; succeed if there is no lease."""
+    """Act as a stage that kills the server of an upstream serve stage and asks for a retry, or else succeeds."""
     leases = json.loads((WORK / "config.json").read_text())["leases"].values()
     for lease in leases:
         os.kill(lease["pid"], signal.SIGKILL)
@@ -201,7 +201,7 @@ def transient():
 
 
 def transient_once():
-    """Ask for a retry in the first attempt (exit code 75), and succeed in the second."""
+    """Act as a stage that asks for a retry when first run (exit code 75), and succeeds when run again."""
     tried = WORK / "scratch" / "tried"
     if tried.exists():
         return result()
@@ -211,11 +211,11 @@ def transient_once():
 
 
 def silent():
-    """Exit with code 0 but leave no result."""
+    """Act as a stage that exits with code 0 but leaves no result."""
 
 
 def check():
-    """Stand in for the check of a stage's inputs, and find no problem."""
+    """Act as the process that checks a stage's inputs before it runs, and report no problem."""
     (WORK / "findings.json").write_text("{}")
     result()
 

@@ -1,4 +1,4 @@
-"""Promotion processes forked from one process that has imported MLflow, since the import takes longer than a promotion.
+"""Fast start of promotion processes in tests: they are forked from a process that has imported MLflow.
 
     python -m tests.faults.warm_promotion STEP FOLDER …   replaces `flows.champion.promotion`, under the supervisor
 
@@ -23,7 +23,7 @@ from stages.core.process_tree import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "WARM_PROMOTION"
-"""Environment variable with the path of the socket on which the forking process listens."""
+"""Name of the environment variable with the path of the socket on which the forking process listens."""
 MAX_BYTES = 1 << 17
 IMPORTED = (
     "mlflow.store.model_registry.sqlalchemy_store",
@@ -53,7 +53,7 @@ def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
 
 
 def ask() -> NoReturn:
-    """Have this process's program arguments run in a fork, and exit as the fork does."""
+    """Have the promotion that this process was started for run in a fork, and exit with the fork's exit code."""
     die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[ADDRESS])
@@ -65,7 +65,7 @@ def ask() -> NoReturn:
 
 
 def answer(listener: socket.socket) -> NoReturn:
-    """Import MLflow, then fork a process for each request, one at a time, and answer with its exit code."""
+    """Import MLflow, then serve requests for promotions: fork a process for each, and answer with its exit code."""
     for name in IMPORTED:
         import_module(name)
     gc.freeze()  # the forks need not look through it for garbage

@@ -18,13 +18,13 @@ LONGEST_END_S = 30.0
 ANSWERED = 0.999
 GROWTH = 1.1
 CHAMPION_BYTES = 300_000
-"""Bytes by which a lifecycle home may grow for each champion: ledger, report and MLflow runs of its refresh."""
+"""Bytes by which a lifecycle home may grow for each champion: event log, report and MLflow runs of its refresh."""
 SLOWER = 1.5
 COMMANDS = (["plan", "{recipe}"], ["runs"], ["show", "{refresh}"], ["report"])
 
 
 def check_nights(year: Year) -> None:
-    """Check that no night was skipped, each sent a notification, and undisturbed nights ended in the expected state."""
+    """Check that no night was skipped, every night sent a notification, and undisturbed nights ended as expected."""
     local = [night.due.astimezone(ZoneInfo(ZONE)) for night in year.nights]
     for before, after, night in zip(local, local[1:], year.nights[1:], strict=False):
         days = (after.date() - before.date()).days
@@ -87,7 +87,7 @@ def check_requests(year: Year) -> None:
 
 
 def check_artifacts(year: Year) -> None:
-    """Check that all artifacts are undamaged, and each model is the one that its night's training rows must give."""
+    """Check that all artifacts are undamaged, and each model is the one that a night's training rows must give."""
     verified = json.loads(year.home.does("verify", "--json"))
     assert not verified["damaged"], f"seed {year.seed}: {verified}"
     made = {expected_text(year.home, night.number) for night in year.nights}
@@ -100,7 +100,7 @@ def check_artifacts(year: Year) -> None:
 
 
 def check_growth(year: Year) -> None:
-    """Check that Prefect's database stopped growing, and other folders grow only by what is kept of each champion.
+    """Check that Prefect's database has stopped growing, and other folders grow only by what each champion needs.
 
     Compares the last quarter of the year with the one before.
     """
@@ -116,7 +116,7 @@ def check_growth(year: Year) -> None:
 
 
 def check_against_fresh(year: Year) -> None:
-    """Check that a new lifecycle home makes the same artifacts, and that its commands are hardly faster."""
+    """Check that a new lifecycle home makes the same artifacts, and runs commands hardly faster than the old one."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:

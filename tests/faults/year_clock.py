@@ -1,4 +1,4 @@
-"""Fake system clock that a test sets for all processes it starts.
+"""Fake system clock that a test sets for all processes that it starts.
 
 Only what the calendar says jumps; waiting takes as long as ever, and files have the machine's dates.
 """

@@ -43,7 +43,7 @@ def events(count: int) -> dict[int, list[tuple[str, Deed]]]:
 
 
 def following() -> list[str | None]:
-    """Return the commits to which a simulated year upgrades the lifecycle home; None means the checked-out code."""
+    """Return the commits to which the simulated year upgrades the project's code; None is the checked-out code."""
     return [*EARLIER[1:], None]
 
 

@@ -13,7 +13,7 @@ from stages.core.process_tree import living_processes
 LOOK_EVERY_S = 0.05
 LONGEST_WAIT_S = 25.0
 LATEST_S, LATEST_OF_SHORT_S = 5.0, 0.3
-"""Longest delay in seconds between seeing a process and killing it; shorter for short-lived processes."""
+"""Longest delay in seconds between seeing a process and killing it, in general and for short-lived processes."""
 KINDS: dict[str, Callable[[list[str]], bool]] = {
     "prefect": lambda command: "flows.servers.guarded" in command and "prefect" in command,
     "mlflow": lambda command: "flows.servers.guarded" in command and "mlflow" in command,

@@ -1,4 +1,4 @@
-"""Nights of the simulated year: the due refresh, a random kill, the notifications, and the state afterwards."""
+"""Nights of the simulated year: each has a refresh, perhaps a random kill, notifications, and a recorded end state."""
 
 import contextlib
 import os
@@ -51,8 +51,9 @@ class Night:
 
 @dataclass
 class Life:
-    """Period of a lifecycle home until a backup replaces it. until_s: its end (monotonic clock).
+    """Period of a simulated lifecycle home that ends when the home is replaced by its backup.
 
+    until_s: its end (monotonic clock).
     versions: hash of the weights of each registered model version.
     """
 
@@ -153,7 +154,7 @@ def sizes(home: Path) -> dict[str, int]:
 
 
 def rows_of(folder: Path, night: int) -> bytes:
-    """Return the joined content of all files of training rows that existed in a night."""
+    """Return the content of all files of training rows that existed in a given night, joined."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")) if int(path.stem[-3:]) <= night)
 
 

@@ -57,7 +57,7 @@ def receiving(notified: list[Notification]) -> Iterator[str]:
 
 
 class Unit:
-    """Process that is restarted whenever it ends, like a systemd unit with `Restart=always`."""
+    """Process of the simulated year that is restarted whenever it ends, like systemd's `Restart=always`."""
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log
@@ -88,7 +88,7 @@ class Unit:
 
 @dataclass
 class Asked:
-    """A request to the champion: begin and end (monotonic clock), answer and answering version, or the error."""
+    """Record of a request to the champion: begin and end (monotonic clock), answer and model version, or the error."""
 
     began_s: float
     ended_s: float = 0.0
@@ -99,7 +99,7 @@ class Asked:
 
     @property
     def was_cut(self) -> bool:
-        """Return whether the connection broke while the answer was awaited."""
+        """Return whether the connection broke while the client waited for the answer."""
         return bool(self.trouble) and self.was_sent and not self.trouble.startswith(("HTTP", "TimeoutError"))
 
 

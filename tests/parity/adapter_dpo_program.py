@@ -1,4 +1,4 @@
-"""Program that trains an adapter with DPO on the FSDP engine under several layouts, in processes forked by `ranks.py`.
+"""Test program that trains an adapter with DPO on the FSDP engine under several layouts; `ranks.py` forks its ranks.
 
     adapter_dpo_program SPEC.json
 

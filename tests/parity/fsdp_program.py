@@ -1,4 +1,4 @@
-"""Program that trains a few steps with the FSDP engine in several cases, in processes forked by `ranks.py`.
+"""Test program that trains a few steps with the FSDP engine for each of several cases; `ranks.py` forks its ranks.
 
     fsdp_program SPEC.json
 

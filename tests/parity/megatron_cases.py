@@ -122,7 +122,7 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A comparison with plain Transformers: model, layout, data, and perhaps an adapter."""
+    """Test case in which Megatron is compared with plain Transformers: model, layout, data, and perhaps an adapter."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict)
@@ -148,12 +148,12 @@ class Case:
 
 
 def cases(processes: int) -> list[Case]:
-    """Return all cases that run on this number of processes."""
+    """Return all test cases of the Megatron comparison that run on this number of processes."""
     return {1: _alone, 2: _two, 4: _four}[processes]()
 
 
 def values_of(case: Case) -> dict[str, object]:
-    """Return the parameter values of a case by name, from which `pairwise` chooses cases.
+    """Return a test case's parameter values by name, from which `pairwise` chooses cases.
 
     TP with and without sequence parallelism are two values.
     """

@@ -47,14 +47,14 @@ from tests.parity.ranks import Ranks, started_ranks  # noqa: E402
 from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 
 LEAST_LEARNED = 1e-4
-"""Least absolute maximum of each trained LoRA B, so that a factor left at 0 would exceed the tolerances."""
+"""Smallest maximum of |B| that each trained LoRA factor B must reach, so that a factor left at 0 is noticed."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
 """Largest tolerated difference to plain Transformers: absolute, but relative for the gradient norm."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of training a model in a minimal loop over plain Transformers, which the engine must match."""
+    """Results of training a model in a minimal Transformers loop, which the Megatron engine must match."""
 
     log_probabilities: Tensor
     predictions: Tensor
@@ -68,7 +68,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case with its largest difference to plain Transformers in each quantity of `LIMITS`."""
+    """Result of one test case: its largest difference to plain Transformers in each quantity of `LIMITS`."""
 
     case: Case
     differences: dict[str, float]

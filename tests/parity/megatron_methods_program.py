@@ -1,4 +1,4 @@
-"""Program that trains a few steps by several methods on the Megatron engine; see `methods_program.py`."""
+"""Test program that trains a few steps by several methods on the Megatron engine, like `methods_program.py`."""
 
 from __future__ import annotations
 

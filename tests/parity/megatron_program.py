@@ -1,4 +1,4 @@
-"""Program that trains a few steps with the Megatron engine in several cases, in processes forked by `ranks.py`.
+"""Test program that trains a few steps with Megatron for each of several cases; `ranks.py` forks its ranks.
 
     megatron_program FOLDER
 
@@ -40,7 +40,7 @@ from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a case: predictions, gradients, losses and metrics, as rank 0 has them."""
+    """Results of a case on Megatron, collected on rank 0: predictions, gradients, losses and metrics."""
 
     log_probabilities: Tensor
     """Log-probabilities of the first global batch's targets before training, float32 [rows, sequence]."""
@@ -54,7 +54,7 @@ class Result:
     evaluation_loss: float
     """Loss on the first global batch after all training steps."""
     continued_loss: float
-    """Loss on the first global batch of an engine that starts from the exported adapter, if SFT trained one."""
+    """Loss on the first global batch of a new engine that starts from the adapter that this one exported, if any."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 
@@ -129,7 +129,7 @@ def with_reference(engine: Any, batch: Batch) -> Batch:
 def values_and_gradients(
     engine: Any, batches: list[Batch], loss: Loss, config: TrainConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probabilities of a global batch in row order, and the gradients of its mean loss by name."""
+    """Return the log-probabilities of a global batch in row order, and the gradients of its mean loss by weight."""
     totals = engine._totals(batches, loss)
     if engine._balance:
         engine._balance.begin_step(num_tokens(batches, engine.sum_over_data))
@@ -147,13 +147,13 @@ def values_and_gradients(
 
 
 def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return the gradient of each parameter that this process holds; for optimizers that are not sharded."""
+    """Return the gradients of all parameters on this process, for optimizers whose state is not sharded."""
     parameters = (parameter for chunk in engine._chunks for parameter in chunk.parameters())
     return {parameter: parameter.main_grad for parameter in parameters if parameter.requires_grad}
 
 
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
-    """Return the gradient of each parameter, assembled from the ranges that a sharded optimizer's ranks hold."""
+    """Return the gradients of all parameters, assembled from the ranges that a sharded optimizer keeps on each rank."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
     found = local_parts(engine._chunks, engine._shape)
     parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]

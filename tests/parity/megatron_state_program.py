@@ -1,4 +1,4 @@
-"""Program that loads, exports, saves and restores Megatron models under many layouts. `ranks.py` forks its processes.
+"""Test program that loads, exports, saves and restores Megatron models under many layouts. `ranks.py` forks its ranks.
 
     megatron_state_program SPEC.json
 
@@ -85,7 +85,7 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
 
 
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
-    """Return the peak host memory of loading and of exporting a model in bytes, beyond the model itself, on rank 0."""
+    """Return the peak host memory in bytes of loading and of exporting a model, beyond the model itself, on rank 0."""
     chunks, shape = build(model, layout, device)
     reading = peak_of(lambda: load_weights(chunks, model, shape))
     loaded = anonymous_bytes()
@@ -117,7 +117,7 @@ def anonymous_bytes() -> int:
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the losses after a checkpoint, of the run that saved it and of runs that restored it.
+    """Return the losses after a checkpoint: those of the run that saved it, and those of runs that resumed from it.
 
     The latter use other layouts or engines.
     """

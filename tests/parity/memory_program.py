@@ -1,4 +1,4 @@
-"""Program that trains two steps and writes each process's peak memory, with the planner's prediction.
+"""Test program that trains two steps, and writes each process's peak memory and the planner's prediction of it.
 
 Freed memory goes back to the system at once: what the C library would keep is not part of a layout's memory, and
 neither is what reading the model took.

@@ -1,4 +1,4 @@
-"""Program that trains a few steps by several methods on the FSDP engine, in processes forked by `ranks.py`.
+"""Test program that trains a few steps by several methods on the FSDP engine; `ranks.py` forks its ranks.
 
     methods_program SPEC.json
 
@@ -65,7 +65,7 @@ def ask(
     device: torch.device,
     dataset: PackedDataset,
 ) -> list[Batch]:
-    """Return this process's micro-batches with a teacher's most probable tokens; the teacher is unloaded afterwards."""
+    """Return this process's micro-batches with the teacher's most probable tokens added, for distillation."""
     asked = config.teacher_tokens
     assert asked
     teacher = build(folder, config.model_copy(update={"adapter": None}), device)
@@ -117,7 +117,7 @@ def train(
 
 
 def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
-    """Turn labelled rows into GRPO completions: give them advantages and made-up log-probabilities of a server.
+    """Turn labelled rows into GRPO completions with advantages and made-up log-probabilities of a sampling server.
 
     Good answers get a positive advantage, bad ones a negative.
     """

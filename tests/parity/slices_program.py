@@ -1,4 +1,4 @@
-"""Program that loads models with the FSDP engine in two processes, and writes the peak host memory, or the error.
+"""Test program in which two FSDP processes load models, and write their peak host memory or the error.
 
     slices_program SPEC.json
 

@@ -84,7 +84,7 @@ def trl(models, tmp_path_factory):
 
 
 def documents(inputs):
-    """Return TRL's batch (all chosen, then all rejected answers) as pairs of documents.
+    """Return the preference pairs of TRL's batch, in which all chosen answers come before all rejected ones.
 
     A document is its token ids and target mask.
     """

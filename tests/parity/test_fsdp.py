@@ -56,7 +56,7 @@ LAYOUTS = {
     },
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
-"""Names of the two layouts that accumulate gradients over micro-batches: unsharded, and sharded after each."""
+"""Names of the two layouts that accumulate gradients over micro-batches, in unsharded and in sharded form."""
 MODELS = ("qwen3", "untied", "moe", "gpt2", "balanced", "frozen")
 MOE = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 
@@ -97,7 +97,7 @@ def data():
 
 
 def make_data(num_steps):
-    """Return the token ids of each step's global batch by row and document; rows have different numbers of targets."""
+    """Return random token ids for each step's global batch, by row and document."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -182,7 +182,7 @@ def make_config(layout):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, models, data, tmp_path_factory):
-    """Provide the outputs of training under every layout with this number of processes.
+    """Provide the results of FSDP training under every layout with this number of processes.
 
     Qwen3 is trained under all layouts, the other models under the first.
     The processes start once.

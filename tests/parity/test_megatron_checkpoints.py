@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
-    """Return a test case: where a checkpoint is saved and where it is resumed, each [engine, layout, precision].
+    """Return a test case: the engine, layout and precision that save a checkpoint, and those that resume from it.
 
     The place that saved it resumes it, too.
     """
@@ -58,7 +58,7 @@ LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 
 
 @pytest.fixture(scope="module")
 def losses(megatron_ranks, tmp_path_factory):
-    """Provide the losses after a checkpoint by case: of the run that saved it, and of those that resumed from it."""
+    """Provide losses after a checkpoint by case, of the run that saved it and of the runs that resumed from it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
@@ -82,7 +82,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """Return a checkpoint's keys, except the learning rate and similar ones, which only FSDP's optimizer writes."""
+    """Return a checkpoint's keys, without the learning rate and the like, which only FSDP's optimizer writes."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

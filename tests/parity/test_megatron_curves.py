@@ -1,4 +1,4 @@
-"""Train stages with the same recipe have the same loss curve under both engines; several ranks report extra metrics."""
+"""Both engines have the same loss curve for the same recipe; on several ranks, stages report further metrics."""
 
 from __future__ import annotations
 

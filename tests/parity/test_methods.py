@@ -31,9 +31,9 @@ from tests.parity.methods_program import NUM_STEPS, VOCABULARY, with_rollouts
 
 ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
-"""Lengths in tokens of chosen and rejected documents, by row; each begins with a prompt of two tokens."""
+"""Lengths in tokens of each row's chosen and rejected documents, which begin with a prompt of two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
-"""Lengths in tokens and labels (good or bad) of documents, by row; two documents fill a row alone."""
+"""Lengths in tokens and labels (good or bad) of each row's documents. Two documents fill a row alone."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},
@@ -242,7 +242,7 @@ def trained_plainly(folder, config):
 
 
 def taught(folder, asked, batch):
-    """Return the batch with a teacher's most probable tokens added, computed one document at a time."""
+    """Return a batch with a teacher's most probable tokens added, computed one document at a time."""
     teacher = AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     whole = torch.arange(VOCABULARY).expand(*batch.signal.targets.shape, VOCABULARY)
     batch = batch.with_signal(temperature=asked.temperature)
@@ -253,7 +253,7 @@ def taught(folder, asked, batch):
 
 
 def log_probabilities(model, batch):
-    """Return the targets' log-probabilities as an engine does, from one forward pass for each document."""
+    """Return the log-probabilities of a batch's target tokens, computed with one forward pass for each document."""
     lengths = list(batch.documents.lengths)
     found = []
     for tokens, wanted in zip(

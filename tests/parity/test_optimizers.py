@@ -123,7 +123,7 @@ def share_of_other_weights(folder, other):
 
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
-    """One process and two round AdamW's moments at random to the same side.
+    """AdamW's random rounding of its moments to bf16 gives the same values on one process and on two.
 
     Otherwise nearly all weights would differ by about 2^-8 of a step.
     """

@@ -1,4 +1,4 @@
-"""The memory that the planner predicts for adapter training is the memory measured on a CPU, under both engines.
+"""The planner's predicted memory of adapter training matches the memory measured on a CPU, under both engines.
 
 `make test` has each engine, and each kind of model, once; `make nightly` the others.
 """
@@ -57,8 +57,8 @@ NIGHTLY = (
     "sharded over 2 processes",
     "experts, megatron EP2",
 )
-"""Cases left to nightly tests, since the other cases cover their parts. Unit tests of the planner count the bytes of
-each base model and of experts' adapters exactly."""
+"""Names of cases that only nightly tests run, since the other cases cover each of their features. Unit tests of the
+planner count the bytes of each base model and of experts' adapters exactly."""
 
 
 @pytest.fixture(scope="module")

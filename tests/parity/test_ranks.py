@@ -1,4 +1,4 @@
-"""Forked processes know their rank, a failing one ends the others, and gradients of unused experts are reduced."""
+"""Forked ranks know their rank, a failing one ends the others, and gradients of unused experts are reduced."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""With FSDP's sharded loading, each process reads only its rows of the weights, and all see an error in any of them."""
+"""With FSDP's sharded loading, each process reads only its own rows of the weights, and an error on one fails all."""
 
 import json
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
-    """Provide a function that returns, for a model, each rank's peak memory and bytes of weights, or its error."""
+    """Provide a function that returns each rank's peak memory and weight bytes after loading a model, or its error."""
     output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))

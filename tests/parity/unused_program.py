@@ -1,4 +1,4 @@
-"""Program in which two processes each use another one of two experts; every weight must get the sum of both gradients.
+"""Test program in which two FSDP processes use different experts; each weight must get the sum of both gradients.
 
     unused_program
 
@@ -18,7 +18,7 @@ NAME = "set_reduce_scatter_unused_params"
 
 
 class Mixture(nn.Module):
-    """A shared linear layer and two experts, of which `forward` uses one."""
+    """Tiny model with a shared linear layer and two experts, of which a forward pass uses one."""
 
     def __init__(self) -> None:
         super().__init__()

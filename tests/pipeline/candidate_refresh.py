@@ -1,4 +1,4 @@
-"""Refresh for tests of promotion: promotions and publications are real, models and evaluations are stand-ins.
+"""Pipeline run for tests: promotions and publications are real, models and evaluations are made up.
 
 python candidate_refresh.py RECIPE   prints what `lifecycle run` prints, exits like it
 """

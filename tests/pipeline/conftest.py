@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def home_with_servers(tmp_path_factory):
-    """Provide the owner of the lifecycle home with running servers that the tests share.
+    """Provide the object that starts, empties and stops the lifecycle home that pipeline tests share.
 
     Each worker of pytest-xdist has one, and runs its test files one after the other.
     """
@@ -24,14 +24,14 @@ def home_with_servers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lent_home(home_with_servers):
-    """Provide the folder of the shared lifecycle home, empty and with running servers and worker."""
+    """Provide the folder of the shared lifecycle home, emptied, with running servers and worker."""
     yield home_with_servers.folder
     home_with_servers.empty()
 
 
 @pytest.fixture(scope="module")
 def worker_home(lent_home):
-    """Provide the shared lifecycle home, empty and with running servers and worker, for tests of schedules."""
+    """Provide the shared lifecycle home, emptied, with running servers and worker, for tests of schedules."""
     from worker_home import WorkerHome
 
     return WorkerHome(lent_home)

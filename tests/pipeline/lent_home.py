@@ -1,4 +1,4 @@
-"""Lifecycle home with running servers that test files share one after the other; it is emptied in between.
+"""Lifecycle home with running servers that test files use one after another; it is emptied in between.
 
 A start of the servers takes 24 s of processor time. Emptied means: their databases are what they were when the servers
 were new, and of the rest nothing is left; ports, tokens and processes stay.

@@ -1,4 +1,4 @@
-"""Real promotions in which the repeated evaluation of the champion is a stand-in.
+"""Promotion program for tests: real, except that its repeated evaluation of the champion is made up.
 
 In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
 """
@@ -12,7 +12,7 @@ from stages.core.contract import StageInput
 from tests.candidates import write_evaluation
 
 RIGHT = 60
-"""Number of right answers, of 100, that the champion gives when a promotion evaluates it again."""
+"""Number of right answers, of 100, in the made-up evaluation of the champion that a promotion repeats."""
 
 
 def prompt_of(config: dict[str, object]) -> str:

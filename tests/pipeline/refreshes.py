@@ -20,7 +20,7 @@ PATIENCE_S = 300.0
 
 
 class Home:
-    """A lifecycle home for tests, with its environment, and the commands and requests that tests send."""
+    """Lifecycle home of a test: its environment, and helpers that run commands and send requests in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Home:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
     def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a `lifecycle` command outside the repository, where Python would import the real `stages`."""
+        """Start a `lifecycle` command outside the repository, so that Python cannot import the real `stages`."""
         return subprocess.Popen(
             [LIFECYCLE, *arguments],
             env=self.environment,
@@ -76,7 +76,7 @@ class Home:
         return request(f"{self.address('prefect')}/api/{path}", body, self.key())
 
     def attempts(self, stage: str) -> list[dict[str, Any]]:
-        """Return the MLflow runs of a stage, one for each attempt, oldest first."""
+        """Return the MLflow runs of a stage, oldest first; each retry of the stage has a run of its own."""
         wanted = {
             "experiment_ids": ["1"],
             "filter": f"tags.stage = '{stage}'",
@@ -102,7 +102,7 @@ class Home:
         return eventually(lambda: next(self.folder.glob(f"store/.work/*/{stage}-*/{file}"), None))
 
     def processes(self) -> list[str]:
-        """Return the command lines of the lifecycle home's processes, except the servers and their supervisor."""
+        """Return the command lines of processes that belong to the lifecycle home, except servers and supervisor."""
         tokens = [server["token"] for server in self.servers().values()]
         supervisor = Lock(self.folder).holder()
         commands = []
@@ -174,7 +174,7 @@ def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
 
 
 def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo: Callable[[], None]) -> dict[str, Any]:
-    """Run a refresh whose stages each pause halfway, call `disturb` at each pause, and return the refresh's output.
+    """Run a refresh whose stages each pause halfway and call `disturb` at each pause; return the refresh's output.
 
     A stage goes on before the disturbance is undone.
     """

@@ -21,7 +21,7 @@ SERVICES = ("prefect", "mlflow", "worker")
 
 
 class Team:
-    """Services of `deploy/compose.yaml` as local processes; only host names, ports and folders are replaced."""
+    """A team's servers from `deploy/compose.yaml` as local processes, with other host names, ports and folders."""
 
     def __init__(self, folder: Path, database: PostgreSql) -> None:
         self.folder = folder

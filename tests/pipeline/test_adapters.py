@@ -1,4 +1,4 @@
-"""Adapters from training to the merged model: what the stages write and check, and how they fail."""
+"""Stages of an adapter's life, from training to the merged model, write and check the right files or fail clearly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_DPO_STEPS = 12
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Provide a base model, datasets, and `sft`, a slightly trained model, as artifacts."""
+    """Provide artifacts for adapter tests: a base model, datasets, and `sft`, a slightly trained model."""
     artifacts = make_artifacts(tmp_path_factory.mktemp("artifacts"))
     work = tmp_path_factory.mktemp("sft") / "sft-0123456789ab"
     config = make_config(steps=30, warmup_steps=5)

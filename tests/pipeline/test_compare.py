@@ -43,7 +43,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def compared(home, recipe):
-    """Provide the JSON object that `lifecycle compare --json` printed."""
+    """Provide the JSON output of `lifecycle compare` for two layouts that run and two that cannot."""
     layouts = home.folder.parent / "layouts.txt"
     layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
     measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]
@@ -60,7 +60,7 @@ def rows(compared):
 
 @pytest.fixture(scope="module")
 def runs(home, compared):
-    """Provide the comparison's MLflow runs by name, including the parent run."""
+    """Provide the MLflow runs of a comparison of layouts by name, including their parent run."""
     wanted = {"experiment_ids": ["1"], "filter": f"tags.comparison = '{compared['comparison']}'"}
     found = home.mlflow("runs/search", wanted)["runs"]
     return {run["info"]["run_name"]: run for run in found}

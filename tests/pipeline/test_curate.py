@@ -1,4 +1,4 @@
-"""A refresh with a curate stage leaves out exactly the planted rows, and training learns from the rest.
+"""A curate stage drops exactly the leaked and duplicate rows planted in a dataset, and training uses the rest.
 
 By night, the evaluation warns which of two models may have seen its test questions.
 """
@@ -30,7 +30,7 @@ def run(home, command):
 
 @pytest.fixture(scope="module")
 def refreshed(lent_home):
-    """Provide the lifecycle home of a refresh that trained on curated rows, and the refresh's JSON record."""
+    """Provide the lifecycle home of a refresh that trained on curated rows, and the refresh's JSON output."""
     home = Home(lent_home)
     return home, run(home, TO_TRAINING)
 
@@ -61,7 +61,7 @@ def test_what_was_planted_is_left_out_and_nothing_else(refreshed):
 
 @pytest.mark.nightly
 def test_only_the_evaluation_of_a_model_that_learned_from_raw_rows_warns(refreshed):
-    """Only the evaluation of a model trained on raw rows warns of contamination by its test questions.
+    """An evaluation warns of contaminated training data only for the model that was trained on uncurated rows.
 
     `make test` covers this by `unit/flows/planning/test_contamination.py`.
     """

@@ -60,7 +60,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def registration(seed: int) -> Registration:
-    """Commit a tiny model and its serve stage to the store, and return the model's registration."""
+    """Store a tiny model and its serve stage as artifacts; return the model's entry for the model registry."""
     serving = {"max_model_len": SERVING["max_model_len"], "enforce_eager": True}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [str(seed)]},
@@ -217,7 +217,7 @@ def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: 
 
 
 def adapter_registration(seed: int) -> Registration:
-    """Commit an adapter of the tiny model (seed 0) and its serve stage, and return the adapter's registration."""
+    """Store an adapter of the tiny model (seed 0) and its serve stage; return the adapter's entry for the registry."""
     training = {"kind": "train", "method": "sft", "adapter": {}, "seed": seed}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": ["0"]},
@@ -255,7 +255,7 @@ def adapter_registration(seed: int) -> Registration:
 
 
 def lose(made: Registration, folder: Path) -> None:
-    """Replace the weights of an adapter in the store by weights without effect, as if they were lost."""
+    """Replace a stored adapter's weights by weights without effect, as if the trained ones were lost."""
     adapter = Store(store_root()).find(*made.model.split("/")).folder / "adapter"
     write_idle_adapter(adapter, folder / "lost")
     shutil.copyfile(folder / "lost" / WEIGHTS_FILE, adapter / WEIGHTS_FILE)

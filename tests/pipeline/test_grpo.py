@@ -64,7 +64,7 @@ def make(steps: int, **changed: Any) -> TrainConfig:
 
 
 def asked(work: Path) -> dict[int, set[str]]:
-    """Return the dataset rows whose prompts were sent to the server, by training step."""
+    """Return the dataset rows whose prompts the GRPO stage sent to its vLLM server, by training step."""
     rows: dict[int, set[str]] = {}
     for line in (work / "completions.jsonl").read_text().splitlines(keepends=True):
         if not line.endswith("\n"):

@@ -1,4 +1,4 @@
-"""An lm-eval task given by name loads its dataset from a hub, and the dataset's commit is part of the version."""
+"""An lm-eval task given by name loads its dataset from a hub, and the dataset's commit is part of the cache key."""
 
 import io
 import json
@@ -112,7 +112,7 @@ def test_samples_of_another_commit_than_was_planned_are_not_scored(hub: HubServe
 
 
 def checked(expected: dict[str, object]) -> tuple[int, str]:
-    """Run the script CHECK in a new process, and return its exit code and last error line.
+    """Check in a new process that the hub's dataset is the expected one; return exit code and last error line.
 
     Libraries read HF_ENDPOINT only once in a process.
     """

@@ -1,4 +1,4 @@
-"""The command `serve --follow` restarts killed engines, and ends on a user's mistake with one message."""
+"""`lifecycle serve --follow` restarts killed engines, and ends with one message when the user made a mistake."""
 
 import os
 import signal

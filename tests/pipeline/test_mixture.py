@@ -1,4 +1,4 @@
-"""Training on a mixture of datasets keeps the requested shares, and the order of rows does not depend on the layout.
+"""Training on a mixture of datasets keeps the requested shares, with the same order of rows under every layout.
 
 Losses are logged by dataset, and a killed run resumes in the same order.
 """

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
 SECRET = "secret-4c1e"
 REPEATED_WITHIN_S = 35.0
-"""Seconds within which a disconnected event client of Prefect reconnects and sends its events again, with a margin."""
+"""Seconds within which Prefect's disconnected event client reconnects and sends its events again, with a margin."""
 
 
 @pytest.fixture

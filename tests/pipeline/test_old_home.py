@@ -18,9 +18,9 @@ from refreshes import Home, states
 OLD_HOME = Path(__file__).with_name("old_home.tar.xz")
 MADE_AT = "/srv/lifecycle"
 OTHER_PROGRAMS = re.compile(r"content of \w+_version|version of .*")
-"""Reasons to rebuild a stage that come only from other program versions, its own or those of its inputs."""
+"""Pattern of the reasons to rebuild a stage that only say that program versions changed, here or upstream."""
 TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.4.6"}
-"""Library versions in the cache keys of the old lifecycle home's tokenized data."""
+"""Library versions on which the cache keys of the old lifecycle home's tokenized datasets depend."""
 
 
 def unpack(folder: Path) -> Path:

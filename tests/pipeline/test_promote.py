@@ -54,7 +54,7 @@ class Nights(Home):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Use the lifecycle home in this process until the `with` block ends, so that MLflow is imported only once."""
+        """Apply the lifecycle home's environment to this process while the `with` block runs, to import MLflow once."""
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(self.environment)

@@ -55,7 +55,7 @@ def nights(lent_home, hub):
 
 @pytest.fixture(scope="module")
 def failed(nights, hub) -> dict[str, Any]:
-    """Provide the JSON record of a refresh during which the hub accepts the weights but not the commit."""
+    """Provide the JSON output of a refresh in which the hub accepts the uploaded weights but refuses the commit."""
     hub.faults = [Fault("/commit/main", status=503)]
     done = nights.night("a", right=90)
     assert done.stdout, done.stderr

@@ -143,7 +143,7 @@ def new_work(home, name, **fields):
 
 @pytest.fixture(scope="module")
 def built(home):
-    """Provide a folder with the work folder of a finished quantize stage for each method."""
+    """Provide a folder that holds, for each quantization method, the work folder of a finished quantize stage."""
     for method in KL_BOUNDS:
         quantize(home, method, method=method)
     return home
@@ -155,7 +155,7 @@ def original(built):
 
 
 def reload(folder):
-    """Load a quantized model with dequantized weights, which Transformers makes on the first forward pass."""
+    """Load a quantized model and run it once, since Transformers dequantizes its weights on the first forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))

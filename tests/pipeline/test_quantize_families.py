@@ -70,7 +70,7 @@ def matrices(folder):
 
 
 def quantizable_in_files(source):
-    """Return the names of the matrices that must be quantized, found in the model's weight file alone."""
+    """Return the names of the matrices that must be quantized, found from the model's weight file alone."""
     with safe_open(source / "model.safetensors", framework="np") as weights:
         found = {key for key in weights.keys() if len(weights.get_slice(key).get_shape()) == 2}  # noqa: SIM118
     return {key.removesuffix(".weight") for key in found if not any(name in key for name in EVERYTHING_BUT)}

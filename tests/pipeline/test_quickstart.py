@@ -69,7 +69,7 @@ def first(quickstart: Quickstart) -> dict[str, Any]:
 
 
 def processes_that_know(folder: Path) -> list[str]:
-    """Return the command lines of processes whose environment names the folder."""
+    """Return the command lines of processes that mention this folder in their environment variables."""
     commands = []
     for entry in Path("/proc").iterdir():
         try:
@@ -195,7 +195,7 @@ def test_a_gguf_file_is_served_by_llama_cpp_and_answers_as_the_model_that_it_is_
 
 
 def scores_of(quickstart: Quickstart, stage: dict[str, Any]) -> dict[int, float]:
-    """Return the score (1 if solved) of each arithmetic problem in an evaluation, by the problem's number."""
+    """Return the score (1 if solved, else 0) of each arithmetic problem of an evaluation, by the problem's number."""
     (file,) = (quickstart.home / "store" / "evaluate").glob(f"*-{stage['version']}/samples/addition.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 500

@@ -140,7 +140,7 @@ def test_a_refresh_is_skipped_while_another_recipe_holds_its_devices(worker_home
 
 
 def taken_run(worker_home, first_state, *states):
-    """Create a flow run in the state that a worker leaves if it dies before starting the run's process."""
+    """Create a Prefect flow run in the state in which a worker leaves it if killed before it starts the process."""
     deployment = worker_home.deployment("nightly")
     body = {"parameters": deployment["parameters"], "state": first_state}
     run = worker_home.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
@@ -150,7 +150,7 @@ def taken_run(worker_home, first_state, *states):
 
 
 def reap(worker_home):
-    """Run the check that ends dead refreshes once, as if runs had exceeded the time allowed for their start."""
+    """Run the service's check for dead refreshes once, as if all runs had exceeded the time allowed to start."""
     look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
     address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
     subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)

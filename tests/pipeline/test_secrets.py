@@ -37,7 +37,7 @@ IN_THE_ENVIRONMENT = PLACES[:3]
 
 @pytest.fixture(scope="module")
 def planted():
-    """Provide a planted secret for each place, of letters and digits only, so that no encoding changes it."""
+    """Provide a made-up secret for each place where users put one, of letters and digits that no encoding changes."""
     return {place: f"planted{place.replace('_', '').lower()}{secrets.token_hex(12)}" for place in PLACES}
 
 
@@ -169,7 +169,7 @@ def overrides(planted):
 
 
 def everything(home):
-    """Yield all answers that Prefect's and MLflow's APIs give to requests with the key, to be searched for secrets."""
+    """Yield all answers of Prefect's and MLflow's APIs to authorized requests, to be searched for secrets."""
     for kind in ("flow_runs", "task_runs", "deployments", "artifacts", "logs", "events", "automations", "flows"):
         yield home.prefect(f"{kind}/filter", {})
     yield home.prefect("block_documents/filter", {})

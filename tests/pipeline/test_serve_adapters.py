@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_tool_prompt(artifact: Path, folder: Path) -> None:
-    """Write a model's record of a training prompt with tools, whose JSON has no wrapper and no order of fields."""
+    """Add a training prompt with tools to a model's record; its JSON has unsorted keys and no `function` wrapper."""
     call = {"name": "f", "arguments": {"b": 1, "a": "<"}}
     messages = [
         {"role": "user", "content": "f?"},
@@ -97,7 +97,7 @@ def record_tool_prompt(artifact: Path, folder: Path) -> None:
 
 
 def adopt(folder: Path, base: Path, work: Path) -> None:
-    """Import an adapter that was trained elsewhere, as a download stage does."""
+    """Import an adapter that was trained outside, as a download stage does, into an artifact folder."""
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="sft")
     work.mkdir()
     run_download(
@@ -126,7 +126,7 @@ def client(result: StageResult) -> Client:
 
 @pytest.fixture(scope="module")
 def references(root: Path) -> dict[str, Any]:
-    """Provide the models loaded by Transformers, with PEFT's adapter where there is one, by served name."""
+    """Provide the models of the server as Transformers and PEFT load them, to compare with, by served name."""
     base = root / "sft" / "model"
     return {"sft": load(base), **{name: adapted(base, root / name) for name in NAMES[1:]}}
 

@@ -320,9 +320,8 @@ def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) 
 
 @pytest.mark.nightly
 def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
-    """An evaluation that gets no lease of a running server starts the serve stage's server itself, with equal results.
+    """An evaluation without access to a running server starts the serve stage's server itself, with equal results.
 
-    `make test` covers this by `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`.
     `make test` covers this by `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`.
     """
     stage_config = {"model": "serve", **evaluation(root, "sums", limit=20)}

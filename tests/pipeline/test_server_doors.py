@@ -30,7 +30,7 @@ QUESTIONS = {
         ("GET", "/", None),
     ],
 }
-"""Requests (method, path, body) that a stranger may try without the key, by server."""
+"""Requests (method, path, body) that must be refused without the key, by server."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def home(lent_home):
 
 
 def ask(home, server, method="GET", path="/", body=None, key=True, timeout_s=PATIENCE_S, **headers):
-    """Send a request to a server of the lifecycle home, and return status and body. `host` replaces the Host header."""
+    """Send a request to Prefect or MLflow, and return status and body. The argument `host` replaces the Host header."""
     address = home.address(server).removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     connection.putrequest(method, path, skip_host=True)
@@ -239,7 +239,7 @@ def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
 
 
 def try_while_they_start(home):
-    """Check while servers start that no other process can bind their published ports, and that they answer."""
+    """Check while servers start that no other process can take their public ports, and that they answer."""
     eventually(lambda: (home.folder / "servers.json").exists() and home.servers().keys() >= {*SERVERS})
     for server in SERVERS:
         port = home.servers()[server]["port"]

@@ -191,7 +191,7 @@ def test_trouble_is_noted_and_gone_after_the_next_success(client, ledger, work):
 
 @pytest.fixture
 def compared(ledger, work):
-    """Provide the ledger of a finished comparison of layouts, of which one was measured and one rejected."""
+    """Provide the ledger (event log) of a finished comparison of two layouts: one measured, one rejected."""
     entry = {"engine": "fsdp", "num_devices": 1, "global_batch_size": 4, "params": {"engine": "fsdp"}, "tags": {}}
     texts = {"fsdp dp_shard=1": None, "fsdp dp_shard=3": "4 rows are not divisible by 3"}
     layouts = tuple(LayoutEntry(text=text, refused=refused, **entry) for text, refused in texts.items())

@@ -1,4 +1,4 @@
-"""SFT and DPO train stages learn, and leave their artifacts and reports but nothing else."""
+"""SFT and DPO train stages learn, and leave their artifacts and reports but no other files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def overfitted(work, few_rows, keep, **layout):
 
 
 def rightmost(picture, series):
-    """Return the rightmost pixel column of a plot that has a series' colour, to check where the series ends."""
+    """Return the rightmost pixel column that has a curve's colour, to check where the curve in a plot ends."""
     pixels = imread(picture)[..., :3]
     return np.flatnonzero((abs(pixels - to_rgb(f"C{series}")) < 0.01).all(axis=-1).any(axis=0)).max()
 

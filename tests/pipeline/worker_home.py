@@ -21,7 +21,7 @@ NIGHTLY = "0 3 * * *"
 
 class WorkerHome(Home):
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
-        """Write a recipe whose stage processes are the stand-in for `stages`, also when the worker starts them."""
+        """Write a recipe whose stages run as the stand-in `tiny_stage.py`, also when the worker starts them."""
         for stage in stages.values():
             stage["execution"]["environment"]["PYTHONPATH"] = str(STAND_IN)
         path = self.folder.parent / f"{name}.yaml"
@@ -120,7 +120,7 @@ class WorkerHome(Home):
         return self.ended(self.start_now(name, **parameters))
 
     def states(self, flow_run: dict[str, Any]) -> dict[str, str]:
-        """Return the states of a refresh's stages as recorded in its ledger."""
+        """Return the states of a refresh's stages from its ledger (event log)."""
         return {name: entry.state for name, entry in self.record(flow_run).stages.items()}
 
     def task_states(self, flow_run: dict[str, Any]) -> dict[str, tuple[str, str]]:

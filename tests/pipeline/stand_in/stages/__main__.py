@@ -1,4 +1,4 @@
-"""Stand-in for `python -m stages`, which processes with this folder in PYTHONPATH run: it runs `tiny_stage.py`."""
+"""Stand-in for `python -m stages` in processes that have this folder in PYTHONPATH; it runs `tiny_stage.py`."""
 
 import runpy
 from pathlib import Path
