@@ -75,7 +75,7 @@ def run_stage(work: Path) -> None:
 
 
 def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
-    """Write the error that ended the stage to `error.json`, unless another process has, and exit with a code.
+    """Write the error that ended the stage to `error.json`, unless another process did, and exit with the given code.
 
     A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
     have been moved.

@@ -26,7 +26,8 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Number of folder levels from a top folder of the cache to its entries, where another program chose it; otherwise 1.
+"""Number of folder levels between a top folder of the cache and its entries, where another program chose it. It is 1 in
+all other top folders.
 
 In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
 one together.
@@ -61,7 +62,7 @@ def entries_of(room: Path) -> Iterator[Path]:
 
 
 def content_key(parts: dict[str, JsonValue]) -> str:
-    """Return a cache key, the hash of these parts as JSON, so that equal parts have equal keys."""
+    """Return a cache key: the hash of the given inputs as JSON, so that equal inputs have equal keys."""
     canonical = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:KEY_CHARACTERS]
 
@@ -73,7 +74,7 @@ def file_digest(path: Path) -> str:
 
 
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
-    """Return the cache folder `cache/key`; if it is missing or incomplete, one process makes it while others wait.
+    """Return the cache folder `cache/key`; if it is missing or incomplete, one process fills it while others wait.
 
     `make` fills an empty folder, which is then renamed.
     Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.

@@ -60,7 +60,7 @@ NetworkInterface = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,
 """Name of a network interface as Linux allows it, such as ib0."""
 T = TypeVar("T")
 MAKE_ABSOLUTE = "make_absolute"
-"""Key of pydantic's validation context under which a recipe's reader passes the function that makes paths absolute."""
+"""Key in pydantic's validation context for the function that makes a recipe's relative paths absolute."""
 
 
 def _made_absolute(path: Path, info: ValidationInfo) -> Path:
@@ -130,7 +130,7 @@ class Execution(LauncherBlocks):
 
 @dataclass(frozen=True)
 class Reported:
-    """Choice of the metrics and files of a stage kind that reports show in tables and charts.
+    """Choice, for one kind of stage, of the metrics and files that reports show in tables and charts.
 
     - measured: metric of the run, such as its speed → heading of its column
     - under_load: METRIC of the metrics `METRIC_concurrency_N` → heading of its column
@@ -148,7 +148,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """Model of a stage whose `config.json` is already on this machine while a refresh is planned.
+    """Config of a model whose `config.json` is already on this machine when a refresh is planned, before any download.
 
     - source: address that it is downloaded from
     - config: content of its `config.json`
@@ -161,20 +161,22 @@ class ModelAtHand:
 
 
 class StageConfig(StrictModel, ABC):
-    """Base of the configs of all stage kinds; every field except `execution` identifies the stage's artifact."""
+    """Base class of all stage kinds' configs; every field except `execution` identifies the stage's artifact."""
 
     STAGE_VERSION: ClassVar[int]
     """Version of the stage kind's code, raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
-    """True if the kind has a module `stages/kinds/<kind>/check.py`, which checks the stage's inputs before it runs."""
+    """True if this kind of stage has a module `stages/kinds/<kind>/check.py`, which checks the stage's inputs before it
+    runs."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
     """Advice for the user when the kernel kills the stage for lack of memory."""
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
     """Kinds of output that stages of this kind can have, such as a model or a dataset."""
     REPORTED: ClassVar[Reported] = Reported()
-    """Choice of the kind's metrics and charts that reports show."""
+    """Choice of this stage kind's metrics and charts that reports show."""
     RELATION: ClassVar[Relation | None] = None
-    """Relation of the stage's model to its input model, for model cards; None if it does not make one from another."""
+    """Relation of the stage's model to the model that it was made from, for model cards; None if there is no such
+    relation."""
     LEARNS: ClassVar[bool] = False
     """True if the stage trains a model on the datasets that its config refers to."""
     SPANS_NODES: ClassVar[bool] = False
@@ -182,7 +184,7 @@ class StageConfig(StrictModel, ABC):
     WAITS_FOR_GPUS: ClassVar[bool] = True
     """False if the stage needs no GPU and may start while all GPUs are in use."""
     GPU_FOR_EACH_PROCESS: ClassVar[bool] = False
-    """True if each process of the stage uses a GPU of its own, independent of the number of device slots."""
+    """True if each process of the stage uses a GPU of its own, however many device slots the stage holds."""
 
     kind: str
     execution: Execution = Execution()
@@ -205,11 +207,11 @@ class StageConfig(StrictModel, ABC):
 
     @property
     def devices(self) -> int:
-        """Number of GPUs (or shares of the CPU) that the stage keeps busy on each node."""
+        """Number of GPUs (or shares of the CPU) on each node that the stage keeps busy."""
         return self.processes
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the part of the config that identifies the stage's artifact, with defaults filled in.
+        """Return those config fields, with defaults filled in, that identify the stage's artifact and so its version.
 
         Left out are `execution` and fields marked `AddedLater` that have their default. References and outside paths
         are left out too: the versions of the referenced stages and the contents of the paths identify the artifact.
@@ -220,11 +222,11 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return how far an interrupted attempt got, as its scratch folder shows, in any unit; 0 if unknown."""
+        """Return how far an interrupted run of the stage got, by its scratch folder, in any unit; 0 if unknown."""
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the part of the config that must be unchanged for a retry to resume from an earlier attempt."""
+        """Return the config fields that must be unchanged for a retry to resume an interrupted run of the stage."""
         return self.identity()
 
     def references(self) -> dict[str, str]:
@@ -232,32 +234,32 @@ class StageConfig(StrictModel, ABC):
         return {path: str(value) for path, value in marked_values(self, Reference)}
 
     def outside_paths(self) -> dict[str, Path]:
-        """Return the paths outside the store that the config names, by the dotted path of the config field."""
+        """Return the paths that the config names outside the store, by the dotted path of the config field."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
     ASKS_ALL_STAGES: ClassVar[bool] = False
-    """True if `completed_among` needs all stages of the recipe, not only those that the config refers to."""
+    """True if `completed_among` reads all stages of the recipe, not only those that the config refers to."""
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        """Return the config, completed with facts from the other stages of its recipe."""
+        """Return the config completed with facts from the configs of the recipe's other stages."""
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield errors of the config together with the recipe's other stages, one line each.
+        """Yield an error for each conflict of the config with the recipe's other stages, one line each.
 
         References to stages of a wrong kind are found elsewhere (`Reference`).
         """
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield errors that need files to be read, found when a refresh is planned, as `FIELD: PROBLEM`.
+        """Yield errors that only reading files shows, such as task files, when a refresh is planned: `FIELD: PROBLEM`.
 
         For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
         """
         return iter(())
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield errors of the config for the stage's input model, by its `config.json`, as `FIELD: PROBLEM`.
+        """Yield errors of the config that the `config.json` of the stage's input model shows, as `FIELD: PROBLEM`.
 
         read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
         LifecycleError for a config that the download, or the check of its files, will refuse.
@@ -267,7 +269,7 @@ class StageConfig(StrictModel, ABC):
     def model_findings(
         self, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
     ) -> Iterator[tuple[str, LifecycleError | str]]:
-        """Yield errors (or notes, as text) that files on this machine show while a refresh is planned, by config field.
+        """Yield errors (or notes as text), by config field, that files on this machine show while a refresh is planned.
 
         - find_model: returns the model that the stage starts from; None where its config is not here. Raises
           LifecycleError for a config that cannot be read
@@ -278,7 +280,7 @@ class StageConfig(StrictModel, ABC):
     def first_problems(
         self, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
     ) -> Iterator[str]:
-        """Yield errors that file headers and first rows on this machine show before a run, as `FIELD: PROBLEM`.
+        """Yield errors that file headers and first rows of a dataset show before a run, as `FIELD: PROBLEM`.
 
         - find_model: returns the folder of the model that the stage starts from; None where it is not here
         - find_dataset: returns the folder, or the only file, of the dataset of a stage
@@ -286,7 +288,7 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield errors of the place outside the store to which the stage writes, as `FIELD: PROBLEM`.
+        """Yield errors about the place outside the store to which the stage will write, as `FIELD: PROBLEM`.
 
         Reads the environment and looks at folders of this machine; asks no server.
         """
@@ -300,7 +302,7 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return a hint if a name that the config does not find is a file beside the recipe; else None."""
+        """Return a hint if a name in the config is not found but a file beside the recipe has it; else None."""
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
@@ -311,7 +313,7 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
-        """Yield what a machine with GPUs of these names lacks to run the stage."""
+        """Yield each requirement of the stage that a machine with these GPUs (torch's names) does not meet."""
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
@@ -322,12 +324,12 @@ class StageConfig(StrictModel, ABC):
                 yield f"execution.{name}", f"the launcher is {execution.launcher}"
 
     def custom_code(self) -> tuple[str, ...]:
-        """Return the options that make the stage run or keep code from outside, such as Python files of a model."""
+        """Return the config options that make the stage run or keep foreign code, such as Python files of a model."""
         trusted = (path for path, value in values_named(self, "trust_remote_code") if value)
         return tuple(f"{path}: Python files that come with the model" for path in trusted)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return facts outside the store that decide the result, such as hub revisions and program versions.
+        """Return facts outside the store that decide the result, such as hub revisions and versions of programs.
 
         May ask the network; with limit_s once, for this long. Raises a `LifecycleError` for what cannot be resolved.
         """
@@ -335,7 +337,7 @@ class StageConfig(StrictModel, ABC):
 
 
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the stage that makes the base model of an adapter, also through adapters that continue others.
+    """Return the name of the stage that makes an adapter's base model, also if the adapter continues other adapters.
 
     For a stage that makes a whole model, return its own name.
     """
@@ -345,7 +347,7 @@ def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
 
 
 def nearest_base(by_field: Mapping[str, T]) -> T:
-    """Return the entry for an adapter's base model, or else for the model that it was trained on."""
+    """Return the value of field `base`, the base model of an adapter, or else of `model`, from which it was trained."""
     return by_field.get("base") or by_field["model"]
 
 
@@ -381,8 +383,8 @@ class StageInput(StrictModel):
     )
     outside: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Facts outside the store, such as a hub's revision, resolved when the "
-        "stage's version was computed.",
+        description="Facts outside the store that decide the result, such as a hub's revision, as they were when the "
+        "refresh was planned.",
     )
     trial: Trial | None = Field(None, description="Options of a trial run, if the stage is only to be measured.")
     warnings: tuple[str, ...] = Field(
@@ -419,7 +421,7 @@ class StageResult(StrictModel):
     lease: Lease | None = None
 
     def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
-        """Return the result marked as unusable, with the errors that the stage found in a tag.
+        """Return the result marked as unusable by a tag that holds the errors which the stage found.
 
         The first error's class stands for all.
         """
@@ -430,7 +432,7 @@ class StageResult(StrictModel):
 
 
 def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
-    """Return the error for which its own stage marked an artifact as unusable; None for a good artifact."""
+    """Return the error for which a stage marked its own artifact as unusable; None for a usable artifact."""
     if FINDING not in tags:
         return None
     name, _, message = tags[FINDING].partition(": ")
@@ -456,7 +458,7 @@ class ProgressLines:
     """Writer of progress lines with the estimated time left for a stage's log, at most one a minute."""
 
     began: tuple[float, float] | None = None
-    """Time in seconds and amount done when this attempt began; a resumed attempt does not begin at 0."""
+    """Time in seconds and amount of work done when the stage's current run began. A resumed run does not begin at 0."""
     last_line_s: float = 0.0
 
     def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:

@@ -24,7 +24,7 @@ class LifecycleError(Exception):
     exit_code = INTERNAL_ERROR
 
     def __init__(self, message: str = "", *, died: bool = False) -> None:
-        """Create the error with secrets removed.
+        """Create the error from its message, from which secrets are removed.
 
         died: a signal that no one requested killed a process of the stage or its server.
         """

@@ -1,4 +1,4 @@
-"""Building blocks of config models: the strict base class, number types with bounds, and marks on fields.
+"""Building blocks for config classes: the strict base class, number types with bounds, and marks for config fields.
 
 Base, types and marks serve everything that a recipe may say, or that processes leave for each other in files.
 """
@@ -18,14 +18,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 
 class StrictModel(BaseModel):
-    """Immutable pydantic model that refuses unknown fields."""
+    """Immutable base class of configs (pydantic), which refuses unknown fields."""
 
     # A diverged loss is NaN, and must come back as such from `result.json`.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     @classmethod
     def read_or_none(cls, path: Path) -> Self | None:
-        """Read a model from a JSON file; return None if the file is missing, incomplete or has other fields."""
+        """Read a config from a JSON file; return None if the file is missing, incomplete or has other fields."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
@@ -33,7 +33,7 @@ class StrictModel(BaseModel):
 
 
 SMALLEST = 2.0**-126
-"""Smallest positive normal fp32 number."""
+"""Smallest positive number that fp32 represents at full precision (normal number)."""
 LARGEST = (2 - 2.0**-23) * 2.0**127
 
 
@@ -54,11 +54,11 @@ PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
 NatsPerToken = Annotated[float, Field(gt=0, le=12)]
-"""Bound on a difference of log-probabilities, in nats per token. A uniform guess among 160,000 tokens is 12 nats from
-certainty, so a larger bound would let everything pass."""
+"""Type of a config field that bounds a difference of log-probabilities, in nats per token. A uniform guess among
+160,000 tokens is 12 nats from certainty, so a larger bound would let everything pass."""
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
-"""Duration in seconds, at most three years, since system calls refuse larger numbers."""
+"""Type of a config field for a duration in seconds, at most three years, since system calls refuse larger numbers."""
 
 
 def _as_split(name: str) -> str:
@@ -68,7 +68,7 @@ def _as_split(name: str) -> str:
 
 
 SplitName = Annotated[str, Field(min_length=1), AfterValidator(_as_split)]
-"""Name of a dataset's split, which begins with a letter or digit and is not blank."""
+"""Type of a config field for the name of a dataset's split, which begins with a letter or digit and is not blank."""
 
 
 Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scores", "verdict", "publication"]
@@ -76,14 +76,14 @@ Product = Literal["model", "adapter", "reward_model", "dataset", "server", "scor
 
 @dataclass(frozen=True)
 class Reference:
-    """Mark on a config field that names another stage, whose output must be one of `products` (such as a model)."""
+    """Mark on a config field that names another stage, whose output must be one of `products`, such as a model."""
 
     products: tuple[Product, ...]
 
 
 @dataclass(frozen=True)
 class OutsideInput:
-    """Mark on a config field with a path outside the store, whose content identifies the artifact."""
+    """Mark on a config field that names a path outside the store; the content of the path identifies the artifact."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class SourceText:
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark on an optional config field that was added later, with a default that keeps the former behaviour.
+    """Mark on an optional config field that was added later; its default keeps the former behaviour and versions.
 
     At its default it is no part of the identity: existing artifacts keep their versions.
     """
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every config field with this mark that is not None, at any depth.
+    """Yield the dotted path and value of every config field that has a given mark and is not None, at any depth.
 
     Each item of a tuple has a path: `evaluations.0`.
     """
@@ -120,7 +120,7 @@ def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[
 
 
 def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every config field with this name, at any depth."""
+    """Yield the dotted path and value of every config field with a given name, at any depth."""
     for name, value in vars(model).items():
         if name == field:
             yield f"{prefix}{name}", value
@@ -142,7 +142,7 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the pydantic models within a field's value, each with the dotted path before its own fields."""
+    """Yield each config object in a field's value, with the path to put before the names of the object's fields."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):
@@ -153,12 +153,12 @@ def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
-    """Return the names of a model's fields that have this mark."""
+    """Return the names of a config class's fields that have a given mark."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """Return the mark of this class on a pydantic field, also inside `X | None`; None if it has none."""
+    """Return a config field's mark of a given class, also if it is inside `X | None`; None without such a mark."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:

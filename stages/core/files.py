@@ -36,7 +36,7 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def read_end(path: Path, num_bytes: int, begin: int = 0) -> str:
-    """Return the last `num_bytes` bytes of a file as text, but none before byte `begin`; empty if it cannot be read."""
+    """Return the last `num_bytes` bytes of a file as text, none before byte `begin`; empty if it is unreadable."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(begin, stream.seek(0, os.SEEK_END) - num_bytes))

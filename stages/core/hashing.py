@@ -25,8 +25,8 @@ CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
 """Smallest size in bytes of a file whose hash is cached; smaller files are read as fast as they are looked up."""
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
-"""Smallest total size in bytes for which a time limit applies, since fewer bytes take long only on a busy machine.
-Opening a file counts as reading some more bytes."""
+"""Smallest total size in bytes of files whose hashing has a time limit, since fewer bytes take long only on a busy
+machine. Opening a file counts as reading some more bytes."""
 SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 
 def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: int) -> hashlib._Hash:
-    """Return a hasher for a file's content; Git's hash begins with a header that holds the file's size."""
+    """Return a hasher for a file's content with sha256, or as a Git blob id, which also covers the file's size."""
     if algorithm == "sha256":
         return hashlib.sha256()
     return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
@@ -66,7 +66,7 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
 
 
 class _Job:
-    """Hashing of several files by threads, which can be stopped."""
+    """Hashing of several files in threads, which another thread can stop."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -79,7 +79,7 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Return a file's hex digest, from the cache if the file is unchanged; invalid after `stop`."""
+        """Return a file's hex digest, from the cache if the file is unchanged; not valid once `stop` was called."""
         status = path.stat()
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)

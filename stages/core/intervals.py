@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 QUANTILE_95 = statistics.NormalDist().inv_cdf(0.975)
 SAME_ERROR = 1e-6
-"""Relative difference below which two standard errors count as equal, to allow for rounding."""
+"""Relative difference below which two standard errors count as equal, since scores are rounded."""
 
 
 def wilson(share: float, num_samples: int) -> Interval:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Pattern of characters that a terminal must not get from outside text: control characters (not tab and newline), marks
-of the writing direction, and surrogates."""
+"""Pattern of characters in foreign text that a terminal must not receive: control characters (not tab and newline),
+marks of the writing direction, and surrogates."""
 INTERVAL_S = 10.0
 """Seconds between the lines that are printed while a server starts."""
 
@@ -29,7 +29,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print text without delay, unsafe characters escaped; if not on a terminal, each line begins with the time."""
+    """Print text at once, with unsafe characters escaped; in a log (no terminal) each line begins with the time."""
     text = visible(text)
     if not stream.isatty():
         now = time.strftime("%H:%M:%S")
@@ -38,12 +38,12 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def print_timed(message: str) -> None:
-    """Print a line without delay that begins with the time of day, also on a terminal."""
+    """Print a line at once that begins with the time of day, also on a terminal."""
     print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
 def starting_lines(title: str) -> Callable[[float], None]:
-    """Return a callback for `Server.wait_until_ready` that prints every 10 s how long a server has been starting."""
+    """Return a function for `Server.wait_until_ready` that prints every 10 s how long a server has been starting."""
     reported_s = 0.0
 
     def report(elapsed_s: float) -> None:
@@ -56,7 +56,7 @@ def starting_lines(title: str) -> Callable[[float], None]:
 
 
 class VisibleStream:
-    """Text stream that escapes unsafe characters in what is written to it, and passes all else to the raw stream."""
+    """Text stream that escapes unsafe characters in all text written to it before the raw stream gets the text."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw

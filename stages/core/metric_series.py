@@ -39,7 +39,7 @@ class MetricSeries:
         last_byte: int | None = None,
         last_steps: Mapping[str, int] | None = None,
     ) -> None:
-        """Create a reader that begins at byte `first_byte`.
+        """Create a reader of a stage's metrics file that begins at byte `first_byte`.
 
         `last_byte` ends it (default: the file's end); `last_steps`: last step of each metric before `first_byte`.
         """
@@ -49,7 +49,7 @@ class MetricSeries:
         self._last_byte = last_byte
 
     def steps(self) -> Iterator[LoggedStep]:
-        """Yield the steps logged since the last call; the file need not exist yet.
+        """Yield the training steps whose metrics were logged since the last call; the file need not exist yet.
 
         An unfinished last line is read once it is whole; a line that a crash has torn is left out.
         """
@@ -70,7 +70,7 @@ class MetricSeries:
 
 
 def _parse(line: bytes) -> LoggedStep | None:
-    """Return the step that a line of the file holds; None if a crash left the line incomplete."""
+    """Return the metrics of one step in a line of the metrics file; None if a crash left the line incomplete."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -80,7 +80,7 @@ def _parse(line: bytes) -> LoggedStep | None:
 
 
 def last_steps(folder: Path, last_byte: int) -> dict[str, int]:
-    """Return the last logged step of each metric in the first `last_byte` bytes of a folder's metrics file."""
+    """Return the last logged step of each metric, from the first `last_byte` bytes of a stage's metrics file."""
     series = MetricSeries(folder, last_byte=last_byte)
     for _ in series.steps():
         pass
@@ -88,7 +88,7 @@ def last_steps(folder: Path, last_byte: int) -> dict[str, int]:
 
 
 def metrics_size(folder: Path) -> int:
-    """Return the size of a folder's metrics file in bytes; 0 if there is none."""
+    """Return the size in bytes of the metrics file in a stage's work folder; 0 if there is none."""
     try:
         return (folder / METRICS_FILE).stat().st_size
     except FileNotFoundError:

@@ -19,7 +19,7 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the regular-expression library and return the function that answers requests.
+    """Import the regular-expression library and return the function that answers a request with indices of patterns.
 
     A request has `patterns`, `texts`, and `how` to compare them.
     """

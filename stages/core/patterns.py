@@ -9,7 +9,7 @@ from typing import Literal, Self
 from stages.core.program import Program, ProgramError
 
 LIMIT_S = 2.0
-"""Limit of CPU seconds for one regular expression; some take time that is exponential in the text's length."""
+"""Limit of CPU seconds for matching one regular expression; some take time that is exponential in the text's length."""
 GRACE_S = 2.0
 NAMES = (
     "model.layers.31.self_attn.q_proj",
@@ -28,7 +28,7 @@ class Patterns:
     """Client of the process that matches regular expressions, which ends with the `with` block."""
 
     def __init__(self, limit_s: float) -> None:
-        """Create the client without starting its process. limit_s: CPU seconds allowed for each call."""
+        """Create the client of the matching process, which starts at the first call."""
         self._limit_s = limit_s
         self._program = Program("stages.core.pattern_program", str(limit_s))
 
@@ -39,7 +39,7 @@ class Patterns:
         self._program.close()
 
     def start(self) -> None:
-        """Start the matching process before it is needed, to save time later."""
+        """Start the process that matches regular expressions before it is needed, to save time later."""
         self._program.start()
 
     def first_matches(

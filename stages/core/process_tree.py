@@ -1,4 +1,4 @@
-"""Program that runs a command and ends all its descendant processes, with functions that find and end processes.
+"""Program that runs a command and ends all its descendant processes, and functions that find and end processes.
 
     python -I -S process_tree.py LIFELINE GRACE_S COMMAND ARGUMENT…
 
@@ -31,8 +31,8 @@ TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secr
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
-"""Shortest and longest interval in seconds between looks at which shared memory the descendants have mapped; most is
-mapped in the first seconds."""
+"""Shortest and longest interval in seconds between checks of which shared memory the command's processes have mapped.
+Most is mapped in the first seconds."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
@@ -81,14 +81,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def marked_processes(token: str, session: int | None = None) -> list[int]:
-    """Return processes that have `token` in their environment or belong to a session, with all their descendants."""
+    """Return the processes with `token` in their environment, or of a session, and all their descendants."""
     living = living_processes()
     roots = [pid for pid, (_, its_session) in living.items() if its_session == session or _has_token(pid, token)]
     return sorted({*roots, *_descendants_of(roots, living)} - {os.getpid()})
 
 
 def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> None:
-    """Kill the processes that `find` returns, again and again until it returns none, since some fork meanwhile."""
+    """Kill the processes that `find` returns until it returns none, since a dying process may still fork others."""
     deadline_s = time.monotonic() + patience_s
     while (pids := find()) and time.monotonic() < deadline_s:
         send(signal.SIGKILL, pids)
@@ -123,7 +123,7 @@ def send(number: int, pids: Iterable[int]) -> None:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Return the files of /dev/shm that these processes have mapped.
+    """Return the shared-memory files in /dev/shm that these processes have mapped.
 
     By inode: glibc maps a new semaphore under a passing name before it links it to its own. Of this /dev/shm alone: a
     container's has the same numbers.
@@ -142,7 +142,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 
 
 def remove_shared_memory(files: Iterable[Path]) -> None:
-    """Remove files of ended processes from /dev/shm, except those that a living process has mapped."""
+    """Remove shared-memory files of ended processes from /dev/shm, except those that a living process uses."""
     existing = {file for file in files if file.exists()}
     for file in existing - shared_memory_of(_pids() if existing else ()):
         with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 class Supervisor:
-    """Supervisor of a command, which ends all its processes when it is done, is stopped, or its starter dies."""
+    """Supervisor of a command, which ends all its processes when it exits, is stopped, or its starter dies."""
 
     def __init__(self, lifeline: int, grace_s: float, command: list[str]):
         self.lifeline = lifeline
@@ -244,7 +244,7 @@ class Supervisor:
             os._exit(127)
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until a signal, the death of the starting process, or the timeout; collect ended children."""
+        """Wait for a signal, the end of the process that started this one, or the timeout; reap ended children."""
         readable, _, _ = select.select([self.lifeline, self.wakeup], [], [], timeout_s)
         if self.wakeup in readable:
             os.read(self.wakeup, 4096)

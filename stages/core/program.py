@@ -30,22 +30,23 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_proce
 from stages.core.program_loop import LIFELINE
 
 START_TIMEOUT_S = 300.0
-"""Time limit in seconds for a program to start and import its modules, even on a busy machine."""
+"""Time limit in seconds for a program (separate process) to start and import its modules, even on a busy machine."""
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
-"""Number of bytes written to a program at once, the capacity of a pipe."""
+"""Number of bytes written at once to a program's standard input, the capacity of a pipe."""
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
-"""Home directory of programs that need none; a real folder would be left behind if a process were killed."""
+"""Home directory, which does not exist, of programs that need none. A real folder would be left behind if a process
+were killed."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 class ProgramError(Exception):
-    """Raised when the function that a program runs raised an error for a question; the program still runs.
+    """Raised when a program's answer to a question is an error; the program still runs.
 
     kind: name of its class, such as `MemoryError`.
     """
@@ -56,17 +57,17 @@ class ProgramError(Exception):
 
 
 class ProgramEndedError(Exception):
-    """Raised when a program ended, or was ended because its answer could not be read."""
+    """Raised when a program (separate process) ended, or was ended because its answer could not be read."""
 
 
 class Program:
-    """Client of a program that starts at its first question and ends with `close` or the `with` block.
+    """Client of a program (separate process), which starts at the first question and ends with `close` or `with`.
 
     For one thread at a time.
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client without starting the program.
+        """Create the client of a program (separate process), which starts at the first question.
 
         needs_home: whether it gets an empty folder, which this process removes when it ends normally.
         """
@@ -103,7 +104,7 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """Ask a question that may be made to exhaust the program; every kind of exhaustion raises TimeoutError.
+        """Ask about hostile input, which may exhaust the program; every kind of exhaustion raises TimeoutError.
 
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """

@@ -1,4 +1,4 @@
-"""Loop in which a program answers the questions of another process; `program.py` is the asking side.
+"""Loop in which a program (separate process) answers the questions of the process that started it (`program.py`).
 
 A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
 that a program is started in some 20 ms and has the memory that it may take for its own work.
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 LIFELINE = "PROGRAM_LIFELINE"
-"""Environment variable with the read end of a pipe that closes when the asking process is gone."""
+"""Environment variable with the number of a pipe's read end, which closes when the asking process is gone."""
 AGAIN_S = 0.1
-"""CPU seconds between repeated signals after a CPU limit, in case a library caught the first one."""
+"""CPU seconds between repeated signals after a CPU limit, in case a library caught the error of the first signal."""
 
 Answered = TypeVar("Answered")
 
@@ -27,11 +27,11 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class TimeLimitError(BaseException):
-    """Raised when a call has used up its CPU time. It is no `Exception`, because libraries catch those and continue."""
+    """Raised when a call has used up its CPU time. It is no `Exception`, since libraries catch those and continue."""
 
 
 class RefusedError(Exception):
-    """Raised by a program to refuse a question; the asking process gets its text without a class name."""
+    """Raised by a program to refuse a question; the asking process gets the error's text without a class name."""
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:

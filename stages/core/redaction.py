@@ -18,16 +18,17 @@ from urllib.parse import quote, unquote
 
 REPLACEMENT = "***"
 MIN_CHARACTERS = 4
-"""Smallest length of a secret; shorter values of variables occur everywhere and are not treated as secrets."""
+"""Smallest length of a secret. Shorter values of environment variables occur everywhere and are not secrets."""
 MIN_CHARACTERS_ANYWHERE = 8
-"""Smallest length of a secret that is redacted within words. Shorter ones must stand alone, so that `main` does not
-match `remainder`."""
+"""Smallest length of a secret that is also redacted inside longer words. Shorter secrets must stand alone, so that
+`main` does not match `remainder`."""
 
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
 )
 _SWITCHES = frozenset({"true", "false", "none", "null"})
-"""Values of on/off variables that are no secrets although the name suggests it (HF_HUB_DISABLE_IMPLICIT_TOKEN)."""
+"""Values of environment variables that are not secret although the variable's name suggests it
+(HF_HUB_DISABLE_IMPLICIT_TOKEN)."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
@@ -40,7 +41,7 @@ _KNOWN_SHAPE = re.compile(
 _WEBHOOK = re.compile(r"(hooks\.slack\.com/(?:services|workflows)/|discord(?:app)?\.com/api/webhooks/)[\w/-]{6,}")
 """Pattern of Slack and Discord webhook addresses, to which anyone who knows them can post."""
 _JSON_STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|$)(\s*:)?', re.MULTILINE)
-"""Pattern of a JSON string, with the colon that follows a key; the string may lack its end in a cut-off line."""
+"""Pattern of a JSON string, with the colon after it if it is a key. The string may be cut off at the end of a line."""
 _WINDOW_CHARACTERS = 64 * 1024
 """Largest number of characters of a text that are searched for secrets before the text is shortened."""
 _CUT_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)[^/\s\"<>@]*$")

@@ -29,7 +29,7 @@ def signal_of(exit_code: int) -> int | None:
 
 
 def was_killed(exit_code: int) -> bool:
-    """Return whether a process was ended by a signal that does not request an orderly end, such as SIGKILL."""
+    """Return whether a signal such as SIGKILL or SIGSEGV ended a process, and not a request to end such as SIGTERM."""
     number = signal_of(exit_code)
     return number is not None and number not in REQUESTS_TO_END
 

@@ -1,4 +1,4 @@
-"""Limits on YAML text (size, depth, number of values), checked on parser events before anything is built.
+"""Limits on YAML text (size, depth, number of values), checked while parsing, before any object is built.
 
 PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few bytes may end the process or fill the
 memory. Its events come one after the other, so that reading them takes time in proportion to the text.
@@ -23,7 +23,10 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 @dataclass
 class _Collection:
-    """YAML mapping or list whose end has not been read yet. num_values: counts it and all values in it, but no keys."""
+    """YAML mapping or list whose end has not been read yet.
+
+    num_values: count of it and all values in it, without keys.
+    """
 
     anchor: str | None
     is_mapping: bool
@@ -31,11 +34,10 @@ class _Collection:
     height: int = 1
     num_children: int = 0
     place: str = ""
-    """Current position in the collection for error messages: the last key of a mapping, or the number of list items
-    read."""
+    """Current position in the YAML mapping or list, for error messages: the last key, or the number of items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count a child of the collection. text: the child's text if it is a plain value."""
+        """Count a key or value of a YAML mapping or list. `text` is its text if it is neither a mapping nor a list."""
         self.num_children += 1
         is_key = self.is_mapping and self.num_children % 2 == 1
         if is_key:
@@ -48,7 +50,7 @@ class _Collection:
 
 
 class _Reader:
-    """Counter of the values in a YAML text, which follows the parser's events."""
+    """Counter of the values in a YAML text, which is given each event of the YAML parser."""
 
     def __init__(self) -> None:
         self._open = [_Collection(None, is_mapping=False)]
@@ -62,11 +64,11 @@ class _Reader:
 
     @property
     def num_values(self) -> int:
-        """Number of values in the YAML text, counting what aliases stand for each time."""
+        """Number of values in the YAML text, in which each alias counts as many values as it stands for."""
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
-        """Count the next parser event, and check the depth and the number of values."""
+        """Count the YAML parser's next event, and check the depth and the number of values."""
         if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             self._check_depth(0)

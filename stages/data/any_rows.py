@@ -58,7 +58,7 @@ REFERENCE_COLUMNS = ("answer", "solution", "ground_truth")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt of a dataset row: a conversation that ends with a question, or plain text without its completion."""
+    """Prompt of a dataset row: a conversation that ends with a question, or a plain text before its completion."""
 
     document: Document
     reference: str | None
@@ -127,7 +127,7 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """Row of any supported format, with the documents (conversations or plain texts) that it holds.
+    """Row of a dataset in any supported format, with the documents (conversations or plain texts) that it holds.
 
     - content: the row as the file has it
     - documents: one; two of a preference pair (chosen, rejected); for a prompt alone, the question
@@ -143,13 +143,13 @@ class ReadRow:
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """Texts of each message in the first document; for a preference pair, also those of the rejected answer."""
+        """Texts of each message in a row's first document; for a preference pair, also of the rejected answer."""
         first, *others = self.documents
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Questions of a row: the user's messages, or the prompt of a plain text (all of it if it has none)."""
+        """Questions of a row: the user's messages, or the prompt of a plain text (the whole text if it has none)."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return (document.prompt or document.completion,)
@@ -157,7 +157,7 @@ class ReadRow:
 
     @property
     def num_turns(self) -> int | None:
-        """Number of messages in the first document, without the system message; None for plain text."""
+        """Number of messages in the row's first conversation, without the system message; None for plain text."""
         document = self.documents[0]
         if isinstance(document, PlainText):
             return None
@@ -176,10 +176,10 @@ class AnyRowReader:
         self._prompts: PromptReader | None = None
         self._answers: RowReader | None = None
         self.form: str | None = None
-        """Description of the dataset's format, shown to users; None before the first row was read."""
+        """Description of the format of the dataset's rows, shown to users; None until the first row has been read."""
 
     def read(self, content: object) -> ReadRow:
-        """Return a row's documents.
+        """Return a dataset row with its documents (conversations or plain texts).
 
         Raises RowError for a bad row, DataError when the format of the first row is unknown.
         """
@@ -199,7 +199,7 @@ class AnyRowReader:
         return row
 
     def _choose(self, first_row: dict[str, Any]) -> None:
-        """Choose the row reader by the first row: of the formats that fit, the one with the most columns."""
+        """Choose the reader of the dataset's format: of the formats that fit the first row, that with most columns."""
         if is_prompt_alone(first_row):
             self._prompts, self._columns = PromptReader(None), "prompts alone"
             return
@@ -271,7 +271,10 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
 
 
 def _ordered(messages: list[Message]) -> list[Message]:
-    """Return the conversation's messages unchanged. Raises RowError unless an answer may follow them."""
+    """Return a conversation's messages unchanged.
+
+    Raises RowError unless the next message may be an assistant's answer.
+    """
     return ordered([*messages, make_message("assistant", "an answer")])[:-1]
 
 
@@ -292,7 +295,7 @@ def _as_text(value: object) -> str:
 
 
 def _texts(document: Document, first: int) -> Iterator[str]:
-    """Yield the non-empty texts of a document (messages, or prompt and completion), from number `first` on."""
+    """Yield the non-empty texts of a document's messages (or of prompt and completion), from message `first` on."""
     if isinstance(document, PlainText):
         texts = [document.prompt, document.completion]
     else:

@@ -25,7 +25,7 @@ class BadRows:
     """Collector of bad rows, which keeps counts and the first few in memory and writes all to a file."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Create a collector that writes each bad row to `stream` as a JSON line: file, line or row number, reason."""
+        """Create a collector that writes each bad row to `stream` as a JSON line: place of the row, and reason."""
         self._stream = stream
         self._first: list[BadRow] = []
         self.num_rows = 0
@@ -71,7 +71,7 @@ class BadRows:
 
 
 def needed_fraction(num_bad: int, num_rows: int) -> float:
-    """Return the smallest `max_bad_row_fraction` that lets these bad rows be dropped, for error messages."""
+    """Return the smallest `max_bad_row_fraction` with which a recipe could drop these bad rows, for error messages."""
     ten_thousandths = -(-10_000 * num_bad // num_rows)
     if num_bad > ten_thousandths / 10_000 * num_rows:  # 29 of 100: 0.29 * 100 is less than 29
         ten_thousandths += 1
@@ -123,7 +123,7 @@ def check_first_rows(
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:
-    """Return what a row's columns look like (an example, a preference pair, …); None if they fit no known format."""
+    """Return the kind of data that a row's columns suggest (an example, a preference pair, …); None if none fits."""
     if not isinstance(row, Row) or not isinstance(row.content, dict):
         return None
     try:

@@ -23,7 +23,8 @@ class Rollouts:
     """
 
     advantages: torch.Tensor
-    """Advantage of each completion over the others of its prompt, float32 [num_documents]."""
+    """Advantage of each completion, from its reward and those of the same prompt's completions, float32
+    [num_documents]."""
     old_log_probabilities: torch.Tensor
     """Log-probabilities that the training engine gives with the weights used for sampling, float32 [rows, sequence]."""
     server_log_probabilities: torch.Tensor | None = None
@@ -32,7 +33,7 @@ class Rollouts:
     """Log-probabilities that the reference model gives, float32 [rows, sequence]; None if the loss needs none."""
 
     def without_documents(self) -> Rollouts:
-        """Return a copy of the rollout data for a batch that holds only padding."""
+        """Return a copy of the rollout data that describes no completion, for a batch that holds only padding."""
         return replace(self, advantages=self.advantages[:0])
 
 
@@ -79,13 +80,13 @@ class Documents:
         return found.index_copy(0, self.ids.flatten(), rows.flatten())[: self.count]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of per-token values [rows, sequence] over each document: [count], differentiable."""
+        """Return the differentiable sum of per-token values [rows, sequence] over each document: [count]."""
         # One sum for each segment; those of padding come last and are cut off.
         sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
         return sums.index_add(0, self.ids.flatten(), values.flatten())[: self.count]
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a value per document [count] repeated at each of its tokens: float [rows, sequence], 0 in padding."""
+        """Return per-document values [count] repeated at each of their tokens: float [rows, sequence], 0 in padding."""
         padding = values.new_zeros(len(self.lengths) - self.count)
         return torch.cat([values, padding])[self.ids]
 
@@ -103,16 +104,18 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Signal:
-    """Inputs of a loss, besides the log-probabilities that the model computes for the target tokens."""
+    """Inputs of a loss, such as targets, labels and advantages; log-probabilities come from the model."""
 
     documents: Documents
     """Borders of the documents; the same object as in `ModelInputs`."""
     targets: torch.Tensor
     """Target token at each position, int64 [rows, sequence]: the next token, or `IGNORED` where there is no loss."""
     target_weights: torch.Tensor | None = None
-    """Weight of each target in its document's summed log-probability, float32 [rows, sequence]; None: all 1."""
+    """Weight of each target token in its document's summed log-probability, float32 [rows, sequence]. None means that
+    all weights are 1."""
     reference_log_probabilities: torch.Tensor | None = None
-    """Log-probability that the reference model gives to each document's targets, in nats, float32 [documents]."""
+    """Log-probability that the reference model gives to each document's target tokens, summed, in nats, float32
+    [documents]."""
     is_good: torch.Tensor | None = None
     """Label of each answer in labelled data (KTO), bool [documents]: True for a good answer."""
     margins: torch.Tensor | None = None
@@ -128,7 +131,8 @@ class Signal:
     member: int = 0
     """Index of the mixture's dataset from which all rows of the batch come; 0 without a mixture."""
     temperature: float = 1.0
-    """Sampling temperature: logits are divided by it, so that log-probabilities match the sampled distribution."""
+    """Temperature with which the completions were sampled. Logits are divided by it, so that log-probabilities match
+    the sampled distribution."""
 
     @property
     def has_target(self) -> torch.Tensor:
@@ -137,12 +141,12 @@ class Signal:
 
     @property
     def wanted(self) -> torch.Tensor:
-        """Tokens whose log-probabilities the loss needs, int64 [rows, sequence, 1 + k]: target, candidates."""
+        """Tokens whose log-probabilities the loss needs: the target and k candidates, int64 [rows, sequence, 1 + k]."""
         targets = self.targets.unsqueeze(-1)
         return targets if self.candidates is None else torch.cat([targets, self.candidates.tokens], -1)
 
     def log_probabilities(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return each document's log-probability (nats), float32 [documents], summed over its target tokens."""
+        """Return each document's log-probability in nats, summed over its target tokens: float32 [documents]."""
         return self.documents.sums(of_tokens if self.target_weights is None else of_tokens * self.target_weights)
 
 
@@ -162,7 +166,7 @@ class Batch:
         documents: Documents,
         **signal: Any,
     ) -> Batch:
-        """Return a batch from token ids, targets, positions and borders; `signal` sets other inputs of the loss."""
+        """Return a batch from token ids, targets, positions and document borders; `signal`: further loss inputs."""
         return cls(ModelInputs(input_ids, position_ids, documents), Signal(documents, targets, **signal))
 
     @property

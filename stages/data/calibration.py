@@ -26,7 +26,7 @@ def calibration_samples(
     num_skipped: int = 0,
     passed_over: dict[Place, str] | None = None,
 ) -> list[Tokens]:
-    """Return the first usable rows of a dataset, tokenized and cut, to calibrate a quantizer with.
+    """Return the first usable rows of a dataset as tokens, cut to `sequence_length`, to calibrate a quantizer with.
 
     Conversations are rendered with the model's chat template; the chosen answer of preference pairs counts. There may
     be fewer than `num_samples`.

@@ -34,7 +34,8 @@ DataFormat = Literal[
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
-"""Fields of a mixture's dataset that decide how much of it is trained on, not how its rows are read."""
+"""Config fields of a mixture's dataset that decide how much of it is trained on; all other fields decide how its rows
+are read."""
 
 
 class MixturePart(StrictModel):
@@ -77,7 +78,7 @@ class MixturePart(StrictModel):
 
     @property
     def own(self) -> dict[str, object]:
-        """Fields that this dataset of a mixture sets itself, instead of taking those of `data`.
+        """Config fields that a mixture's dataset sets itself; it takes all others from `data`.
 
         An `evaluation_fraction` of its own replaces a split named in `data`.
         """
@@ -86,7 +87,7 @@ class MixturePart(StrictModel):
 
 
 def same_datasets(names: Iterable[str], stages: Mapping[str, StageConfig]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of stages that make the same dataset, whose rows would occur twice in a mixture."""
+    """Yield pairs of stages with equal configs, which make the same dataset, to refuse both in one mixture."""
     known: dict[str, str] = {}
     for name in names:
         first = known.setdefault(stages[name].model_dump_json(exclude={"execution"}), name)
@@ -226,7 +227,7 @@ class DataConfig(StrictModel):
 
     @property
     def parts(self) -> dict[str, DataConfig]:
-        """Config of each dataset of a mixture, by its prefix in the recipe, such as `datasets.0.`.
+        """Config of each dataset of a mixture, by the path of its fields in the recipe, such as `datasets.0.`.
 
         A single dataset has an empty prefix and this config.
         """
@@ -237,7 +238,7 @@ class DataConfig(StrictModel):
 
     @property
     def dataset_stage(self) -> str:
-        """Name of the stage that makes the dataset; asserts that this is not a mixture, which has several."""
+        """Name of the stage that makes the dataset. Asserts that there is only one, since a mixture has several."""
         assert self.dataset, "a mixture has several"
         return self.dataset
 
@@ -265,7 +266,7 @@ class DataConfig(StrictModel):
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield an error message for each dataset that a mixture contains twice, made by two stages."""
+        """Yield an error message for each dataset that a mixture contains twice because two stages make it."""
         for split in dict.fromkeys(part.split for part in self.parts.values()):
             names = [part.dataset_stage for part in self.parts.values() if part.split == split]
             for first, name in same_datasets(names, stages):
@@ -275,7 +276,7 @@ class DataConfig(StrictModel):
                 )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
-        """Yield each data option that has no effect given the others, with the reason, to warn the user."""
+        """Yield each data option that has no effect because of the other options, with the reason, to warn the user."""
         if not self.datasets:
             yield "mixing", "there is one dataset (`datasets` names several)"
         elif self.mixing.strategy == "concat":

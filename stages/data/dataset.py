@@ -30,7 +30,7 @@ ARRAYS: dict[str, type[np.generic]] = {
     "row_starts": np.int64,
 }
 BLOCK_DOCUMENTS = 1 << 20
-"""Number of documents whose lengths are computed at a time, which bounds memory."""
+"""Number of documents whose lengths are computed at a time, a limit that bounds the memory used."""
 LABELS = "labels"
 MARGINS = "margins"
 
@@ -118,7 +118,7 @@ class PackedDataset:
 
     @property
     def member_rows(self) -> dict[str, range]:
-        """Row numbers of each dataset of a mixture, by its name; a single dataset has an empty name."""
+        """Row numbers that belong to each dataset of a mixture, by its name; a single dataset has an empty name."""
         return {"": range(len(self))}
 
     @property
@@ -142,7 +142,7 @@ class PackedDataset:
 
     @property
     def padding_fraction(self) -> float | None:
-        """Fraction of the positions in all rows that is padding; None without packing.
+        """Fraction of the positions in all packed rows that is padding; None if rows are not packed.
 
         Without packing a batch is only as wide as its longest row, so the share depends on which rows meet: training
         measures it.
@@ -152,7 +152,7 @@ class PackedDataset:
         return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
 
     def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the numbers of the documents in these rows, as counted over the whole dataset, int64."""
+        """Return the numbers, within the whole dataset, of the documents that lie in these rows: int64."""
         return np.concatenate(
             [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
         )
@@ -240,7 +240,7 @@ def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int
 
 
 class _Segments:
-    """Position and document number of every token of a batch, int64 [rows, sequence], padding included."""
+    """Positions and document numbers of all tokens of a batch, int64 [rows, sequence]; padding counts as documents."""
 
     def __init__(self, document_lengths: list[NDArray[np.int64]], shape: tuple[int, int]) -> None:
         num_rows, width = shape
@@ -265,9 +265,9 @@ class _Segments:
 
 
 def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
-    """Return the shuffled order in which an epoch visits the rows, int64 [num_rows]; layouts do not change it.
+    """Return the shuffled order in which a training epoch visits the rows, int64 [num_rows].
 
-    number: number of the dataset in a mixture; each has an order of its own.
+    number: number of the dataset in a mixture; each has an order of its own. Parallel layouts do not change it.
     """
     # The first dataset has the seed of a training without a mixture, and so the same order.
     return np.random.default_rng([seed, epoch, *([number] if number else [])]).permutation(num_rows)

@@ -50,7 +50,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json"}
 NUM_FILES_LISTED = 20
 NO_PYTHON_VALUE = (ValueError, OverflowError, LookupError)
-"""Errors that pyarrow raises for dates outside Python's calendar and for unknown time zones."""
+"""Errors that pyarrow raises for values that Python cannot represent: dates beyond its calendar, unknown time zones."""
 SHARD = re.compile(r"(?P<before>.*?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 
 
@@ -175,14 +175,14 @@ def num_places(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """Choice of the rows of a split that training uses, or that evaluation holds out."""
+    """Choice of some rows of a split: those to train on, or those that are held out for evaluation."""
 
     name: Literal["training", "evaluation"]
     split: str
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield those rows of the split that belong to this choice; equal rows are always chosen together.
+        """Yield the rows that were chosen for training or for evaluation; equal rows are always chosen together.
 
         Unreadable rows count as training data.
         """
@@ -196,7 +196,7 @@ class Portion:
 
 
 def portions(config: DataConfig) -> list[Portion]:
-    """Return the choice of training rows and, if the recipe holds out some, the choice of evaluation rows."""
+    """Return the choice of rows to train on and, if the recipe holds out some, the choice of evaluation rows."""
     if config.evaluation_split:
         return [Portion("training", config.split), Portion("evaluation", config.evaluation_split)]
     if config.evaluation_fraction:
@@ -215,7 +215,7 @@ def is_held_out(content: object, fraction: float) -> bool:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Return a sentence for each set of shards (`NAME-00000-of-00004`) in a folder that lacks some of them."""
+    """Return an error sentence for each incomplete group of shard files (`NAME-00000-of-00004`) in a folder."""
     found: dict[tuple[str, int, str], set[int]] = defaultdict(set)
     for path in sorted(folder.rglob("*")):
         if shard := SHARD.fullmatch(path.relative_to(folder).as_posix()):
@@ -273,7 +273,7 @@ def _all_files(folder: Path) -> list[Path]:
 
 
 def _kind_of(path: Path) -> str:
-    """Return what is at a path that is not a regular file, for error messages: a link, a FIFO, a socket, a device."""
+    """Return in words what a path is that is no regular file, for errors: a link, a FIFO, a socket, a device."""
     if path.is_symlink():
         return f"a link {'to a folder' if path.is_dir() else 'that leads nowhere, or to itself'}"
     kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -376,7 +376,7 @@ def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
 
 
 def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
-    """Yield the rows of a pyarrow batch; a value without Python equivalent makes only its own row a bad row."""
+    """Yield the rows of a pyarrow batch. A value that Python cannot represent makes only its own row a bad row."""
     try:
         rows = map(as_row, batch.to_pylist())
         yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
@@ -399,7 +399,7 @@ def _check_columns(columns: list[str], name: str) -> None:
 
 
 def as_row(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the null fields that Parquet adds to nested objects.
+    """Return a Parquet row without the null fields that Parquet adds to nested objects.
 
     In a table every object has a field that one of them has: a call of one tool would be learned with the arguments of
     all others, each null. TRL's `remove_none_values` does the same; original nulls are lost.
@@ -415,7 +415,7 @@ def _without_nulls(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Open a Parquet file, local or remote (through its pointer file).
+    """Open a Parquet file, which is local, or remote if the path is a pointer file with its address.
 
     Raises pyarrow's errors and those of `open_file`.
     """
@@ -438,7 +438,7 @@ def open_bytes(path: Path, name: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def open_with_file(path: Path, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file like `open_bytes`, and also yield the compressed file, whose position shows the progress."""
+    """Open a data file like `open_bytes`, and also yield the compressed file, whose position shows the progress."""
     with open_file(path) as file:
         if not is_compressed(path):
             yield file, file

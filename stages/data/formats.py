@@ -58,9 +58,9 @@ OTHER_FORMATS = {
 }
 """Descriptions of known but unsupported formats, by their columns, for error messages."""
 LISTS = ("messages", "conversations", "conversation", "chosen_messages", "rejected_messages")
-"""Columns that hold lists in every format; a CSV file, which cannot hold lists, has them as JSON text."""
+"""Columns that hold lists in every format. In a CSV file, which cannot hold lists, their values are JSON text."""
 OTHER_NAMES = {"kto_tag": "label"}
-"""LLaMA-Factory's column names that are read under another name here."""
+"""LLaMA-Factory's names of columns, with the name of the same column in the formats here."""
 OF_CONVERSATIONS = ("system", "tools", "chat_template_kwargs")
 OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 
@@ -130,7 +130,7 @@ def likeliest_format(row: Columns) -> str | None:
 
 
 def other_format(row: Columns) -> str | None:
-    """Return what rows in a known but unsupported format hold, for an error message; None for other rows."""
+    """Return a description of rows in a known but unsupported format, for an error message; None for other rows."""
     return next((name for columns, name in OTHER_FORMATS.items() if columns <= row.keys()), None)
 
 
@@ -149,7 +149,7 @@ def rename_columns(row: Columns, columns: Mapping[str, str]) -> Columns:
 
 
 def _hint(first_row: Columns) -> str:
-    """Return a hint for the error that no format fits: what the rows look like, or the method that learns from them."""
+    """Return a hint for the error that no format fits: what the rows look like, or which method uses them."""
     if named := other_format(first_row):
         return f" These look like {named}."
     likeliest = likeliest_format(first_row)
@@ -288,7 +288,7 @@ def _read_sharegpt_preference(row: Columns) -> tuple[Document, ...]:
 
 
 def _has_answer_messages(row: Columns) -> bool:
-    """Return whether `chosen` is a single message.
+    """Return whether column `chosen` of a preference row is a single message.
 
     A list would be a whole conversation, which the column `messages` repeats (UltraFeedback).
     """
@@ -315,7 +315,7 @@ def _not_text(row: Columns, column: str) -> object:
 
 
 def _shared(row: Columns) -> Columns:
-    """Return the columns that conversations of every format may have, such as `system` and `tools`."""
+    """Return a row's columns that conversations of every format may have, such as `system` and `tools`."""
     return {column: row[column] for column in OF_CONVERSATIONS if column in row}
 
 

@@ -26,7 +26,10 @@ AHEAD_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Unusable:
-    """Placeholder for a JSON value that cannot be used. `reason` is an error message's end, after "train.jsonl:17 "."""
+    """Placeholder for a JSON value that cannot be used.
+
+    `reason` ends the error message that begins "train.jsonl:17 ".
+    """
 
     reason: str
 
@@ -81,7 +84,7 @@ class JsonList:
                 return
 
     def _decode(self) -> object:
-        """Decode the element at the current position, reading more of the file until the element is complete."""
+        """Decode the list's next element, reading more of the file until the element is complete."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._position)
@@ -97,7 +100,7 @@ class JsonList:
             return value
 
     def _next_character(self) -> str | None:
-        """Return the next character that is not white space and move to it; None at the end of the file."""
+        """Return the file's next character that is not white space and move to it; None at the end of the file."""
         while True:
             rest = self._text[self._position : self._position + AHEAD_CHARACTERS]
             stripped = rest.lstrip()

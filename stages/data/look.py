@@ -39,8 +39,9 @@ from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
 
 CHECK_SECONDS = 20.0
-"""Limit of CPU seconds for checking one split while a refresh is planned; CPU time, so that a busy machine checks as
-much. A split of more than `LARGE_BYTES` is not finished by then, and hashing it for the cache would be slow."""
+"""Limit of CPU seconds for checking one split while a refresh is planned. CPU time is counted so that a busy machine
+checks as much. A split of more than `LARGE_BYTES` is not finished by then, and hashing it for the cache would be
+slow."""
 LARGE_BYTES = 1 << 30
 
 
@@ -57,7 +58,7 @@ class Silent:
 def data_problems(
     folder: Path, config: DataConfig, model: ModelFacts, *, rows: RowKind, cache: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the problems that a short attempt at preparing the data finds, each with its field of `config`."""
+    """Prepare a stage's data for some seconds and yield each problem found, with the field of `config` to blame."""
     problems = [*_missing_splits(folder, config), *_bad_template(config, model)]
     yield from problems
     if problems:
@@ -85,7 +86,7 @@ def data_problems(
 
 
 def _prepared(task: Preprocessing, cache: Path) -> Path | None:
-    """Return the cached folder of packed rows; None for a split too large to be cached, which is only checked."""
+    """Return the folder of a split's packed rows in the cache; None for a large split, which is only checked."""
     if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
         return prepare_portion(task, cache).folder
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,18 +110,18 @@ def _bad_template(config: DataConfig, model: ModelFacts) -> Iterator[tuple[str, 
 
 
 LOOK_SECONDS = 10.0
-"""Limit of CPU seconds for preparing data for `lifecycle data` when it is not in the cache."""
+"""Limit of CPU seconds for preparing data that is not in the cache, when `lifecycle data` shows it."""
 MAX_SHOWN_TOKENS = 4096
 """Largest number of tokens of a packed row that `lifecycle data` shows."""
 NUM_BARS = 16
 NUM_REASONS = 20
 NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
-"""Names of the documents in one training example, by kind of row: a pair has `chosen` and `rejected`."""
+"""Names of the documents in one training example, by kind of data: a preference pair has `chosen` and `rejected`."""
 
 
 @dataclass(frozen=True)
 class Visits:
-    """Rows that a training will visit first, with each dataset's share and number of epochs, for a preview.
+    """First rows that a training will visit, and each dataset's share and number of epochs, for the data preview.
 
     - rows: rows of the first step
     - shares: dataset of a mixture → its share of all that is learned
@@ -190,7 +191,7 @@ def _with_visits(portion: ShownPortion, visits: Visits) -> ShownPortion:
 
 
 def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedDataset, str | None]:
-    """Return the packed rows; if the time limit cut reading short, also the place of the last row read."""
+    """Return the dataset of packed rows; if the time limit ended reading early, also the place of the last row read."""
     assert task.part
     try:
         if sum(map(size_bytes, task.files)) <= LARGE_BYTES:
@@ -228,7 +229,7 @@ def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after
 
 
 def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
-    """Return the reasons why rows were dropped with counts, most frequent first; rare ones are summed up."""
+    """Return each reason why rows were dropped with its count, most frequent first; rare reasons are summed up."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     with bad_rows.open(encoding="utf-8") as stream:
@@ -275,7 +276,7 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
 def shown_document(
     name: str, tokens: NDArray[np.int32], loss: NDArray[np.bool_], tokenizer: DocumentTokenizer, max_tokens: int
 ) -> ShownDocument:
-    """Return a document's first `max_tokens` tokens as text, marked by whether they carry loss, for a preview."""
+    """Return a document's first `max_tokens` tokens as text for the data preview, marking those with loss."""
     ids, flags = tokens[:max_tokens].tolist(), loss[:max_tokens].tolist()
     return ShownDocument(
         name=name,
@@ -287,7 +288,7 @@ def shown_document(
 
 
 def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
-    """Yield the text of each run of tokens that have the same loss flag and are all special or all ordinary.
+    """Yield the text of each run of tokens that have the same loss flag and are all special or all ordinary tokens.
 
     Decoded alone, some tokenizers would drop a run's first space.
     """

@@ -52,16 +52,19 @@ PART_TYPES = {"text", "reasoning", "tool_call"}
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Pattern of characters that show nothing and have no width, but are not white space."""
 Span = tuple[int, int]
-"""Span of a text: begin (inclusive) and end (exclusive), in characters."""
+"""Span of characters in a text: begin (inclusive) and end (exclusive)."""
 
 
 class RowError(ValueError):
-    """Raised for a bad row. Its message says what was expected and follows the row's place: "train.jsonl:17 …"."""
+    """Raised for a bad row; the message says what was expected, and is shown after the row's place.
+
+    Its message says what was expected and is shown after the row's place: "train.jsonl:17 …".
+    """
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation of a row, with tools and loss marks, ready for a chat template.
+    """Conversation of a dataset row, with its tools and the messages that carry loss, ready for a chat template.
 
     - num_prompt_messages: number of first messages that carry no loss, in whatever role
     - unlearned: positions, from 0, of further messages without loss, as the row says
@@ -76,7 +79,7 @@ class Conversation:
 
     @property
     def learned_turns(self) -> list[int]:
-        """Positions of the assistant's messages that carry loss."""
+        """Indices of the assistant's messages that carry loss."""
         return [
             number
             for number, message in enumerate(self.messages)
@@ -84,7 +87,7 @@ class Conversation:
         ]
 
     def before(self, number: int) -> Conversation:
-        """Return the conversation before a message, without loss: the prompt that the model answers there."""
+        """Return the conversation before a given message, without loss: the prompt that this message answers."""
         return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
 
 
@@ -120,7 +123,7 @@ def parse_messages(
     keys: tuple[str, str] = ("role", "content"),
     roles: dict[str, str] | None = None,
 ) -> list[Message]:
-    """Return the messages of a column after checking each one by itself. Raises RowError."""
+    """Return the messages in a column after checking each one for itself. Raises RowError."""
     if not isinstance(value, list):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
     if not value:
@@ -162,7 +165,7 @@ def parse_text(value: object, column: str) -> str:
 
 
 def decoded(value: object) -> object:
-    """Return the value that a JSON text encodes; anything else, also plain text, is returned unchanged."""
+    """Return the value that a JSON text encodes. Anything else, such as plain text, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -210,7 +213,7 @@ def renamed(message: Message, known_thoughts: list[str]) -> Message:
 
 
 def with_calls_as(message: Message, arguments_as_text: bool, empty_as_null: bool) -> Message:
-    """Return a message with tool calls in the form that the chat template expects (JSON arguments, null content)."""
+    """Return a message whose tool calls have a chat template's form (arguments as JSON text, null as content)."""
     calls = message["tool_calls"]
     if arguments_as_text:
         calls = [
@@ -291,7 +294,7 @@ def _tool(tool: dict[str, Any], name: str) -> Tool:
 
 
 def _next_roles(message: Message) -> tuple[str, ...]:
-    """Return the roles that the message after this one may have."""
+    """Return the roles that the message after a given message may have."""
     if message["role"] == "assistant":
         return ("tool",) if "tool_calls" in message else ("user",)
     return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)

@@ -15,8 +15,8 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""Multiplier of a position in a mixture's order, 2**64 divided by the golden ratio, which spreads each dataset evenly
-over the order.
+"""Factor that turns a number in a mixture's order into a pseudo-random place, 2**64 divided by the golden ratio. The
+places spread each dataset's rows evenly over the order.
 
 Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
 """
@@ -103,7 +103,7 @@ def _joined(abouts: Sequence[Description]) -> Description:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """Order in which a training visits the rows of a mixture, computed from the seed and a position alone.
+    """Order in which a training visits the rows of a mixture; any stretch is computed from the seed and its position.
 
     In any stretch of slots each dataset has its share, within a few rows, and takes its rows in its own order, epoch
     after epoch.
@@ -117,7 +117,7 @@ class MixtureOrder:
     seed: int
 
     def rows(self, first: int, count: int) -> list[int]:
-        """Return the row numbers at `count` positions of the order, from position `first` (counted from 0) on."""
+        """Return the numbers of `count` rows in the mixture's order, from position `first` (counted from 0) on."""
         slots = np.arange(first, first + count, dtype=np.uint64)
         places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
         numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
@@ -130,12 +130,12 @@ class MixtureOrder:
         return rows
 
     def taken(self, num_slots: int) -> list[int]:
-        """Return how many rows of each dataset are among the first `num_slots` rows of the order."""
+        """Return how many rows of each dataset are among the first `num_slots` rows of the mixture's order."""
         below = [0, *(_num_below(border, num_slots, self._begin) for border in self._borders[:-1]), num_slots]
         return [end - start for start, end in pairwise(below)]
 
     def times(self, num_slots: int) -> NDArray[np.int64]:
-        """Return how often each row occurs among the first `num_slots` rows of the order, int64 [rows of all]."""
+        """Return how often each row occurs among the first `num_slots` rows of the mixture's order, int64 [rows]."""
         counts = []
         for number, (size, taken) in enumerate(zip(self.sizes, self.taken(num_slots), strict=True)):
             epochs, rest = divmod(taken, size)
@@ -155,7 +155,7 @@ class MixtureOrder:
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Return how many of the first `num_slots` rows of a mixture come from datasets below a cumulative share.
+    """Return how many of a mixture's first `num_slots` rows come from datasets with cumulative shares up to `border`.
 
     Each slot at position x counts ⌊x⌋ - ⌊x - border⌋: 1 if it lies below, else 0.
     """
@@ -164,7 +164,7 @@ def _num_below(border: int, num_slots: int, begin: int) -> int:
 
 
 def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
-    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, in logarithmic time; no argument is negative.
+    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, computed in logarithmic time.
 
     Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5; as many steps as Euclid's algorithm.
     """

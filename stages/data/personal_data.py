@@ -69,7 +69,7 @@ def _ip_address(text: str) -> int:
 
 
 def _iban(text: str) -> int:
-    """Return the length of a valid IBAN at the beginning of a text (ISO 13616: modulo 97 is 1), else 0."""
+    """Return the length of a valid IBAN at the beginning of a text (ISO 13616: modulo 97 is 1), or 0 without one."""
     while len(text) >= SHORTEST_IBAN:
         joined = text.replace(" ", "")
         if int("".join(str(int(character, 36)) for character in joined[4:] + joined[:4])) % 97 == 1:
@@ -79,7 +79,7 @@ def _iban(text: str) -> int:
 
 
 def _credit_card(text: str) -> int:
-    """Return the length of a matched card number if it is valid (ISO/IEC 7812: Luhn checksum), else 0."""
+    """Return the length of a matched card number if it is valid (ISO/IEC 7812: Luhn checksum), or 0 if it is not."""
     digits = [int(character) for character in reversed(text) if character.isdigit()]
     doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])
     return 0 if (sum(digits[::2]) + sum(doubled)) % 10 else len(text)
@@ -96,5 +96,5 @@ KINDS: dict[str, tuple[re.Pattern[str], Callable[[str], int]]] = {
     "credit_card": (CREDIT_CARD, _credit_card),
     "phone": (PHONE, _phone),
 }
-"""Kinds of personal data: a pattern, and a function that returns the length of a valid match (0: none). The order
-matters, since a card's number may look like a phone's."""
+"""Kinds of personal data, each with a pattern and a function that returns the length of a valid match, 0 if the match
+is not valid. The order matters, since a card's number may look like a phone's."""

@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 2 << 20
-"""Size in bytes of a part of a local file, the unit of work of a tokenizing process. JSON Lines are cut at the next
-line end, Parquet (uncompressed size) after a row group."""
+"""Size in bytes of the parts into which local files are divided for tokenizing processes. JSON Lines are cut at the
+next line end, Parquet (uncompressed size) after a row group."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
-"""Size in bytes of a part of a remote JSON Lines file. It is larger than for local files, since up to one more buffer
-is fetched to find the end of the last line."""
+"""Size in bytes of the parts into which remote JSON Lines files are divided. It is larger than for local files, since
+up to one more buffer is fetched to find the end of the last line."""
 MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
-"""Fewest bytes that are worth a further tokenizing process, which takes a while to start."""
+"""Smallest number of bytes to tokenize for which a further process is started, since starting takes a while."""
 PARTS_AHEAD = 4
 """Number of file parts queued for each tokenizing process, so that none waits for work."""
 
 
 class Report(Protocol):
-    """Receiver of progress and warnings while data is prepared; a `StageContext` is one."""
+    """Interface for progress and warnings while data is prepared, implemented by a `StageContext`."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
 
@@ -76,7 +76,7 @@ class Report(Protocol):
 
 
 class PieceSource:
-    """Source of the tokenized pieces of a dataset's files, in the order of their rows."""
+    """Source of a dataset's tokenized data, in groups of rows ("pieces") and in the order of the rows."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PieceSource:
         report: Report,
         time_limit_s: float | None = None,
     ) -> None:
-        """Create the source and load the tokenizer.
+        """Create the source of a dataset's tokenized data, and load the tokenizer.
 
         - folder: the dataset's folder
         - kept: folder of stored pieces; it may not exist yet
@@ -110,7 +110,7 @@ class PieceSource:
         """Last row that was read if the time limit ended reading early; None if all rows were read."""
 
     def pieces(self) -> Iterator[tuple[Part, Piece]]:
-        """Yield each tokenized piece with the part of a file whose rows it holds.
+        """Yield each piece (group of tokenized rows) with the part of the data file that it comes from.
 
         Raises DataError for rows of no format, and for a file that cannot be read on or changes meanwhile.
         """
@@ -134,7 +134,7 @@ class PieceSource:
                 yield from ((part.part, piece) for piece in self._store.read(key))
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
-        """Tokenize the file parts that the store lacks; yield each part as soon as its pieces are stored."""
+        """Tokenize the parts of data files that are not in the store; yield each part once its tokens are stored."""
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
             for data_part, key in missing:
@@ -150,7 +150,7 @@ class PieceSource:
                 yield data_part, key
 
     def _parts(self) -> Iterator[KeyedPart]:
-        """Yield all parts of the files with their cache keys; a part is hashed only when it is reached."""
+        """Yield all parts of the data files with their cache keys; a part is hashed only when it is reached."""
         task = self._task
         decided = key_parts(task.portion, task.config, task.model.folder, task.rows) | {"first_rows": str(task.reader)}
         for path in self._files:
@@ -158,7 +158,7 @@ class PieceSource:
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
-        """Yield tokenized pieces until the CPU time limit is reached, the last one as far as it was read."""
+        """Yield groups of tokenized rows until the CPU time limit is reached; the last group may be incomplete."""
         for data_part, key in self._parts():
             if key not in self._store:
                 pieces = list(self.tokenizer.pieces(data_part.part, self._watched(read_part(data_part.part), limit_s)))
@@ -170,7 +170,7 @@ class PieceSource:
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """Yield rows unchanged until the CPU time limit is reached."""
+        """Yield rows unchanged until the CPU time limit is reached, and record the last one."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
@@ -200,7 +200,7 @@ class PieceSource:
 
     @cached_property
     def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
-        """First and last row number of each file, counted over all files, and the total, for progress reports."""
+        """First and last row number of each data file, counted over all files, and the total, for progress reports."""
         places, total = {}, 0
         for path in self._files:
             count = num_places(path)
@@ -265,7 +265,7 @@ _worker: _Worker
 
 
 def _begin(tokenizer: PartTokenizer, store: Path) -> None:
-    """Initialise a tokenizing worker process, which ends when its parent process does."""
+    """Initialise a tokenizing worker process, and make it end when its parent process ends."""
     global _worker
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
@@ -274,7 +274,7 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
 
 
 def _end_with(process: BaseProcess) -> None:
-    """Exit this worker process when its parent process has ended.
+    """Exit this worker process as soon as its parent process has ended.
 
     The kernel's signal (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
     """
@@ -310,7 +310,7 @@ class FileState:
         return cls(found.st_size, found.st_mtime_ns)
 
     def check(self, path: Path, name: str) -> None:
-        """Raise DataError if the file's size or modification time has changed since."""
+        """Raise DataError if the file's size or modification time is no longer the recorded one."""
         if (now := FileState.of(path)) != self:
             raise DataError(
                 f"{name} changed while it was read: it had {self.num_bytes:,} bytes and has {now.num_bytes:,} now; "
@@ -320,7 +320,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Part of a data file with a digest of its content and the state of the file when it was hashed."""
+    """Part of a data file with a digest of its content, and the file's size and time when it was hashed."""
 
     part: Part
     digest: str
@@ -344,7 +344,7 @@ def _whole(path: Path, name: str) -> DataPart:
 
 
 def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
-    """Yield byte ranges of a remote JSON Lines file as parts; their line numbers are unknown."""
+    """Yield the parts of a remote JSON Lines file as byte ranges; the numbers of their lines are unknown."""
     state, pointed = FileState.of(path), file_digest(path)
     num_bytes = size_bytes(path)
     for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
@@ -407,4 +407,4 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
 
 
 KeyedPart = tuple[DataPart, str]
-"""Part of a data file with the cache key of its tokenized pieces."""
+"""Part of a data file, and the cache key of the tokens of its rows."""

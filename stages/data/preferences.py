@@ -64,7 +64,7 @@ def _read_plain(row: Columns) -> tuple[Document, ...]:
 
 
 def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
-    """Raise RowError if two plain-text transcripts (like Anthropic's HH-RLHF) differ in what the human says."""
+    """Raise RowError if a pair's plain-text transcripts (as in Anthropic's HH-RLHF) differ in the human's turns."""
     differ_in_question = shared.rfind(HUMAN) >= shared.rfind(ASSISTANT)
     if differ_in_question and any(ASSISTANT in text[len(shared) :] for text in (chosen, rejected)):
         raise RowError(
@@ -99,7 +99,7 @@ def _read_conversations(row: Columns) -> tuple[Document, ...]:
 
 
 def _listed(value: object) -> Any:
-    """Return a list of messages with tool-call messages merged into assistant turns; one message becomes a list."""
+    """Return the messages as a list, in which separate tool-call messages are merged into assistant turns."""
     messages = [value] if isinstance(value, dict) else value
     return with_tool_calls(messages, *(("from", "value") if _is_sharegpt(messages) else ()))
 
@@ -115,7 +115,7 @@ def _messages(value: object, column: str, role: str) -> list[Message]:
 
 
 def _answered(row: Columns, prompt: list[Message], column: str) -> list[Message]:
-    """Return the whole conversation of an answer: prompt and answer, or the answer alone if it repeats the prompt."""
+    """Return the conversation of a pair's answer: prompt and answer, or the answer alone if it repeats the prompt."""
     answer = row[column]
     messages = _messages(answer, column, "assistant")
     roles = [message["role"] == "assistant" for message in messages]

@@ -50,7 +50,7 @@ BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Training and held-out rows of a training, packed on disk; other processes open the same folders."""
+    """Packed training rows and held-out rows of a training on disk, which all its processes open."""
 
     training: PackedDataset
     evaluation: PackedDataset | None
@@ -115,7 +115,7 @@ def prepare_mixture(
     report: Report,
     work: Path,
 ) -> PreparedData:
-    """Prepare the dataset, or all datasets of a mixture, for a training, as `prepare` does for one.
+    """Prepare the dataset of a training, or each dataset of a mixture: read, check, tokenize and pack its rows.
 
     - inputs: folders of artifacts by stage
     - work: folder for `bad_rows.jsonl`; in a mixture `bad_rows.NAME.jsonl` per dataset
@@ -146,7 +146,7 @@ def prepare_mixture(
 
 
 def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
-    """Return the training or the held-out rows of a dataset as packed tokens, from the cache or made now."""
+    """Return the training rows or the held-out rows of a dataset as packed tokens, from the cache or made now."""
     names = {path: name_of(path, task.folder) for path in task.files}
     states = {path: FileState.of(path) for path in names}
     key = content_key(
@@ -216,7 +216,7 @@ class Preprocessing:
 
 
 class _Run:
-    """Pass over the tokenized pieces of a dataset that packs rows and counts bad, long and repeated ones."""
+    """One pass over a dataset's tokenized data, which packs rows and counts bad, long and repeated ones."""
 
     def __init__(self, task: Preprocessing, bad_rows: BadRows, writer: DatasetWriter, seen: SeenRows) -> None:
         config = task.config
@@ -274,7 +274,7 @@ class _Run:
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
     def _counted(self) -> Iterator[Piece]:
-        """Yield all tokenized pieces in order, and add up the counts of their rows."""
+        """Yield the dataset's tokenized data in order, and add up the counts of its rows."""
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -296,7 +296,7 @@ class _Run:
         return self._source.last_in_time
 
     def _check_so_far(self) -> None:
-        """Raise DataError for faults of the rows read so far that make the training fail in any case."""
+        """Raise DataError if the rows read so far already make the training fail, without reading the rest."""
         if self._config.on_bad_rows == "fail":
             allowed = self._config.max_bad_row_fraction
             self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
@@ -304,7 +304,10 @@ class _Run:
             self._over_long.check(self._num_tokenized_rows)
 
     def _check(self) -> tuple[str, ...]:
-        """Return warnings about the rows. Raises DataError if the recipe forbids what was found or no rows are left."""
+        """Return warnings about the dataset's rows.
+
+        Raises DataError for faults that the recipe forbids, or if no row is left.
+        """
         config, portion = self._config, self._task.portion
         if not self._num_source_rows:
             cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
@@ -345,7 +348,7 @@ def _alone(units: Units) -> PackedRows:
 
 
 class OutOfTimeError(Exception):
-    """Raised when preparing data reached its time limit. last: the last row that was read and checked."""
+    """Raised when preparing data reached its time limit. `last` is the last row that was read and checked."""
 
     def __init__(self, last: Place) -> None:
         super().__init__(f"after {last}")
@@ -353,7 +356,7 @@ class OutOfTimeError(Exception):
 
 
 def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
-    """Return warnings about rows that one dataset of a mixture trains on and another one holds out.
+    """Return warnings about rows that one dataset of a mixture trains on while another one holds them out.
 
     Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
     from another one.
@@ -379,7 +382,7 @@ def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str,
 
 @contextmanager
 def saying_of(name: str) -> Iterator[None]:
-    """Add the dataset's name to the message of a DataError raised in the `with` block."""
+    """Add the name of a mixture's dataset to the message of a DataError raised in the `with` block."""
     try:
         yield
     except DataError as error:
@@ -388,7 +391,7 @@ def saying_of(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _NamedReport:
-    """Receiver of progress and warnings that adds the dataset's name to each message."""
+    """Receiver of progress and warnings about a mixture that adds the dataset's name to each message."""
 
     report: Report
     name: str
@@ -401,7 +404,7 @@ class _NamedReport:
 
 
 class DatasetWriter:
-    """Writer of packed rows to a folder's array files, which `finish` completes with the description."""
+    """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
         self._folder = folder
@@ -428,7 +431,7 @@ class DatasetWriter:
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append packed rows, given all training units and how many belong to each row.
+        """Append packed rows, given the training units (documents or pairs) of all and the number of units in each.
 
         Raises ResourceError for a full disk.
         """

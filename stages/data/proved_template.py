@@ -1,4 +1,4 @@
-"""Renderer of conversations with an untrusted chat template that proves which text the assistant says.
+"""Renderer of conversations with an untrusted chat template, which proves which part of a text the assistant says.
 
 Templates that mark the assistant's part with `{% generation %}` are believed; all others are rendered turn by turn
 (`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
@@ -49,7 +49,7 @@ PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "qprob
 
 
 class ProvedTemplate:
-    """Renderer of conversations with one chat template, whose loss masks it proves to be right."""
+    """Renderer of conversations with one chat template, which proves that its loss masks are right."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str, today: date
@@ -70,7 +70,7 @@ class ProvedTemplate:
         self._sandbox = Sandbox(source, today)
 
     def forget_date(self) -> None:
-        """Reset `wrote_date`, so that it tells about later texts only."""
+        """Reset `wrote_date`, so that from now on it tells whether later texts contain the date."""
         self._sandbox.wrote_date = False
 
     @property
@@ -79,7 +79,7 @@ class ProvedTemplate:
         return self._sandbox.wrote_date
 
     def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
-        """Return a conversation's rendered texts, with the spans to learn; the longest text comes last.
+        """Return a conversation's rendered texts with the spans that carry loss; the longest text comes last.
 
         More than one where the template rewrites earlier turns, each turn being learned once. Not `together`: also
         where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
@@ -136,7 +136,7 @@ class ProvedTemplate:
         return documents
 
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
-        """Return rendered texts with spans to learn, found by the template's `{% generation %}` marks.
+        """Return rendered texts with the spans that carry loss, which the template marks by `{% generation %}`.
 
         Unless `together`, turns whose thoughts the whole text drops are learned each at the end of a text of its own.
         """
@@ -157,7 +157,7 @@ class ProvedTemplate:
         return [*documents, Document(text, tuple(whole), num_dropped)] if whole or not documents else documents
 
     def _marked_spans(self, messages: list[Message], conversation: Conversation) -> tuple[str, dict[int, Span]]:
-        """Return the rendered text and, by message position, the span that the template marks for each answer."""
+        """Return the rendered text, and the span that the template marks for each answer, by the message's index."""
         text, marked = self._run(messages, conversation.tools, **conversation.variables)
         spans: list[Span] = []
         for begin, end in marked:
@@ -197,7 +197,7 @@ class ProvedTemplate:
         return [self._call_form(message) for message in messages] if "tool_calls" in parts else messages
 
     def _check_variables(self, conversation: Conversation) -> None:
-        """Raise RowError for a variable that a row sets but the template does not read, or that the caller sets."""
+        """Raise RowError if a row sets a variable that the chat template does not read, or that the caller sets."""
         settable = self._sandbox.read_variables - GIVEN - self._variables.keys()
         if unread := sorted(conversation.variables.keys() - settable):
             raise RowError(
@@ -210,7 +210,7 @@ class ProvedTemplate:
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Form of tool calls that the template can render, as two flags found by trial.
+        """Two flags, found by trial, that say in which form the chat template can render tool calls.
 
         The first: arguments are JSON text; the second: missing text is null.
         Found by rendering a probe call: some templates put the arguments into a string and fail, or write Python.
@@ -282,7 +282,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
         self.today = today
         self.wrote_date = False
-        """True if the template has asked for the current date in some rendering."""
+        """True if the chat template has written the current date into a text."""
         self._marked: list[Span] = []
         self._num_characters = 0
         self._template = self.from_string(source)
@@ -303,7 +303,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces), self._marked
 
     def mark(self, text: str) -> str:
-        """Record the span of a text that is about to be written in a `{% generation %}` block, and return the text."""
+        """Record the span of a text that is written in a `{% generation %}` block, and return the text."""
         self._marked.append((self._num_characters, self._num_characters + len(text)))
         return text
 

@@ -1,4 +1,4 @@
-"""Treatment of fields that change what a row means: each is applied or refused with an error, never ignored.
+"""Treatment of row fields that change what a row means: each is applied or refused with an error, never ignored.
 
 | field                                        | treatment                                                             |
 | -------------------------------------------- | --------------------------------------------------------------------- |
@@ -50,7 +50,8 @@ from stages.data.messages import (
 
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
-"""Values, as lower-case text, that mark a turn as not to be learned; CSV has only text."""
+"""Values in a row, as lower-case text, that exclude an assistant's turn from the loss. They are text because CSV has
+nothing else."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
@@ -59,7 +60,7 @@ REFUSED = {
     "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Meaning of each label of an answer (good or bad), by its lower-case text; CSV has only text."""
+"""Meaning of each label of an answer (True for good, False for bad), by its lower-case text as in CSV."""
 CALLS = ("tool_call", "function_call")
 RESULTS = ("tool_response", "observation")
 
@@ -108,7 +109,7 @@ def with_tool_calls(messages: object, role_key: str = "role", content_key: str =
 
 
 def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int = 0) -> frozenset[int]:
-    """Return the positions of messages that a row marks as not to be learned (`loss: false` and similar).
+    """Return the indices of messages that a row excludes from the loss (by `loss: false` and similar fields).
 
     Raises RowError for a mark that is neither yes nor no, or that asks to learn what another role says.
     """
@@ -130,7 +131,7 @@ def unlearned_turns(messages: object, is_assistant: list[bool], num_before: int 
 
 
 def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after a system message from the row's column `system`, if any. Raises RowError for two."""
+    """Return the messages, preceded by a system message if the row has a column `system`. Raises RowError for two."""
     if not says_something(row.get("system")):
         return messages
     system = make_message("system", parse_text(row["system"], "system"))
@@ -187,19 +188,19 @@ def parse_margin(value: object) -> float:
 
 
 def says_something(value: object) -> bool:
-    """Return whether a column of a row has a value that is not empty."""
+    """Return whether a row's column has a value that is not empty."""
     return value is not None and value not in ("", [], {})
 
 
 class Unread:
-    """Counter of row fields that no format reads, to warn the user about ignored data."""
+    """Counter of row fields that the reader of the dataset's format ignores, to warn the user."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Number of rows in which each ignored field has a value."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
-        """Count the fields of a row that have a value but are not read. read: columns that the format reads."""
+        """Count the fields of a row that have a value but are ignored. read: columns that the format reads."""
         self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
         self.counts.update(
             {
@@ -234,7 +235,7 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
 
 
 def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield each message of the given columns with its column and its number."""
+    """Yield each message in the given columns of a row, with the column's name and the message's number."""
     for column in columns:
         for number, item in enumerate(row[column] if isinstance(row.get(column), list) else [], 1):
             if isinstance(item, dict) and {"role", "from"} & item.keys():
@@ -242,7 +243,7 @@ def _messages(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
-    """Yield the fields of a tool definition that are ignored, because servers do not pass them to chat templates."""
+    """Yield the fields of a tool definition that are ignored because servers hide them from chat templates."""
     outer, inner = (tool, decoded(tool["function"])) if "function" in tool else ({}, tool)
     assert isinstance(inner, dict), "the row was read"
     known = (*FUNCTION_FIELDS, "type") if inner is tool else FUNCTION_FIELDS
@@ -251,7 +252,10 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
 
 
 def _with_calls(turn: dict[str, Any], message: dict[str, Any], calls: list[Any], number: int) -> dict[str, Any]:
-    """Return an assistant's turn with the tool calls of the message after it. Raises RowError if loss marks differ."""
+    """Return an assistant's turn extended by the tool calls of the message after it.
+
+    Raises RowError if loss marks differ.
+    """
     if _marks(message) and _is_learned(turn) != _is_learned(message):
         raise RowError(
             f"has a call in message {number} that is {'' if _is_learned(message) else 'not '}to be learned, unlike the "

@@ -24,10 +24,10 @@ from stages.data.files import Part, Place
 from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
-"""File in a folder of packed rows with a digest of what each row teaches: uint64 [rows read]."""
+"""Name of the file, in a folder of packed rows, with a digest of each row's training content: uint64 [rows read]."""
 CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
-"""Pattern of control characters in JSON text, with characters that change the writing direction. Line ends and tabs,
-which JSON writes as `\\n` and `\\t`, do not match."""
+"""Pattern of control characters as JSON text writes them, and of characters that change the writing direction. Line
+ends and tabs, which JSON writes as `\\n` and `\\t`, do not match."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 """Pattern of the placeholders `<image>`, `<video>` and `<audio>`, which show that a row refers to missing media."""
 SHARE_ROWS = 1 << 22
@@ -43,20 +43,20 @@ MEDIA_FOUND = "what stands for pictures or sound, which is learned as text"
 
 
 class RowDigests:
-    """Digests of the good rows in a part of a file, to find repeated and contradicting rows."""
+    """Digests of the good rows in one part of a data file, to find repeated and contradicting rows."""
 
     def __init__(self) -> None:
         self.digests = array("Q")
         self.swapped = array("Q")
-        """Digest of the row that would contradict each row: a pair with swapped answers, or an answer with the other
-        label."""
+        """Digests of the rows that would contradict the rows read: pairs with swapped answers, or answers with the
+        other label."""
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
-        """Suspicious content (control characters, media placeholders) by kind: number of rows, first row number, an
-        example."""
+        """Number of rows, first row number and an example for each kind of suspicious content (control characters,
+        media placeholders)."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
-        """Add the digest of a row. is_good: label of a labelled answer, None for other rows."""
+        """Add the digest of a row. `is_good` is the label of a labelled answer, or None for other rows."""
         texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
         digest = _digest(texts)
@@ -140,7 +140,7 @@ class SeenRows:
 
 @dataclass
 class _Found:
-    """Count of repeated or contradicting rows, with the numbers of the first one and of the row that it matches."""
+    """Number of repeated or contradicting rows, with the number of the first one and of the row that it matches."""
 
     count: int = 0
     first: int = sys.maxsize
@@ -148,7 +148,7 @@ class _Found:
 
 
 def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
-    """Return the rows that repeat an earlier row, and the rows that contradict another.
+    """Return counts of the rows that repeat an earlier row, and of the rows that contradict another row.
 
     digests, swapped: uint64 [rows]; `swapped` is empty for rows that cannot contradict each other.
     """
@@ -175,7 +175,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return numbers (int64) and digests (uint64) of the rows of one share, small enough to compare in memory.
+    """Return numbers (int64) and digests (uint64) of one share of the rows, so that shares are compared one by one.
 
     A share has the digests with one remainder, so equal ones are in the same share.
     """
@@ -188,7 +188,7 @@ def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[ND
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:
-    """Return a warning if training rows are also among the held-out rows.
+    """Return a warning if rows that the model is trained on are also among the held-out rows.
 
     Raises DataError when every held-out row is learned.
     """
@@ -206,14 +206,14 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
 
 
 def rows_in_any_order(folder: Path) -> tuple[int, ...]:
-    """Return a fingerprint of a folder's rows that ignores their order: count, sum and sum of squares of digests."""
+    """Return a fingerprint of a dataset's rows that ignores their order: count, sum and sum of squares of digests."""
     digests = _mapped(folder / ROW_DIGESTS)
     blocks = [digests[begin : begin + SHARE_ROWS] for begin in range(0, len(digests), SHARE_ROWS)]
     return len(digests), sum(int(one.sum()) for one in blocks), sum(int((one * one).sum()) for one in blocks)
 
 
 def _mapped(path: Path) -> NDArray[np.uint64]:
-    """Return the digests in a file as a memory-mapped array, which takes memory only while it is read."""
+    """Return the row digests in a file as a memory-mapped array, so that only what is read takes memory."""
     return np.asarray(np.memmap(path, np.uint64, "r")) if path.stat().st_size else np.zeros(0, np.uint64)
 
 

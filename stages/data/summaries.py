@@ -19,7 +19,7 @@ NUM_BINS = 40
 
 
 class Piece(StrictModel):
-    """Run of consecutive tokens as text, all with or all without loss, all special tokens or all ordinary ones."""
+    """Run of consecutive tokens as text for the data preview, with flags for loss and for special tokens."""
 
     text: str
     learned: bool = False
@@ -61,7 +61,7 @@ class Bar(StrictModel):
 
 
 class Dropped(StrictModel):
-    """Rows that were dropped for one reason, with their number. example: place of the first of them."""
+    """Reason why rows were dropped, with their number. `example` is the place of the first one."""
 
     reason: str
     count: int

@@ -24,31 +24,37 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""CPU seconds after which an answer is returned without the remaining conversations, which the caller then requests."""
+"""CPU seconds after which the process answers without the remaining conversations, which the caller then requests
+again."""
 QUOTED_CHARACTERS = 1 << 17
-"""Largest number of characters that an error quotes of a template or row, before the caller redacts and shortens it."""
+"""Largest number of characters of a template or row that an error quotes, before the caller redacts and shortens the
+error."""
 BYTES_PER_CHARACTER = 64
-"""Bytes of memory allowed per character of a conversation, beyond the fixed limit. A character takes four bytes in the
-messages, in several renderings and in the answer."""
+"""Bytes of memory that rendering may use per character of a conversation, beyond the fixed limit. A character takes
+four bytes in the messages, in several renderings and in the answer."""
 TEXT_CHARACTERS = 1 << 18
 CHARACTERS_PER_CHARACTER = 16
-"""Largest growth of a conversation's text by rendering, as a factor. Templates add some 20 KiB, and JSON with indents
-and escapes is several times as long as its content."""
+"""Largest length of a rendered text, as a multiple of the conversation's length. Templates add some 20 KiB, and JSON
+with indents and escapes is several times as long as its content."""
 CPU_S_PER_MESSAGE = 3e-5
 """CPU seconds allowed per rendered message on a slow core, beyond the fixed limit. The number of renderings grows with
 the square of the number of turns, which is not the template's fault."""
 GRACE_CPU_S = 1
-"""Seconds between the CPU limit that Python code notices and the one that kills the process, for long calls in C."""
+"""CPU seconds between the limit that raises an error in Python code and the one that kills the process, since long
+calls in C notice only the latter."""
 
 Answered = TypeVar("Answered")
 
 
 class _LimitError(Exception):
-    """Raised when a chat template exceeds a limit; the message continues "the model's chat template "."""
+    """Raised when a chat template exceeds a limit of time, memory or text length.
+
+    The message continues the words "the model's chat template ".
+    """
 
 
 class _Templates:
-    """Cache of compiled chat templates in the rendering process, by key."""
+    """Cache of the chat templates that the rendering process has compiled, by key."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, ProvedTemplate] = {}
@@ -57,7 +63,7 @@ class _Templates:
         self._outer = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Return the renderings of the first conversations of a request (at least one), and the CPU seconds they took.
+        """Return the rendered texts of a request's first conversations (at least one), and the CPU seconds used.
 
         Null for a template that is not here, and is to be given as well.
 
@@ -129,7 +135,7 @@ class _Templates:
                 resource.setrlimit(limit, outer)
 
     def _lower(self, limit: int, value: int) -> None:
-        """Lower a resource limit of this process for a while; a stricter limit from its start is kept."""
+        """Lower a resource limit of this process for one call; a stricter limit from its start is kept."""
         soft, hard = self._outer[limit]
         resource.setrlimit(limit, (value if soft == resource.RLIM_INFINITY else min(value, soft), hard))
 

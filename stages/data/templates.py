@@ -24,14 +24,14 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, Message, RowError, Span, make_message
 
 MAX_CPU_SECONDS = 10.0
-"""Limit of CPU seconds for rendering one conversation of a few messages; longer ones get more."""
+"""Limit of CPU seconds for rendering a short conversation with a chat template; longer conversations get more."""
 MEMORY_BYTES = 512 << 20
-"""Limit of memory in bytes for rendering one conversation; long ones get more."""
+"""Limit of memory in bytes for rendering a short conversation with a chat template; longer conversations get more."""
 ANSWER_TIMEOUT_S = 1800.0
 """Time limit in seconds for an answer of the rendering process, in case it gets no CPU or cannot be killed."""
 QUESTION_CONVERSATIONS = 64
 MAX_BYTES = 1 << 20
-"""Largest size of a template file in bytes; the longest published ones have some 20 KiB."""
+"""Largest size in bytes of a chat template's file; the longest published templates have some 20 KiB."""
 MAX_QUOTED = 200
 """Largest number of characters of a template or row that an error message quotes."""
 
@@ -51,18 +51,19 @@ class TemplateLimitError(DataError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """Rendered text of a document, with the spans that carry loss, in order."""
+    """Text of a document as rendered by its chat template, with the spans that carry loss, in order."""
 
     text: str
     spans: tuple[Span, ...]
     is_plain: bool = False
     """True if this is plain text, which no chat template rendered; the tokenizer adds its special tokens around it."""
     is_shielded: bool = False
-    """True if special tokens that users wrote in the text are private-use characters now, to be encoded as text."""
+    """True if special tokens that users wrote in the text were replaced by private-use characters, so that they are
+    encoded as text."""
 
 
 class ChatTemplate:
-    """Chat template, whose conversations are rendered in a separate, limited process."""
+    """Chat template of a recipe or model, which a separate process with limits of time and memory executes."""
 
     def __init__(
         self,
@@ -99,12 +100,12 @@ class ChatTemplate:
             self._check(answer)
 
     def forget(self) -> None:
-        """Reset what was counted while rendering: dropped reasoning, and whether the date was written."""
+        """Reset what was counted while rendering: turns that lost their reasoning, and whether the date was written."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 
     def rendered(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the texts of each conversation, the longest last, or a RowError for a conversation that is refused.
+        """Yield the rendered texts of each conversation, the longest last, or a RowError if it is refused.
 
         RowError: the template refuses the messages, leaves a part of them out or does not show the assistant's turns.
         Raises DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
@@ -122,14 +123,14 @@ class ChatTemplate:
     def documents(
         self, conversation: Conversation, turns: Literal["together", "separately"] = "together"
     ) -> tuple[Rendered, ...]:
-        """Return the texts of a conversation to learn from, with loss on the assistant's turns; the longest comes last.
+        """Return a conversation's rendered texts to train on, with loss on the assistant's turns; the longest is last.
 
         Raises RowError and what `rendered` does.
         """
         return self._of_one(turns, conversation)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return a conversation as the one text to learn from. Raises RowError if it needs several texts."""
+        """Return a conversation rendered as one text to train on. Raises RowError if it needs several texts."""
         return self.as_one(self.documents(conversation))
 
     def render_text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
@@ -152,7 +153,7 @@ class ChatTemplate:
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """Text after the end of a turn that only a conversation's last turn has, and that is learned; usually empty.
+        """Text with loss that the template writes after a conversation's last turn only; usually empty.
 
         Phi-3's template, for example, ends a conversation with another special token.
         """

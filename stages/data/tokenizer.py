@@ -37,14 +37,14 @@ from stages.models.recorded import ToolPrompt
 from stages.models.tokenizer_check import Growth
 
 EXAMPLES = "a0."
-"""Sample texts that show which special tokens the tokenizer adds around a text. The first one is used that the
+"""Sample texts to find out which special tokens the tokenizer adds around a text. The first one is used that the
 tokenizer's normalizer does not lengthen."""
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
 """Tags around a model's reasoning, which stay special tokens in texts because chat templates search for them."""
 BATCH_CHARACTERS = 1 << 20
-"""Number of characters tokenized at a time, which bounds memory: each token takes some 100 bytes meanwhile."""
+"""Number of characters tokenized at a time. It bounds memory, since each token takes some 100 bytes meanwhile."""
 MAX_SHOWN = 40
 """Largest number of characters of a template's own text that a warning quotes."""
 
@@ -77,7 +77,7 @@ class DocumentTokenizer:
         turn."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle for another process, without the chat template, which that process loads again."""
+        """Return the pickled state without the chat template, which the process that unpickles it loads again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
@@ -112,7 +112,7 @@ class DocumentTokenizer:
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield the rendered texts of each row by training unit (document or pair), or the row's error.
+        """Yield each row's rendered texts, grouped by training unit (document or preference pair), or its error.
 
         RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
         it shows.
@@ -142,7 +142,7 @@ class DocumentTokenizer:
         return units
 
     def render(self, document: Document) -> Rendered:
-        """Return a document rendered as one text.
+        """Return the rendered text of a document that needs only one.
 
         Raises RowError if it needs several, and DataError for a missing or unsuitable chat template.
         """
@@ -189,7 +189,7 @@ class DocumentTokenizer:
             )
 
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
-        """Return the text and the token ids of a prompt, up to where the model's answer begins.
+        """Return a prompt's text and token ids, which end where the model's answer begins.
 
         Of a conversation that ends with a question: up to the beginning of the answer. Of a plain text: its prompt,
         after the special tokens that begin a text. Raises as `render`.
@@ -204,7 +204,7 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a sample prompt with tools and its token ids in training, which a server must render to the same.
+        """Return a sample prompt with tools and its token ids in training, to compare with a server's tokens.
 
         None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
         `render`.
@@ -254,11 +254,11 @@ class DocumentTokenizer:
             ) from error
 
     def num_bytes(self, text: Rendered) -> int:
-        """Return the number of UTF-8 bytes of a rendered text, as users wrote it."""
+        """Return the number of UTF-8 bytes of a rendered text, with special tokens as users wrote them."""
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the rendered texts of each document, or its error; documents flagged True must give one text."""
+        """Yield the rendered texts of each document, or its error; a document flagged True must give one text."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -277,7 +277,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return a request to render a conversation, the finished text of a plain document, or the document's error."""
+        """Return a request to render a conversation, or the rendered text of a plain document, or an error."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)
@@ -315,7 +315,7 @@ class DocumentTokenizer:
         return Rendered(text, ((begin, len(text)),), is_plain=True, is_shielded=shielded is not parts)
 
     def _unframed(self, text: PlainText) -> PlainText:
-        """Return a plain text without begin and end tokens that the tokenizer will add itself."""
+        """Return a plain text without the begin and end tokens that the tokenizer will add itself."""
         prompt, completion = text.prompt, text.completion
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token
         begins_so = self._tokenizer.bos_token_id in self._tokenizer.beginning
@@ -381,7 +381,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return these counts about rendered documents, added to those of later documents."""
+        """Return the sum of these counts and those of documents that were rendered later."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,
@@ -398,7 +398,7 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Request to render a conversation with the chat template."""
+    """Request to render a conversation with the chat template, and whether its special tokens were replaced."""
 
     work: Work
     conversation: Conversation
@@ -418,7 +418,7 @@ def _begin(offset: Span) -> int:
 
 
 def _end(offset: Span) -> int:
-    """Return the end of a token's span in the text, at least one character after its beginning."""
+    """Return where a token's span ends in the text, at least one character after its beginning."""
     return max(offset[1], offset[0] + 1)
 
 
@@ -510,7 +510,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """Return a matched special token as private-use characters, or private-use characters as the special token."""
+    """Return a matched special token as private-use characters, or such characters as the special token."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 
@@ -536,7 +536,7 @@ def _collect_texts(value: Any, texts: list[str]) -> None:
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """Attributes of a Transformers tokenizer that can be pickled for processes which do not import Transformers.
+    """Attributes of a Transformers tokenizer, pickled for processes that do not import Transformers.
 
     beginning: the special tokens before a text.
     """

@@ -1,4 +1,4 @@
-"""Tokenization of one part of a data file; rows are read, checked, rendered and tokenized, and the result is stored.
+"""Tokenization of one part of a data file: rows are read, checked, rendered and tokenized, and the result is stored.
 
 Every step is a generator over the one before it, so that memory does not grow with the number of rows. A piece is a
 safetensors file named by the digest of what was read. It does not know where its part lies: its row numbers count from
@@ -39,11 +39,12 @@ from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
 NOTES, DIGEST = "notes", "digest"
-"""Metadata keys of a stored piece of tokenized data: its counts as JSON, and a sha256 of counts and arrays."""
+"""Metadata keys in a file of tokenized rows: counts as JSON, and a sha256 of the counts and arrays."""
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
 PREPARATION_VERSION = 10
-"""Version of the preparation code for the cache key, raised when the same input gives other tokens, masks or rows."""
+"""Version of the code that prepares data, part of cache keys. It is raised when the same input gives other tokens,
+masks or rows."""
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer*",
@@ -69,11 +70,11 @@ OPTIONS = {
 }
 CHUNK_ROWS = 1024
 RENDERED_ROWS = 64
-"""Number of rows sent to the chat template's process at a time, which spreads the cost of a request."""
+"""Number of rows in one request to the process that renders chat templates, so that the cost of a request is shared."""
 PIECE_TOKENS = 1 << 22
-"""Number of tokens after which a stored piece of tokenized data ends and the next one begins."""
+"""Number of tokens after which a file of tokenized rows (a "piece") ends and the next one begins."""
 RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
-"""Row rendered to text: its place in a file, its training units (document or pair), its label and its margin."""
+"""Row rendered to text, with its place in a file, its training units (document or pair), its label and its margin."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Tokenizing:
 
 
 def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
-    """Return everything but the data files that decides the tokens and the list of bad rows, for the cache key."""
+    """Return all inputs except the data files that decide a dataset's tokens and bad rows, for the cache key."""
     template = config.chat_template
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return {
@@ -111,7 +112,7 @@ def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows
 
 
 class PartTokenizer:
-    """Tokenizer of the parts of data files, which yields storable pieces (groups of tokenized rows)."""
+    """Tokenizer of parts of data files, which yields groups of tokenized rows ("pieces") to be stored."""
 
     def __init__(self, task: Tokenizing) -> None:
         """Load the tokenizer of the model folder. Raises ModelError if there is no usable one."""
@@ -131,7 +132,7 @@ class PartTokenizer:
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
-        """Yield the tokenized pieces of a file part; the last one records how many came before it."""
+        """Yield groups of tokenized rows of a file part; the last group records how many came before."""
         self._begin()
         num_earlier = 0
         for chunk in _chunks(self._rendered(part, rows)):
@@ -168,7 +169,7 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Yield each good row rendered to text, and record the bad ones."""
+        """Yield each good row rendered to text, and record the bad rows."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -203,7 +204,7 @@ class PartTokenizer:
         return documents
 
     def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return a sample prompt with tools, to check a server's rendering with; None for a document without tools."""
+        """Return a sample prompt with tools, to check a server's rendering; None for a document without tools."""
         if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
             return None
         turns = document.learned_turns
@@ -211,7 +212,7 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Add a row's training units (documents or pairs), shortened or dropped if they are longer than a packed row.
+        """Add a row's training units (documents or pairs); those longer than a packed row are shortened or dropped.
 
         A unit that teaches nothing makes the row a bad one.
         """
@@ -256,7 +257,7 @@ class PartTokenizer:
 
 @dataclass
 class _Found:
-    """Training units and counts collected for the piece of tokenized data in progress."""
+    """Training units (documents or pairs) and counts of the group of tokenized rows in progress."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -271,12 +272,12 @@ class _Found:
 
 
 def over_long_of(config: DataConfig) -> OverLong:
-    """Return the policy for documents longer than a packed row. With `packing: cut`, documents may have any length."""
+    """Return the policy for documents that are longer than a packed row. With `packing: cut`, none is too long."""
     return OverLong(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
-    """Return the row reader after its first good row, which decides the format of the dataset.
+    """Let a row reader read rows up to the first good one, which decides the dataset's format, and return the reader.
 
     Raises DataError for a row of no suitable format.
     """
@@ -296,7 +297,7 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
 
 
 class PieceNotes(StrictModel):
-    """Counts and warnings about a piece of tokenized data, stored with its arrays.
+    """Counts and warnings about a group of tokenized rows, stored with its arrays.
 
     - num_earlier: number of pieces of the same part before this one, if this is the last
     - num_source_rows: rows of the portion, bad ones included
@@ -324,14 +325,14 @@ class PieceNotes(StrictModel):
 
 @dataclass(frozen=True)
 class Piece:
-    """Piece of tokenized data: training units of some rows, with counts and digests of these rows."""
+    """Group of tokenized rows: their training units (documents or pairs), with counts and digests of the rows."""
 
     notes: PieceNotes
     units: Units
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
     numbers: NDArray[np.uint64]
-    """Row numbers, within the file part, of the rows in this piece of tokenized data: uint64, one for each digest."""
+    """Row numbers of the tokenized rows, counted within their part of a data file: uint64, one for each digest."""
 
     @classmethod
     def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
@@ -341,7 +342,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """Return the counts of documents and pairs that were too long in a piece of tokenized data."""
+        """Return the counts of documents and pairs that were too long in this group of rows."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
@@ -349,13 +350,13 @@ class Piece:
 
 
 class PieceStore:
-    """Store of tokenized pieces in a folder, as a cache; several processes may write the same piece."""
+    """Cache folder of tokenized rows; several processes may write the same file at once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __contains__(self, key: str) -> bool:
-        """Return whether all tokenized pieces of a file part are stored and undamaged."""
+        """Return whether all tokenized rows of a file part are stored and undamaged."""
         try:
             for _ in self.read(key):
                 pass
@@ -364,16 +365,16 @@ class PieceStore:
         return True
 
     def has_written(self, key: str) -> bool:
-        """Return whether all tokenized pieces of a file part were written, even if they are damaged now."""
+        """Return whether all tokenized rows of a file part were written, even if they are damaged now."""
         return self._path(key).is_file()
 
     def write(self, key: str, pieces: Iterator[Piece]) -> None:
-        """Write the tokenized pieces of a file part, at least one; the last one marks the part as complete."""
+        """Write the tokenized rows of a file part as one or more files; the last one marks the part as complete."""
         for number, piece in enumerate(pieces):
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
     def read(self, key: str) -> Iterator[Piece]:
-        """Yield the stored tokenized pieces of a file part. Raises DataError for a damaged one."""
+        """Yield the stored groups of tokenized rows of a file part. Raises DataError for a damaged one."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
@@ -390,7 +391,7 @@ class PieceStore:
         write_atomically(self._path(name), save(there, metadata=metadata))
 
     def _read(self, name: str) -> Piece:
-        """Read a stored tokenized piece. Raises DataError if it is damaged, OSError if it is missing."""
+        """Read a file of tokenized rows. Raises DataError if it is damaged, OSError if it is missing."""
         from safetensors import SafetensorError, safe_open
 
         path = self._path(name)
@@ -411,7 +412,7 @@ class PieceStore:
 
 
 def _digest(notes: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the sha256 of a piece's counts and arrays, to detect damage (some 1.6 GB/s; a token takes 5 bytes)."""
+    """Return a sha256 of the counts and arrays of tokenized rows (5 bytes a token, some 1.6 GB/s), to detect damage."""
     digest = hashlib.sha256(notes.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -1,4 +1,4 @@
-"""Spans of a rendered conversation that the assistant says, proved by comparing what the chat template renders.
+"""Search for the assistant's turns in a rendered conversation, proved by comparing what the chat template renders.
 
 A turn is learned as the model will be asked for it. The messages before it, rendered with the generation prompt, must
 be the beginning of the text that ends with the turn; what follows there is the turn. In a longer conversation it must
@@ -30,7 +30,8 @@ from functools import cache
 from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
 Write = Callable[..., str]
-"""Function that renders messages with a chat template: (messages, add_generation_prompt, **variables) → text."""
+"""Function that renders messages with a chat template. Its arguments are messages, add_generation_prompt and template
+variables; it returns the text."""
 MAX_MESSAGES = 1 << 21
 """Largest number of messages rendered to find the turns of one conversation, enough for a thousand turns in ten
 seconds."""
@@ -47,7 +48,7 @@ SWITCHES = ("enable_thinking", "thinking")
 
 
 class QuotingError(RowError):
-    """Raised for a bad row; the message quotes texts of any length from the template or the row.
+    """Raised for a bad row, with a message that quotes texts of any length from the template or the row.
 
     parts: our words and such texts in turn. The process that asks cuts them; only it knows the secrets that must not be
     shown in part.
@@ -80,7 +81,7 @@ class Document:
 
 
 class Turns:
-    """Finder of the spans of the assistant's turns in the rendered texts of one conversation."""
+    """Finder of the assistant's turns, as spans of characters, in the rendered texts of one conversation."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Turns:
         together: bool,
         writes_think: bool,
     ) -> None:
-        """Create the finder for one conversation, given the function that renders messages.
+        """Create the finder of the assistant's turns in one conversation, given the function that renders messages.
 
         - markers: all special tokens
         - name: the template's name in errors
@@ -133,7 +134,7 @@ class Turns:
         return documents
 
     def _as_last(self, number: int) -> _Turn:
-        """Return an assistant's turn, found in a rendered text that ends with it.
+        """Render a conversation up to an assistant's turn, and return this turn at the end of the text.
 
         The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
         or not; or else the prompt, followed by the turn with its thoughts as models write them.
@@ -154,7 +155,7 @@ class Turns:
         return turn
 
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
-        """Return a turn appended to its real prompt, for templates that change the prompt once an answer follows.
+        """Return the last turn appended to its prompt, for templates that rewrite a prompt once an answer follows.
 
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
@@ -169,7 +170,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """Return the messages without the reasoning that the text lacks, if the text is the same without it.
+        """Return messages without the reasoning that a rendered text lacks, if their own rendering is that text.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -183,7 +184,7 @@ class Turns:
         return messages
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
-        """Return the span of an earlier turn in a rendered text; None if the text changes the turn."""
+        """Return the span of an earlier assistant's turn in a rendered text; None if the text changes the turn."""
         before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
@@ -197,7 +198,7 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """Return the length of a turn at the start of `rest`, given its text `own` as the last turn; 0 if unsure."""
+        """Return the length of a turn that begins `rest`, given its text `own` as the last turn; 0 if unsure."""
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -210,7 +211,7 @@ class Turns:
         return next((self._end(answer, 0) for answer in answers if rest.startswith(answer)), 0)
 
     def _end(self, text: str, begin: int) -> int:
-        """Return where an assistant's turn ends, before line breaks after its end token, which are never generated."""
+        """Return where an assistant's turn ends. Line breaks after its end token, never generated, are left out."""
         stripped = text.rstrip()
         return len(stripped) if len(stripped) > begin and stripped.endswith(self._markers) else len(text)
 
@@ -219,7 +220,7 @@ class Turns:
         return _shows(thoughts, text[slice(*span)], self._messages[number])
 
     def _check_shown(self, messages: list[Message], turn: _Turn) -> None:
-        """Raise RowError if the template leaves out text or tool calls of the last message."""
+        """Raise RowError if the chat template leaves out text or tool calls of the last message."""
         *before, message = messages
         _, answer = split_thoughts(message)
         calls = message.get("tool_calls", [])
@@ -259,7 +260,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Assistant's turn at the end of a rendered text, from character `begin` on."""
+    """Assistant's turn at the end of a rendered text. `begin` is the turn's first character."""
 
     text: str
     begin: int
@@ -267,7 +268,10 @@ class _Turn:
 
 
 class Renderings:
-    """Renderer of one conversation that counts messages to limit the work. keep: cache the texts of beginnings."""
+    """Renderer of one conversation that counts rendered messages, to limit the work for long conversations.
+
+    keep: whether the texts of the conversation's beginnings are cached.
+    """
 
     def __init__(self, write: Write, messages: Sequence[Message], *, keep: bool) -> None:
         self._write = write
@@ -283,7 +287,7 @@ class Renderings:
         return self._write(list(messages), **options)
 
     def check(self, num_messages: int) -> None:
-        """Raise RowError if rendering this many more messages would exceed the limit for one conversation."""
+        """Raise RowError if rendering this many more messages would exceed the limit of one conversation."""
         if self._num_messages + num_messages > MAX_MESSAGES:
             raise RowError(
                 f"has {self._length:,} messages: to prove what the assistant says, each turn is rendered with all "
@@ -303,7 +307,7 @@ class Renderings:
 
 @cache
 def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches only white space and special tokens, to the end of the text."""
+    """Return a pattern for a rest of a text that has only white space and special tokens."""
     return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 
@@ -324,7 +328,7 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
-    """Return the turn with its reasoning put in, for templates that open `<think>` in the prompt but drop it later.
+    """Return the turn with its reasoning restored, for templates that open `<think>` in a prompt but drop it later.
 
     As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
     """
@@ -349,7 +353,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Return a chat message without reasoning; a message with tool calls also loses its text."""
+    """Return a chat message without its reasoning and, if it has tool calls, also without its text."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

@@ -47,7 +47,7 @@ class Unit:
 
 @dataclass
 class OverLong:
-    """Policy for documents or pairs longer than a packed row, with counts of those that it truncated or dropped."""
+    """Policy for documents or pairs longer than a packed row, with counts of the truncated and dropped ones."""
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
@@ -72,14 +72,14 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of documents and pairs that were too long in later rows."""
+        """Add another count of documents and pairs that were too long, from later rows."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
         self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
-        """Return a warning about rows that are too long, once all were seen.
+        """Return a warning about documents and pairs that were too long, once all rows were read.
 
         Raises DataError if the policy is `fail`.
         """
@@ -108,7 +108,7 @@ class OverLong:
 
 
 def check_learnable(unit: Unit, was_truncated: bool) -> None:
-    """Raise RowError for a document or pair without any token to learn, or a pair whose answers are equal."""
+    """Raise RowError for a document or pair that has no token with loss, or a pair whose answers are equal."""
     where = "in the part that sequence_length leaves" if was_truncated else "once it is rendered and tokenized"
     if not all(document.loss.any() for document in unit.documents):
         raise RowError(f"has nothing to learn from {where}: no token of an answer; expected at least one")
@@ -117,10 +117,10 @@ def check_learnable(unit: Unit, was_truncated: bool) -> None:
 
 
 class AnswerCheck:
-    """Check that answers contain text, and that the model has an embedding for every token."""
+    """Checks that each answer has text, and that the model has an embedding for every token."""
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
-        """Create the check for a tokenizer's special tokens and a model's vocabulary size (None if unknown)."""
+        """Create the checks for a tokenizer's special tokens and a model's vocabulary size (None if unknown)."""
         written = [
             r"\s",
             INVISIBLE,
@@ -150,7 +150,7 @@ class AnswerCheck:
 
 @dataclass(frozen=True)
 class Units:
-    """Many training units (documents or preference pairs) as flat arrays, one after the other; `len` counts units."""
+    """Many training units (documents or preference pairs) joined to flat arrays; `len` counts units."""
 
     tokens: NDArray[np.int32]
     """Token ids of all documents, int32 [tokens]."""
@@ -219,7 +219,7 @@ class Units:
 
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of all elements of the chosen groups, in a flat array of groups with these lengths."""
+    """Return the positions, in a flat array of groups with these lengths, of all elements of the groups in `order`."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     # Distance from an element's place in the result to its place in the source: constant within a group.
@@ -273,7 +273,7 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return a packing of units into rows of `capacity` tokens, as indices into `lengths` (best-fit decreasing).
+    """Return a best-fit decreasing packing of training units into rows of `capacity` tokens, as indices into `lengths`.
 
     Sorting takes O(n log n), and each unit a search in `capacity` bits.
     """
@@ -316,4 +316,4 @@ def _taken(units: Units, rows: list[list[int]]) -> PackedRows:
 
 
 PackedRows = tuple[Units, list[int]]
-"""Training units in the order of their packed rows, and the number of units in each row."""
+"""Training units in the order of their packed rows, and the number of training units in each row."""

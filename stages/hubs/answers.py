@@ -1,4 +1,4 @@
-"""Answers to slow questions (hashes of local files, revisions on hubs), collected under one time limit for a plan.
+"""Answers to slow questions of a plan (hashes of local files, revisions on hubs), collected under one time limit.
 
 With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Answer]):
-    """Answers to several slow questions that run in threads under one time limit. limit_s: None for no limit."""
+    """Answers to several slow questions, worked on by threads under one time limit. limit_s: None for no limit."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -37,7 +37,7 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Start to work on a question in a thread.
+        """Start a thread that works on a question, such as the revision of a model on a hub.
 
         here: the work is local, so without a limit it runs at once and obeys Ctrl-C.
         """
@@ -48,7 +48,7 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """Return the answer to a question. Raises the error of its work, and TransientError when the time is over."""
+        """Return the answer to a question. Raises the error that occurred, or TransientError when the time is over."""
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return self._asked[name].result(left_s)

@@ -30,7 +30,7 @@ class Progress:
         self._started_s = self._reported_s = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """Count received bytes; a negative number takes back bytes that are thrown away."""
+        """Count received bytes. A negative number subtracts bytes that were thrown away."""
         with self._lock:
             self._done_bytes += num_bytes
             now_s = time.monotonic()
@@ -51,7 +51,7 @@ def arrivals_folder(context: StageContext, revision: str) -> Path:
 
 
 def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
-    """Move a complete download to `folder`, without files left over from an earlier attempt."""
+    """Move a complete download to `folder`, leaving out files of an earlier attempt."""
     for path in arrivals.rglob("*"):
         if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:
             path.unlink()

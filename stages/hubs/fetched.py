@@ -27,9 +27,9 @@ class FetchedConfig(StageConfig):
     @property
     @abstractmethod
     def request(self) -> Request:
-        """Request to the hub: which files of which model or dataset to download."""
+        """Request to the hub: the model or dataset, and which of its files to download."""
 
     @property
     @abstractmethod
     def leaves_files(self) -> bool:
-        """True if a dataset is not downloaded: its artifact holds only pointers to the remote files."""
+        """True if a dataset's files stay remote, so that its artifact holds only their addresses (pointers)."""

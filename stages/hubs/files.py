@@ -120,7 +120,7 @@ def hash_files(files: dict[str, Path]) -> str:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path, report: Callable[[int], None]) -> None:
-    """Copy files into a folder under the given names; `report` is called with the size of each, in bytes."""
+    """Copy files into a folder under the given names; `report` is called with the number of bytes of each file."""
     for name, path in files.items():
         target = path_in(folder, name, f"file://{path}")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ Product = Literal["model", "dataset"]
 
 
 class Hub(Protocol):
-    """Interface of a hub, which resolves a model or dataset to a revision and delivers its files.
+    """Interface of a hub, which finds the current revision of a model or dataset and downloads its files.
 
     Every method may ask the network. Raises DownloadError for what does not exist or may not be read, ModelError or
     DataError for an unusable model or dataset, TransientError when the hub does not answer.
@@ -39,19 +39,19 @@ class Hub(Protocol):
         """
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
-        """Return the text of a small file of a revision; None if there is no such file."""
+        """Return the text of a small file of a model or dataset at a revision; None if there is no such file."""
 
 
 class StreamingHub(Hub, Protocol):
     """Interface of a hub whose datasets can also be read remotely, without downloading them."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
-        """Return a pointer (remote address) for each requested file of a revision, by name."""
+        """Return a pointer (remote address) for each requested file of a dataset at a revision, by name."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request for the files of a model or dataset: its source, and which files.
+    """Request for some files of a model or dataset: its source, and the patterns of the files' names.
 
     - patterns: globs; None takes the usual files of a model or a dataset
     - limit_s: time limit of a single attempt, for questions that must be answered at once
@@ -101,14 +101,14 @@ def parse_repository(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_path(hub: str, rest: str, product: Product) -> Source:
-    """Parse a `file://` source. The content identifies the artifact, not the path."""
+    """Parse a `file://` source in a recipe. The content of the files identifies the artifact, not the path."""
     if not rest:
         raise ValueError(f"{hub}:// needs a path, absolute or relative to the recipe")
     return Source(hub, product, rest, f"{hub}://")
 
 
 def parse_object(hub: str, rest: str, product: Product) -> Source:
-    """Parse an object-storage source: a bucket with the path of an object or a prefix.
+    """Parse an object-storage source in a recipe: a bucket with the path of an object, or with a prefix.
 
     The content identifies the artifact, not the place.
     """
@@ -119,7 +119,7 @@ def parse_object(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_stored(hub: str, rest: str, product: Product) -> Source:
-    """Parse the name of an artifact in the store: a stage, maybe with a version, or an adopted artifact."""
+    """Parse a recipe's name of an artifact in the store: a stage, maybe with a version, or an adopted artifact."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
         raise ValueError(f"{rest!r} is no name of an artifact")
     place = {"store": "store://", "adopted": "adopted:"}[hub]
@@ -127,7 +127,7 @@ def parse_stored(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_champion(hub: str, rest: str, product: Product) -> Source:
-    """Parse the name of a registered model with an alias, `NAME@ALIAS`, such as `chat@champion`."""
+    """Parse a recipe's name of a registered model with an alias, `NAME@ALIAS`, such as `chat@champion`."""
     if product != "model" or not re.fullmatch(r"[^/@]+@[^/@]+", rest):
         raise ValueError(f"models:/{rest} is no registered {product}")
     return Source(hub, product, rest, f"models:/{rest}")

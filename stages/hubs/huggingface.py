@@ -34,7 +34,7 @@ Shape = TypeVar("Shape")
 
 
 class _Lfs(AnswerModel):
-    """Git LFS entry of a large file, as the Hugging Face API lists it."""
+    """Sha256 of a large file (kept with Git LFS), as the Hugging Face API lists it."""
 
     sha256: Sha256
 
@@ -49,7 +49,7 @@ class _File(AnswerModel):
 
 
 class _Commit(AnswerModel):
-    """Commit that a branch, tag or commit id resolves to, as the Hugging Face API returns it."""
+    """Commit id, in the Hugging Face API's answer for a branch, tag or commit."""
 
     sha: Sha1
 
@@ -105,7 +105,7 @@ HUB = HuggingFace()
 
 
 def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
-    """Return a listed file with its address and expected digest (a git blob id for small files)."""
+    """Return a listed file with its download address and the digest to expect (a git blob id for small files)."""
     if file.lfs:
         digest = Digest("sha256", file.lfs.sha256)
     elif file.blobId:
@@ -119,7 +119,7 @@ def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
 
 
 def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None = None) -> Shape:
-    """Request information about a repository from the Hugging Face API.
+    """Return the Hugging Face API's information about a repository.
 
     where: rest of the URL's path, with the query.
     """
@@ -137,7 +137,7 @@ def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None
 
 
 def _explained(source: Source, answer: Answer, url: str, doing: str) -> LifecycleError:
-    """Return the error for a refusal by the Hugging Face API, with advice.
+    """Return the error, with advice, for a request that the Hugging Face API refused.
 
     Without a token, the API also answers 401 for what does not exist.
     """

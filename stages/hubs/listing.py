@@ -27,9 +27,9 @@ Sha1 = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MAX_PART_BYTES = 240
-"""Largest length in bytes of one component of a file name; file systems allow 255, and a suffix may be added."""
+"""Largest length in bytes of a file's or folder's name. File systems allow 255, and a suffix may be added."""
 MAX_NAME_BYTES = 2000
-"""Largest length in bytes of a file's relative path; the system allows 4,096 with the folders above it."""
+"""Largest length in bytes of a file's path below the target folder; the system allows 4,096 for the whole path."""
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a file's name while it is being downloaded."""
 QUOTED_CHARACTERS = 200
@@ -105,14 +105,14 @@ def _problem(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest that a file's content must have; git blob ids hash a header with the file's size as well."""
+    """Digest to which a downloaded file is compared. A git blob id is a hash that also covers the file's size."""
 
     algorithm: Literal["sha256", "git-blob-sha1"]
     hex: str
 
 
 def digest_of_bytes(content: bytes, algorithm: Literal["sha256", "git-blob-sha1"]) -> Digest:
-    """Return the digest of a content in memory."""
+    """Return the digest of some bytes in memory."""
     hasher = content_hasher(algorithm, len(content))
     hasher.update(content)
     return Digest(algorithm, hasher.hexdigest())
@@ -132,7 +132,7 @@ def content_hash(digests: Iterable[tuple[str, str]]) -> str:
 
 
 def select_files(request: Request, names: list[str]) -> list[str]:
-    """Return, of the files that a hub lists, those to download: the usual ones, or those that match the patterns.
+    """Return which of a hub's files to download: the usual ones, or those that match the recipe's patterns.
 
     Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing or when
     the hub lists what cannot be written below a folder.
@@ -167,9 +167,9 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
 
 
 def _is_model_file(name: str, names: list[str]) -> bool:
-    """Return whether a file belongs to a model: weights, config, tokenizer or documents in the top folder.
+    """Return whether a file of a repository's top folder belongs to a model: weights, config, tokenizer or document.
 
-    Such folders are `onnx/` and `original/`.
+    Files in folders such as `onnx/` and `original/` do not belong to it.
     """
     if PurePosixPath(name).parent != PurePosixPath("."):
         return False
@@ -180,7 +180,7 @@ def _is_model_file(name: str, names: list[str]) -> bool:
 
 
 def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
-    """Return a dataset's data files, with its dataset card and licence."""
+    """Return the names of a dataset's data files, dataset card and licence, which are to be downloaded."""
     data = [
         name
         for name in names

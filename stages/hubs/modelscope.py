@@ -70,7 +70,7 @@ HUB = ModelScope()
 
 
 def _list_now(source: Source, limit_s: float | None = None) -> Snapshot:
-    """Return the files that a repository's branch or tag has now."""
+    """Return the files that a branch or tag of a ModelScope repository has now."""
     token = token_in(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}
     # An empty token keeps the library from looking for one that a login left on disk.

@@ -85,7 +85,7 @@ def _check_unchanged(request: Request, objects: dict[str, StoredObject], revisio
 
 
 def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, progress: Progress) -> None:
-    """Copy objects into a folder, several at once; if one fails, stop the others."""
+    """Copy objects of a bucket into a folder, several at once; if one fails, stop the others."""
     stop = Event()
 
     def copy(name: str) -> None:
@@ -101,7 +101,7 @@ def _copy_all(bucket: Bucket, objects: dict[str, StoredObject], folder: Path, pr
 
 
 def _copy(bucket: Bucket, source: StoredObject, target: Path, progress: Progress, stop: Event) -> None:
-    """Copy an object, resuming an earlier attempt. Raises DownloadError if its size is not the listed one."""
+    """Copy an object of a bucket, resuming an earlier attempt. Raises DownloadError for another size than listed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         full_disk_named(f"receiving {source.path}", target),

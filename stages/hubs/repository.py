@@ -1,4 +1,4 @@
-"""Downloads from hubs of repositories: files are fetched in parallel over HTTP, resumed, and verified by digest.
+"""Downloads of a repository's files from a hub: in parallel over HTTP, resumed, and verified by digest.
 
 A snapshot's files gather in `scratch/`, which survives an interruption, and are moved when all of them are verified.
 huggingface_hub lists the files, their digests and addresses, but downloads them itself only into temporary files that a
@@ -52,10 +52,10 @@ class RepositoryHub(ABC):
 
     @abstractmethod
     def list_snapshot(self, source: Source, revision: str) -> Snapshot:
-        """Return the list of a repository's files at a revision. Raises as `resolve_revision` does."""
+        """Return the list of a repository's files at a revision. Raises the errors of `resolve_revision`."""
 
     def requested(self, request: Request, revision: str) -> Snapshot:
-        """Return the list of a repository's files at a revision, reduced to the requested ones."""
+        """Return the list of a repository's files at a revision that a request selects for download."""
         snapshot = self.list_snapshot(request.source, revision)
         selected = set(select_files(request, [file.name for file in snapshot.files]))
         return replace(snapshot, files=tuple(file for file in snapshot.files if file.name in selected))
@@ -94,7 +94,7 @@ def ask_hub(
     limit_s: float | None = None,
     max_bytes: int = LISTING_BYTES,
 ) -> http.Answer:
-    """Send a request to a hub's API, again while it is busy, and return its answer, which may be a refusal.
+    """Send a request to a hub's API, with retries while it is busy; return its answer, which may be a refusal.
 
     doing: begins messages. address: names what has a wrong address, such as `HF_ENDPOINT`. limit_s: of the one attempt
     that there is then. Redirects are followed, by httpx, which sends `Authorization` to the same host alone.
@@ -149,7 +149,7 @@ class Fetcher:
     """Downloader of a repository's listed files into a folder, in parallel."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, report: Callable[[int], None]) -> None:
-        """Prepare a download.
+        """Create the downloader of the files in a repository's list.
 
         `report` is called with received bytes, from several threads; negative numbers take bytes back.
         """
@@ -190,7 +190,7 @@ class Fetcher:
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
-        """Download the rest of a file and verify it.
+        """Download the missing rest of a file and verify the whole file by its digest.
 
         If an earlier attempt left wrong bytes, download all of it again.
         """
@@ -261,4 +261,4 @@ class Fetcher:
 
 
 class StoppedError(Exception):
-    """Raised to stop a running download after another file of it failed."""
+    """Raised to stop the other downloads of a repository after one of its files failed."""

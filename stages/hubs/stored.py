@@ -15,7 +15,7 @@ from stages.hubs.hub import Request, Source
 
 
 class Stored:
-    """Hub that refuses every request; a plan replaces its sources by the folders of their artifacts before."""
+    """Hub that refuses every request, since a plan replaces its sources by folders of artifacts in the store first."""
 
     def resolve_revision(self, request: Request) -> str:
         _refuse(request.source)

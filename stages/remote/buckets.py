@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
-"""Time limit in seconds for retries in Google's library, whose own limit is 15 minutes."""
+"""Time limit in seconds for retries in Google's storage library, whose own limit is 15 minutes."""
 RETRIED_WITHOUT_CREDENTIALS_S = 5.0
-"""Time limit in seconds for retries in Google's library without credentials, which then exist only on Google's
-machines."""
+"""Time limit in seconds for retries in Google's storage library without credentials. Only Google's machines provide
+credentials then."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
@@ -89,7 +89,7 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """Return the present size and tag of an object.
+        """Return the current size and tag of an object in a bucket, to see whether it has changed.
 
         Raises pyarrow's errors, and DownloadError for a malformed answer.
         """
@@ -104,7 +104,10 @@ class Bucket:
         return StoredObject(path, num_bytes, tag)
 
     def _name(self, path: str) -> str:
-        """Return an object's name relative to the prefix. Raises DownloadError if the server lists one elsewhere."""
+        """Return an object's name relative to the prefix.
+
+        Raises DownloadError if the server lists an object elsewhere.
+        """
         name = path.removeprefix(f"{self.path}/")
         if name == path:
             raise DownloadError(
@@ -116,7 +119,7 @@ class Bucket:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open an object for reading at any position, given its pointer (used by `open_file`).
+    """Open an object in a bucket for reading at any position, given its pointer (used by `open_file`).
 
     Ranges are requested by name alone, so an object that is replaced meanwhile is only detected at the end.
     """
@@ -134,7 +137,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _ObjectFile(io.RawIOBase):
-    """Object opened for reading, whose errors are turned into errors with advice."""
+    """Object of a bucket opened for reading, which turns errors of the storage library into errors with advice."""
 
     def __init__(self, stream: NativeFile, address: str) -> None:
         self._stream = stream
@@ -221,7 +224,7 @@ def explained(address: str) -> Iterator[None]:
 
 
 def _is_denied(message: str, address: str) -> bool:
-    """Return whether an error message means that credentials are missing or wrong; False if that is uncertain."""
+    """Return whether an error message means that credentials are missing or wrong; False if that is unclear."""
     if NO_TOKEN.search(message):
         return "UNAVAILABLE" not in message or bool(_missing_credentials(address))
     return bool(DENIED.search(message))
@@ -239,7 +242,7 @@ def _missing_credentials(address: str) -> list[str]:
 
 
 def _variables(address: str) -> tuple[str, ...]:
-    """Return the environment variables with credentials for a bucket; with Azure, a SAS token replaces the key."""
+    """Return the names of the variables with credentials for a bucket; with Azure, a SAS token replaces the key."""
     names = CREDENTIALS[address.partition("://")[0]]
     replaced = {AZURE_KEY: AZURE_SAS_TOKEN} if os.environ.get(AZURE_SAS_TOKEN) else {}
     return tuple(replaced.get(name, name) for name in names)

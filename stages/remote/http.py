@@ -67,7 +67,7 @@ def number_in(header: str) -> int | None:
 
 
 def key_in(variable: str | None, field: str) -> str:
-    """Return the API key in an environment variable; empty if the server needs none (no variable is named).
+    """Return the API key in an environment variable; empty if no variable is named, for servers that need none.
 
     field: field of the recipe that names the variable. Raises RecipeError where the variable is not set.
     """
@@ -89,7 +89,7 @@ class AnswerModel(BaseModel):
 
 @dataclass(frozen=True)
 class Expected:
-    """Limits for an HTTP answer (size, total time), and the server's name and error class for messages.
+    """Limits of an HTTP answer (size, total time), with the server's name and the error class for messages.
 
     - server: such as `the judge at https://…`
     - max_bytes: of the body, decompressed
@@ -178,7 +178,7 @@ class BodyReader:
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
 
     def add(self, chunk: bytes) -> bytes:
-        """Return the decompressed bytes of the next chunk."""
+        """Return the decompressed bytes of the next chunk of an HTTP body."""
         if self._encoding not in (*COMPRESSED, "", "identity"):
             shown = quoted(self._encoding, QUOTED_CHARACTERS)
             raise self._expected.wrong(f"answered with the content encoding {shown}; gzip was accepted")
@@ -201,7 +201,7 @@ class BodyReader:
         return self._num_bytes > self._expected.max_bytes
 
     def end(self) -> None:
-        """Raise an error if the compressed body ended too early."""
+        """Raise an error if the compressed HTTP body ended too early."""
         if self._inflate and self._num_bytes and not self._inflate.eof:
             raise self._expected.wrong("answered with broken gzip (its end is missing)")
 
@@ -217,7 +217,10 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the events that the next chunk completes. Raises the error of `Expected` for a malformed one."""
+        """Yield the events that the next chunk of an HTTP body completes.
+
+        Raises the error of `Expected` for a malformed one.
+        """
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -236,7 +239,7 @@ class EventReader(Generic[Shape]):
 
 
 class Deadline:
-    """Time limit of a whole HTTP request, enforced by shutting down its sockets.
+    """Time limit of a whole HTTP request, enforced by shutting down the request's sockets.
 
     As a context, it then raises TimeoutError: to some readers, a socket that is shut down is the end of the body.
     """
@@ -257,7 +260,7 @@ class Deadline:
             self._end()
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Watch the sockets that httpx opens (its request extension `trace`), to shut them down at the limit."""
+        """Record the sockets that httpx opens (request extension `trace`), to shut them down at the time limit."""
         if event.endswith((".connect_tcp.complete", ".connect_unix_socket.complete", ".start_tls.complete")):
             self.watch(info["return_value"].get_extra_info("socket"))
 
@@ -292,7 +295,7 @@ class _Parts:
         self._body = bytearray()
 
     def add(self, chunk: bytes) -> bool:
-        """Add a chunk of the body; return whether more should be read. Of an error answer, the beginning is enough."""
+        """Add a chunk of an HTTP body; return whether to read more. The beginning of an error's body is enough."""
         try:
             self._body += self._reader.add(chunk)
         except LifecycleError:
@@ -319,7 +322,7 @@ def _read(expected: Expected, status: int, headers: Mapping[str, str], chunks: I
 def opened_directly(
     expected: Expected, url: str, headers: Mapping[str, str], body: bytes | None, read_s: float | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """Open an HTTP answer with Python's standard library, without proxies: POST with a body, else GET.
+    """Send an HTTP request with Python's standard library, without proxies: POST if there is a body, else GET.
 
     `read_s`: time limit of each read in seconds.
     Raises OSError and http.client.HTTPException for a server that does not answer.
@@ -344,7 +347,7 @@ def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Ans
 
 
 def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield the chunks of an HTTP body as they arrive. Raises http.client.IncompleteRead if it ends too early."""
+    """Yield the chunks of an HTTP body as they arrive. Raises http.client.IncompleteRead for a cut-off body."""
     while chunk := response.read1(CHUNK_BYTES):
         yield chunk
     if response.length:  # `read1` does not look
@@ -382,7 +385,7 @@ async def opened_aiohttp(
     read_s: float | None = None,
     **request: Any,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Open an HTTP answer with aiohttp, to read it in chunks. read_s: time limit of each read in seconds.
+    """Send an HTTP request with aiohttp, to read the answer in chunks. read_s: time limit of each read in seconds.
 
     Raises aiohttp.ClientError, OSError and TimeoutError for a server that does not answer.
     """
@@ -420,7 +423,7 @@ def check_status(status: int, headers: Mapping[str, str], doing: str, token_vari
 
 
 def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str) -> None:
-    """Check by an answer's headers that it holds a file of `size_bytes` bytes from byte `start` on.
+    """Check the headers of a download: the server must send a file of `size_bytes` bytes from byte `start` on.
 
     A whole file may come without a length; then its reader counts. Raises DownloadError.
     """
@@ -458,11 +461,11 @@ class RetryBackoff:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Reset the count of failures in a row, after some bytes have arrived."""
+        """Reset the count of failures in a row, since some bytes have arrived."""
         self._failures = 0
 
     def wait(self, busy: BusyError) -> None:
-        """Sleep before the next retry. Raises TransientError when the retries are used up."""
+        """Sleep before the next retry of a request. Raises TransientError when the retries are used up."""
         self._failures += 1
         wait_s = busy.retry_after_s if busy.retry_after_s is not None else FIRST_WAIT_S * 2 ** (self._failures - 1)
         if wait_s > LONGEST_WAIT_S:
@@ -481,6 +484,6 @@ def busy_from_status(status: int, headers: Mapping[str, str]) -> BusyError | Non
 
 
 def busy_from_transport(error: Exception) -> BusyError:
-    """Return a BusyError for a connection that failed or broke."""
+    """Return a BusyError, which allows a retry, for a connection that failed or broke."""
     cause = shortened(str(error), 200)  # it may quote what the server sent
     return BusyError(f"the connection failed ({type(error).__name__}: {cause})")

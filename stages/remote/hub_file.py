@@ -78,7 +78,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
 
 
 class _HubFile(io.RawIOBase):
-    """Remote file that reads one HTTP answer as long as possible, and requests the rest when it breaks off."""
+    """File on the Hugging Face hub, read from one HTTP answer, or from further ones after a broken connection."""
 
     def __init__(self, client: httpx.Client, url: str, pointer: Pointer) -> None:
         self._client = client
@@ -125,7 +125,7 @@ class _HubFile(io.RawIOBase):
         super().close()
 
     def check_vouched(self) -> None:
-        """Raise DownloadError if some of the bytes that were read could not be verified by any digest."""
+        """Raise DownloadError if some of the bytes read could not be verified by a digest."""
         if not self._is_vouched:
             raise DownloadError(
                 f"{self._doing}: the server sends no x-linked-etag, and the file was not read from its beginning to "
@@ -142,7 +142,7 @@ class _HubFile(io.RawIOBase):
         self._num_hashed = 0
 
     def _received(self) -> bytes:
-        """Return the next bytes of the file, at least one, after retries. Raises DownloadError, TransientError."""
+        """Return the file's next bytes, at least one, with retries. Raises DownloadError, TransientError."""
         while True:
             try:
                 if self._response is None:
@@ -181,7 +181,7 @@ class _HubFile(io.RawIOBase):
         self._chunks = response.iter_raw()
 
     def _names_digest(self, response: httpx.Response) -> bool:
-        """Return whether the answer's headers, or those of its redirect, name the digest that the hub listed.
+        """Return whether the server's headers, or those of its redirect, name the digest that the hub listed.
 
         The hub itself names a small file's, which is not in its storage, as ETag. Raises DownloadError for another one.
         """
@@ -198,7 +198,7 @@ class _HubFile(io.RawIOBase):
         )
 
     def _check_content(self, chunk: bytes) -> None:
-        """Count and hash received bytes before they are returned. Raises DownloadError for wrong content or size."""
+        """Count and hash received bytes before they are used. Raises DownloadError for wrong content or size."""
         end = self._position + len(chunk)
         is_end = end == self._pointer.size_bytes
         if end > self._pointer.size_bytes or (is_end and next(self._chunks, b"")):

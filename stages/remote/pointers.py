@@ -1,4 +1,4 @@
-"""Pointer files, which stand for remote files: their address, and size and tag when the download was planned.
+"""Pointer files, which stand for remote files: each holds an address, with size and tag when the download was planned.
 
 `train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
 written to disk. Credentials are the environment's, as they are for downloads.
@@ -26,7 +26,8 @@ MODULES = {
     "az": "stages.remote.buckets",
     "hf": "stages.remote.hub_file",
 }
-"""Module that opens remote files, by the scheme of their address; imported late, since it takes a second."""
+"""Name of the module that opens remote files, by the scheme of their address. It is imported late, since that takes a
+second."""
 
 Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 

@@ -1,4 +1,4 @@
-"""Options of the launcher `kubernetes` in a recipe (`execution.kubernetes`), also used to render servers' manifests."""
+"""Options of the launcher `kubernetes` in a recipe (`execution.kubernetes`), also used in manifests of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base classes for the options of launchers in a recipe, which know the limits that a plan checks.
+"""Base classes for the options of launchers in a recipe, with the checks that a plan of a refresh makes of them.
 
 Each launcher has a module here, light enough for a config to import. How one that is a cluster starts and follows jobs
 is in the module of its name in `flows/launch/`.
@@ -25,11 +25,11 @@ class LauncherOptions(StrictModel):
     DESCRIBES_SERVERS: ClassVar[bool] = False
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for each option that is missing to launch the stage; it begins with the option's name."""
+        """Yield an error, which begins with the option's name, for each option that the launcher needs and lacks."""
         return iter(())
 
     def gpu_problem(self, wanted: int) -> str | None:
-        """Return why a node has too few GPUs for the stage, beginning with the option's name; else None."""
+        """Return an error, which begins with an option's name, if a node has too few GPUs for the stage; else None."""
         return None
 
 

@@ -8,6 +8,6 @@ from stages.core.launchers.launcher import LauncherOptions
 
 
 class LocalOptions(LauncherOptions):
-    """Local launcher, which has no options of its own."""
+    """Options of the launcher `local`, which has none."""
 
     IS_LOCAL: ClassVar[bool] = True

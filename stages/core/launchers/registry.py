@@ -1,4 +1,4 @@
-"""Registry of launchers, and the part of `execution` that names a launcher and sets the options of each.
+"""Registry of launchers, and the fields of `execution` in a recipe that choose a launcher and set its options.
 
 A new launcher is a module beside this one and a line here; a cluster also has a module and a line in `flows/launch/`.
 """
@@ -50,7 +50,7 @@ class LauncherFields(StrictModel):
         return self.block(LAUNCHERS[self.launcher])
 
     def block(self, options: type[Options]) -> Options:
-        """Return the options of a given launcher, even if another one is chosen."""
+        """Return the options that the recipe sets for a given launcher, even if another one is chosen."""
         return next((value for _, value in self if isinstance(value, options)), options())
 
 

@@ -19,7 +19,10 @@ NUM_WITH_ADDRESS = 50
 
 
 def make(folder: Path) -> None:
-    """Write good rows mixed with faulty ones (copies, leaked test problems, e-mail addresses) in a fixed order."""
+    """Write the dataset: good rows mixed with faulty ones (copies, leaked test problems, e-mail addresses).
+
+    The order of the rows is always the same.
+    """
     split = split_problems()
     good = split.train[:NUM_GOOD]
     rows = [_row(problem) for problem in good[NUM_WITH_ADDRESS:]]

@@ -38,7 +38,7 @@ class Builtin:
     version: int
     """Version of the generated content, raised when the generating module would write other content than before."""
     sizes: dict[str, Any] | None = None
-    """Model sizes as in `config.json`, so that a layout can be planned before the model is generated."""
+    """Model sizes as in `config.json`, so that its parallel layout can be planned before the model is generated."""
 
 
 BUILTINS: dict[str, Builtin] = {
@@ -50,7 +50,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def parse_builtin(hub: str, rest: str, product: Product) -> Source:
-    """Return the source for a model or dataset of the catalog. Raises ValueError with the known names."""
+    """Return the source for a generated model or dataset (`builtin/NAME`). Raises ValueError with the known names."""
     names = sorted(name for name, builtin in BUILTINS.items() if builtin.product == product)
     if rest not in names:
         raise ValueError(f"there is no builtin {product} {rest!r}; there are: {', '.join(names)}")
@@ -58,7 +58,7 @@ def parse_builtin(hub: str, rest: str, product: Product) -> Source:
 
 
 class Builtins:
-    """Hub that generates the catalog's models and datasets; a revision is the version of the generated content."""
+    """Hub of the models and datasets that this project generates. A revision is the generated content's version."""
 
     def resolve_revision(self, request: Request) -> str:
         return str(BUILTINS[request.source.name].version)

@@ -74,7 +74,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _texts() -> list[str]:
-    """Return the texts between special tokens of the chats of `builtin/addition`, to train the tokenizer on."""
+    """Return the texts of the chats in `builtin/addition`, without special tokens, to train the tokenizer on."""
     pieces = ["\n", "system\n"]
     for problem in split_problems().train:
         pieces += [f"user\n{problem.question}", f"assistant\n{problem.answer}"]
