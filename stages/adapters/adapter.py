@@ -1,4 +1,4 @@
-"""LoRA adapter in memory: merging it into the base model's weights, and adding several adapters up to one.
+"""LoRA adapter in memory: merging into the base model's weights, and addition of several adapters to one.
 
 B A of rank r and D C of rank s add up to [B D] [A; C] of rank r + s. Its factors may be large where the sum is small
 (PiSSA: learned minus taken out), and what was learned would be lost when they are rounded to bf16; so they are made
@@ -40,12 +40,13 @@ class Adapter:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights that replace those of the base model, by name: trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Names of parameters outside linear layers, such as stacked experts, that LoRA changes, by LoRA layer.
+    """Parameters outside linear layers (such as stacked experts) that LoRA changes: their names, by name of the LoRA
+    layer.
 
     A parameter that stacks all experts of a layer has A [experts, rank, in] and B [experts, out, rank].
     """
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """Scaling of LoRA layers where it differs from the adapter's, by layer name."""
+    """Scaling of each LoRA layer whose scaling differs from the adapter's, by layer name."""
 
     @property
     def rank(self) -> int:
@@ -87,7 +88,7 @@ class Adapter:
         return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
 
     def change(self, layer: str) -> Tensor:
-        """Return a layer's scaled product B A in the shape of its weight, fp32.
+        """Return the change that merging adds to a layer's weight: scaling · B A in the weight's shape, fp32.
 
         Without DoRA, merging adds it to the weight.
         Of experts: [experts, out, in].
@@ -122,7 +123,7 @@ class Adapter:
 def of_unchanged_base(
     parameters: Mapping[str, Tensor], config: Mapping[str, Any], initial: Mapping[str, Tensor], merged: Adapter | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return an adapter that fits the unchanged base model: its parameters and PEFT's config.
+    """Convert an adapter trained on a changed base model (PiSSA, OLoRA, or a merged adapter) to the unchanged base.
 
     - parameters: what was learned, by names such as `LAYER.lora_A.default.weight`
     - initial: what was taken out of the base, by the same names
@@ -153,7 +154,10 @@ def of_unchanged_base(
 
 
 def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
-    """Return fp32 A [rank, in] and B [out, rank] whose product is the sum of several low-rank products."""
+    """Return one pair of LoRA factors whose product is the sum of several pairs' products.
+
+    They are fp32, A [rank, in] and B [out, rank].
+    """
     import torch
     from torch.nn import functional
 

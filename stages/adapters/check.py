@@ -1,4 +1,4 @@
-"""Checks of an adapter on a model that is built without weights, which takes seconds.
+"""Checks in seconds that an adapter fits a model, which is built without weights.
 
 The model is built of its config on the meta device; names of weights are those in the headers of its files.
 """
@@ -33,7 +33,7 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
 
 
 def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
-    """Return an error unless the tensors of the adapter in `folder` and their places on the base model match.
+    """Return an error unless the tensors of the adapter in `folder` fit the base model by name and shape; else None.
 
     PEFT leaves out unmatched tensors and places without an error.
     """

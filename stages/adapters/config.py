@@ -160,7 +160,7 @@ class AdapterConfig(StrictModel):
 
     @property
     def not_on_parameters(self) -> list[str]:
-        """Chosen options that adapters on parameters outside linear layers, such as stacked experts, cannot have.
+        """Options chosen in the recipe that cannot apply to parameters outside linear layers, such as stacked experts.
 
         Such an adapter is added to the weight, before there is an input.
         """

@@ -1,4 +1,4 @@
-"""Effect of an adapter on the weights in a model's files: merged weights, and layers or experts that stay as they were.
+"""Effect of an adapter on model files: merged weights, and layers or experts that the adapter leaves as they were.
 
 A parameter of experts is [experts, out, in], or [experts, in, out] where its module says `is_transposed`; most files
 hold each expert, and gate and up, by themselves. Transformers knows how one becomes the other.
@@ -22,11 +22,11 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Number of parameters whose changes stay in memory: files hold gate, up and down of an expert side by side."""
+"""Number of adapted parameters whose changes are cached; files hold an expert's gate, up and down side by side."""
 
 
 class ChangedParameters:
-    """Changes of an adapter to parameters outside linear layers (stacked experts), by weight name in files."""
+    """Changes of an adapter to parameters outside linear layers (stacked experts), by weight name in model files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
         """Map the adapted parameters to weights in files. Raises ModelError for parameters that the model lacks."""
@@ -74,12 +74,14 @@ def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Source of a weight's change, by weight name in the model's files: an adapter, or its changes of stacked experts."""
+"""Source of the change that merging makes to each weight in model files, by weight name: an adapter, or its changes of
+stacked experts."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return the source of each weight's change, by weight name: the adapter, or its changes of stacked experts.
+    """Return the source of each weight's change, for merging: the adapter, or its changes of stacked experts.
 
+    Keys are weight names in model files.
     parameters: None if only linear layers change.
     """
     of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
@@ -87,7 +89,7 @@ def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing
 
 
 def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:
-    """Return a base model's weight, merged if an adapter changes it, in the dtype that it has in its file."""
+    """Return a base model's weight, merged if an adapter changes it, in the weight's own dtype."""
     return changes[name].merged(name, weight).to(weight.dtype).contiguous() if name in changes else weight
 
 

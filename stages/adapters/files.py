@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 PATTERNS_LIMIT_S = 20.0
-"""Seconds for comparing all patterns of an adapter's config with all layer names; EVA writes one for each layer."""
+"""Time limit in seconds for matching all patterns of an adapter's config with all layer names; EVA writes one pattern
+for each layer."""
 INNER = ".base_layer"
-"""Suffix of a module's name for all but the outermost of the adapters that PEFT puts on its parameters."""
+"""Suffix that PEFT adds to a module's name where several adapters wrap its parameters, once for each inner adapter."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
 UNKNOWN = {"bias": "none", "lora_bias": False}
-"""Fields of PEFT's config that merging does not support, with the values at which they change nothing."""
+"""Fields of PEFT's config that merging does not support, each with the only value that merging accepts."""
 
 
 def write_adapter(
@@ -89,7 +90,7 @@ def write_adapter(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the tokenizer, its chat template and the note on training data from one folder to another.
+    """Copy the tokenizer, its chat template and `trained_on.json` from one folder to another.
 
     Both are folders of models or adapters.
     """
@@ -160,7 +161,7 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
 
 
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
-    """Raise ModelError unless an adapter's file holds A and B of each layer, and besides them only `others`."""
+    """Raise ModelError unless an adapter's file holds exactly A and B of each layer, and the tensors `others`."""
     factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
     unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
     if not layers or unknown:
@@ -231,7 +232,7 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
 def _ranks_and_scalings(
     names: Collection[str], config: Mapping[str, Any], folder: Path
 ) -> dict[str, tuple[int, float]]:
-    """Return LoRA rank and scaling of layers or parameters, by name; patterns in PEFT's config may set them."""
+    """Return LoRA rank and scaling of each layer or parameter, by name, from PEFT's config and its patterns."""
     ordered = sorted(names)
     with Patterns(PATTERNS_LIMIT_S) as patterns:
 
@@ -256,7 +257,10 @@ def _ranks_and_scalings(
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return LoRA's factors by expert, A [experts, rank, in] and B [experts, out, rank]; unchanged without experts."""
+    """Return LoRA's factors A and B split by expert.
+
+    Shapes: A [experts, rank, in] and B [experts, out, rank]; factors without experts are unchanged.
+    """
     if len(a) == rank:
         return a, b
     if len(a) % rank:

@@ -29,7 +29,8 @@ NUM_NAMED = 5
 VALUE_CHARACTERS = 60
 MOST_ALPHA = 1e9
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of `init_lora_weights` for adapters that fit only a base model whose weights were changed."""
+"""Prefixes of PEFT's `init_lora_weights` for adapters that fit only a base model whose weights were changed at the
+start."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_parameters": (_are_names, NAMES),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
 }
-"""Fields of PEFT's config that are checked, by name: a function that accepts a value, and what is expected."""
+"""Fields of PEFT's config that are checked: for each name, a function that accepts a value, and the expected value in
+words."""
 REQUIRED = ("r", "lora_alpha")
 """Fields that PEFT's config must have, since PEFT's defaults may differ from what the adapter was trained with."""
 
@@ -154,7 +156,7 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
 
 
 def write_idle_adapter(source: Path, folder: Path) -> None:
-    """Write a copy of the adapter in `source` that changes nothing: every B is 0.
+    """Write a copy of the adapter in `source` whose every B is 0, so that it changes nothing.
 
     Raises ModelError for damaged files.
     """

@@ -1,4 +1,4 @@
-"""LoRA adapters put on a Transformers model by PEFT: the base model is frozen, A and B of each adapted layer learn.
+"""LoRA on a Transformers model by PEFT: the base model is frozen, and A and B of the adapted layers are trained.
 
 PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
 experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
@@ -81,7 +81,10 @@ def add_adapter(
 
 
 def read_start(folder: Path, base: Path) -> Adapter:
-    """Return the adapter in `folder`, to train it further. Raises ModelError if it is not of the base model `base`."""
+    """Return the adapter in `folder`, to train it further.
+
+    Raises ModelError if it was trained on another base model than `base`.
+    """
     adapter = read_adapter(folder)
     if adapter.base != base.parent.name:
         raise ModelError(
@@ -92,7 +95,10 @@ def read_start(folder: Path, base: Path) -> Adapter:
 
 
 def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
-    """Copy a trained adapter into the model's LoRA parameters. Raises ModelError for other layers or sizes."""
+    """Copy a trained adapter into the model's LoRA parameters, to train it further.
+
+    Raises ModelError for other layers or sizes.
+    """
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     odd = set(given) ^ set(learning)
@@ -143,7 +149,7 @@ def _parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: torch.dtype) -> None:
-    """Store frozen weights in `precision`; by default in the dtype of computation, since layers see no more digits.
+    """Convert frozen weights to `precision`; by default to the dtype of computation, since layers see no more digits.
 
     What nf4 and int8 are not for (embedding, head, norms) is kept as it is computed. Raises ModelError.
     """
@@ -158,13 +164,13 @@ def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: t
 
 
 def adapted_layers(causal_lm: nn.Module) -> dict[str, LoraLinear | ParamWrapper]:
-    """Return all adapted linear layers, and modules with adapted parameters, by name."""
+    """Return all modules that PEFT has adapted, linear layers or holders of adapted parameters, by name."""
     found = causal_lm.named_modules()
     return {name: module for name, module in found if isinstance(module, (LoraLinear, ParamWrapper))}
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, str]:
-    """Return the names that adapted parameters outside linear layers have in the unadapted model, by adapted layer."""
+    """Return the names of adapted parameters outside linear layers, as the base model has them, by adapted layer."""
     return {
         name: f"{name.replace(INNER, '')}.{module.parameter_name}"
         for name, module in adapted_layers(causal_lm).items()
@@ -224,7 +230,7 @@ def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: 
 
 
 def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
-    """Make modules of `modules_to_save` learn in place; PEFT would train a copy of each, and write the same file."""
+    """Train the modules in `modules_to_save` in place. PEFT would train a copy of each, and write the same file."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
     edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
     is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1

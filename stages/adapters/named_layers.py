@@ -1,4 +1,4 @@
-"""Check of the layer names in adapter options against the headers of a model's files: milliseconds, without torch.
+"""Check that a model has the layers that adapter options name, by the headers of its files: milliseconds, no torch.
 
 Only of dense models whose files name modules as Transformers does; of all others the check of inputs builds the model.
 """

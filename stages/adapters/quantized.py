@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module):
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the quantized tensors, by name, of some rows [rows, in] of this layer's weight."""
+        """Quantize some rows [rows, in] of this layer's weight; return codes, scales and the like by name."""
         base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
         base.weight = nn.Parameter(rows, requires_grad=False)
         return {name: one.data for name, one in type(self)(base).named_parameters()}
@@ -103,7 +103,7 @@ class Nf4Linear(QuantizedLinear):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Matrix product with a frozen quantized weight, which the backward pass decodes again instead of keeping."""
+    """Matrix product with a frozen quantized weight, which is decoded again in the backward pass to save memory."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choice of the layers that an adapter goes on: names in a recipe become PEFT's target options.
+"""Choice of the layers that get an adapter: layer names in a recipe become PEFT's target options.
 
 PEFT itself silently leaves out what it does not find, as long as something else is found. Of the mixtures of
 experts that it knows it takes names of experts' projections and routers, and `all-linear`, for the parameters that
@@ -63,7 +63,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Return PEFT's target options for linear layers with ranks of their own and the same scaling.
+    """Return PEFT's target options for linear layers that differ in LoRA rank but not in scaling.
 
     Rank 0 means no adapter.
     """
@@ -73,7 +73,7 @@ def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTar
 
 
 def former_names(causal_lm: Any) -> Mapping[str, str]:
-    """Return PEFT's names of linear layers that this model stores as one parameter, with the ending of its name."""
+    """Return old names of expert and router layers that PEFT still accepts, with the endings of today's parameters."""
     return FORMER.get(FAMILIES.get(causal_lm.config.model_type, ""), {})
 
 
@@ -153,7 +153,10 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Return, joined, those `ends` that match no module name: neither the whole name nor what follows a dot."""
+    """Return the names among `ends` that match no module, joined for an error.
+
+    A module matches by its whole name or by what follows a dot.
+    """
     return ", ".join(end for end in ends if not any(is_named(name, [end]) for name in names))
 
 

@@ -54,8 +54,9 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
 
 
 def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
-    """Return the last hidden states [rows, sequence, width] of a headless model, without attention across documents.
+    """Return the last hidden states [rows, sequence, width] of a headless model over packed documents.
 
+    No document attends to another.
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
     output, in_rows = _run(decoder, inputs)
@@ -63,7 +64,7 @@ def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
 
 
 def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
-    """Return last hidden states as `hidden_states` does, and the router logits of each mixture-of-experts layer.
+    """Return last hidden states as `hidden_states` does, and also the router logits of each mixture-of-experts layer.
 
     Router logits are [rows, sequence, experts].
     """
@@ -72,7 +73,7 @@ def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[
 
 
 def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Run the decoder; return its output and a function that reshapes states of tokens to the batch's rows."""
+    """Run the decoder on a batch; return its output, and a function that reshapes its states to the batch's rows."""
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
     options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
@@ -227,14 +228,14 @@ def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tenso
 
 
 def _model_class(model_config: Any) -> Any:
-    """Return Transformers' causal language model class for this config; None for code that came with the model."""
+    """Return Transformers' causal language model class for a config; None if the model brings its own code."""
     if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Return whether this architecture passes our packed attention all that decides what a token attends to.
+    """Return whether our packed attention can serve this architecture, which must give it all that limits attention.
 
     A window reaches the attention function of every architecture that supports flash attention, since that has no mask
     either.

@@ -1,4 +1,4 @@
-"""Load-balancing loss of experts (Fedus et al. 2022, Switch Transformers, equations 4 to 6), computed for each row.
+"""Load-balancing loss of experts (Fedus et al. 2022, Switch Transformers, equations 4 to 6), for each packed row.
 
 For a layer with E experts and a row it is E × the sum over experts of f × P: f is how often a token of the row chooses
 the expert, P the mean probability that the router gives it. That equals Transformers' `load_balancing_loss_func` for
@@ -36,7 +36,7 @@ def row_balance(
     num_rows: int,
     add_up: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Return the load-balancing loss of one layer, summed over rows: a scalar, differentiable by `probabilities`.
+    """Return the load-balancing loss of one layer, a scalar summed over packed rows. Differentiable by `probabilities`.
 
     probabilities: float32 [tokens, experts].
     is_chosen: bool [tokens, experts].

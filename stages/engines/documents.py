@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""Smallest allowed ratio of shortest to longest document in a bucket, which trades padding for kernel calls."""
+"""Smallest allowed ratio of shortest to longest document in a padded bucket. A larger ratio needs less padding, but
+more buckets and so more kernel calls."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """End of the bucket: the index of the first padded position after it."""
+        """End of the bucket: the index of the first padded position that belongs to the next bucket."""
         return self.start + self.num_documents * self.length
 
 
 class PackedDocuments:
-    """Documents of a micro-batch, in the order in which its flattened rows hold them, and their padding.
+    """Packed documents of a micro-batch, in their order in its flattened rows, and the padding of each.
 
     The shortest document of a bucket is at least `least_fill` of its longest; with 0 there is one bucket.
     """
@@ -60,7 +61,10 @@ class PackedDocuments:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Buckets of documents of similar length, from the longest documents to the shortest, without gaps."""
+        """Buckets of documents of similar length, the longest documents first.
+
+        Each bucket begins at the end of the one before.
+        """
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None

@@ -23,7 +23,7 @@ from stages.models.flops import ModelFlops
 
 @dataclass(frozen=True)
 class LossMeans:
-    """Loss and its metrics, as means over a global batch."""
+    """Mean loss and mean metrics over a global batch."""
 
     loss: float
     metrics: dict[str, float]
@@ -92,13 +92,16 @@ class Engine(Protocol):
         """Return the sum of a float64 CPU tensor over the data-parallel shares of a global batch, on every process."""
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Return rank 0's value on every process."""
+        """Return the number that process rank 0 passes, on every process."""
 
     def save(self, folder: Path) -> Future[None]:
-        """Start writing a checkpoint of weights and optimizer state; training may go on before the future is done."""
+        """Start writing a checkpoint of weights and optimizer state in the background.
+
+        Training may go on before the future is done.
+        """
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state from a checkpoint by `save`, perhaps written under another layout."""
+        """Restore weights and optimizer state from a checkpoint by `save`, also one of another parallel layout."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -112,7 +115,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Free the model's memory, so that another engine may be built; the closed engine must not be used again."""
+        """Free the model's memory, so that another engine may be built. The closed engine must not be used again."""
 
 
 def free_memory() -> None:

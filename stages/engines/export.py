@@ -36,7 +36,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 """File name suffixes of weight files and their indices."""
 
 OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Pattern of names of weights in old model files that Transformers computes from the config today."""
+"""Pattern of names of weights that only old model files hold; Transformers now computes them from the config."""
 NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -167,7 +167,7 @@ def weight_shapes(folder: Path) -> Shapes:
 
 
 class _ShardWriter:
-    """Writer of weights to files of at most 5 GB, whose final names are known when all are written."""
+    """Writer of weights to safetensors files of at most 5 GB, which get their final names when all are written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,7 +219,10 @@ def _tied(causal_lm: Any) -> set[str]:
 
 
 def _ignored(causal_lm: Any) -> re.Pattern[str]:
-    """Return a pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
+    """Return a pattern of names of weights in files that Transformers does not load.
+
+    Layers of multi-token prediction are an example.
+    """
     return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
 
 
@@ -239,7 +242,10 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights by the names and shapes of the original files, whose names may lack the model's prefix (GPT-2)."""
+    """Yield the trained weights under the names and shapes that they have in the original model files.
+
+    Names in the files may lack the model's prefix (GPT-2).
+    """
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
@@ -247,7 +253,7 @@ def _originals(
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights grouped by layer, since Transformers fuses only weights of the same layer."""
+    """Yield the weights grouped by layer, since Transformers fuses or splits only weights of the same layer."""
     group: dict[str, Tensor] = {}
     current: str | None = None
     for name, weight in named_weights:
@@ -262,7 +268,10 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
 
 
 def _layer(name: str) -> str:
-    """Return a weight's name up to its first number, such as `model.layers.3`; the whole name without a number."""
+    """Return the part of a weight's name that names its layer, such as `model.layers.3`.
+
+    It ends with the first number; a name without a number is returned whole.
+    """
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

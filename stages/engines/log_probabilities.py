@@ -31,7 +31,7 @@ LogitsTransform = Callable[[Tensor], Tensor]
 def token_log_probabilities(
     hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """Return the log-probabilities of the wanted tokens at every position, 0 where none is wanted; differentiable.
+    """Return log-probabilities of the wanted tokens at every position, 0 where no token is wanted. Differentiable.
 
     `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
     the first place, where a position has none; the result is float32 of the same shape. `head` has a `weight`
@@ -206,7 +206,10 @@ def _output_gradient(
 
 
 def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of log-probabilities by logits: Σ gradient × (onehot(target) - softmax) over targets."""
+    """Return the gradient of log-probabilities with respect to logits.
+
+    It is Σ gradient × (onehot(target) - softmax) over targets.
+    """
     result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
     return result.scatter_add_(1, targets, gradient)
 

@@ -1,4 +1,4 @@
-"""Interface of training losses: micro-batches give parts that add up to means over the global batch in any layout.
+"""Interface of training losses, which add up over micro-batches to exact means over the global batch.
 
 A loss counts things in a micro-batch (pairs, target tokens, …). The engine adds these counts up over the global batch,
 before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's targets
@@ -20,11 +20,11 @@ from stages.data.batch import Batch, Signal
 from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
-"""Numbers of things that a loss averages over, such as tokens or pairs, in a micro-batch, by kind."""
+"""Denominators of a loss's means in a micro-batch: numbers of tokens, preference pairs and the like, by kind."""
 Totals = Mapping[str, float]
-"""Numbers of things that a loss averages over, such as tokens or pairs, in a global batch, by kind."""
+"""Denominators of a loss's means in a global batch: numbers of tokens, preference pairs and the like, by kind."""
 Parts = tuple[Tensor, dict[str, Tensor]]
-"""Parts that a micro-batch adds to global means: of the loss, differentiable, and of each metric, by name."""
+"""Shares that a micro-batch adds to the global batch's mean loss (differentiable) and to its mean metrics, by name."""
 
 
 class Loss(Protocol):
@@ -32,16 +32,19 @@ class Loss(Protocol):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the loss's metrics, in order; processes that do not compute the loss need their number."""
+        """Names of the loss's metrics, in order.
+
+        Processes that do not compute the loss need to know how many there are.
+        """
 
     def counts(self, signal: Signal) -> Counts:
-        """Return how many things of each kind (tokens, pairs, …) the loss averages over in a micro-batch.
+        """Return how many tokens, preference pairs and so on in a micro-batch the loss averages over, by kind.
 
         All kinds are there, always.
         """
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the parts that a micro-batch adds to the mean loss and to its metrics.
+        """Return the shares that a micro-batch adds to the global batch's mean loss and mean metrics.
 
         `token_log_probabilities` is float32 [rows, sequence], 0 where there is no target; of a batch with k candidates
         [rows, sequence, 1 + k], the target's first. A metric that is a mean over nothing is NaN, and not logged.
@@ -49,7 +52,7 @@ class Loss(Protocol):
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
-    """Return how many things of each kind (tokens, pairs, …) a loss averages over in the global batch.
+    """Return how many tokens, preference pairs and so on in the global batch the loss averages over, by kind.
 
     add_up: sums float64 values over the data-parallel shares.
     """
@@ -60,13 +63,16 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
 
 
 def stacked(parts: Parts) -> Tensor:
-    """Return a micro-batch's parts of loss and metrics, detached, as float64 [1 + number of metrics], to be summed."""
+    """Return a micro-batch's shares of loss and metrics as one tensor to be summed, float64 [1 + number of metrics]."""
     loss, metrics = parts
     return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 
 
 def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
-    """Return the mean loss and metrics of a global batch from the sum of all parts, without metrics that are NaN."""
+    """Return the mean loss and metrics of a global batch from the sum of all micro-batches' shares.
+
+    Metrics that are NaN are left out.
+    """
     value, *metrics = added_up.tolist()
     named = zip(loss.metric_names, metrics, strict=True)
     return value, {name: metric for name, metric in named if not math.isnan(metric)}

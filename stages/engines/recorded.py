@@ -1,4 +1,4 @@
-"""Record of a trained model's log-probabilities on a few documents, which the later stages must reproduce.
+"""Recording of a trained model's log-probabilities on a few documents, which later stages must reproduce.
 
 These stages are merging, quantizing and serving.
 The training engine computes log-probabilities and greedy tokens after its last step; the file is that of

@@ -34,11 +34,11 @@ class EngineInputs:
     start: Path | None
     """Folder of an adapter that training continues; None for a new one."""
     first_batches: Callable[[int], Sequence[Batch]]
-    """Function that returns batches of training rows, each with at least the given number of learned tokens."""
+    """Function that returns batches of training rows, each with at least the given number of tokens that carry loss."""
     scratch: Path
-    """Folder for the stage's temporary files, which a retry that resumes training finds again."""
+    """Folder for the training stage's temporary files; a retry that resumes training uses the same folder."""
     report: Callable[[str], None]
-    """Function that shows the user a sentence about the model's start."""
+    """Function that shows the user a note on the built engine, such as which layers multiply in 8 bits."""
 
 
 def _build_fsdp(inputs: EngineInputs) -> Engine:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stages.models.facts import rotates_by_length
 
 LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
-"""Fields of a config, and of its `rope_parameters`, that hold a text length in tokens."""
+"""Names of config fields, also in `rope_parameters`, that hold a text length in tokens."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of rotary angles, each [rows, sequence, width]."""
@@ -35,7 +35,7 @@ def rotate_by_document(decoder: nn.Module) -> None:
 
 
 def rotates_by_document_length(decoder: nn.Module) -> bool:
-    """Return whether a text's rotary angles depend on its length, or on other texts in the batch."""
+    """Return whether the decoder's rotary angles depend on a text's length, or on other texts in the batch."""
     return bool(_length_dependent(decoder))
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training engine (layout, precision, optimizer, adapter), made by configs without importing torch."""
+"""Settings of a training engine (parallel layout, precision, optimizer, adapter), made by configs without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AdamSettings:
     """Settings of AdamW (Loshchilov and Hutter 2019)."""
 
     learning_rate: float
-    """Learning rate with which the optimizer is created; every step sets its own."""
+    """Learning rate with which the optimizer is created; every training step sets its own."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -44,7 +44,7 @@ class LowPrecisionSettings:
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     bf16_stochastic_round: bool = False
-    """True if the weights are held in bf16 only and updated with stochastic rounding."""
+    """True if weights are kept in bf16 only, without fp32 copies, and updated with stochastic rounding."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MoeSettings:
     """Settings for training the routers of a mixture of experts."""
 
     aux_loss_coefficient: float = 0.0
-    """Weight of the load-balancing loss of experts (`stages.engines.balance`); 0: none."""
+    """Weight of the load-balancing loss of experts (`stages.engines.balance`); 0 turns that loss off."""
     freeze_router: bool = False
     """True if the routers' weights are frozen."""
 

@@ -1,4 +1,4 @@
-"""Choice of the layers that an adapter adapts: PEFT's rules, by names alone; needs no torch.
+"""Choice of the layers that get an adapter, by names alone and with PEFT's rules; needs no torch.
 
 Training asks with the names of the model that it adapts, the check of inputs with those in a file's headers, the
 planner with those that follow from the shape. Names mean ends of module names, or a pattern of whole names, or all.
@@ -23,9 +23,10 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""Layer names from before Transformers 5 that PEFT still accepts, with today's parameter endings, by model family."""
+"""Names of expert and router layers from before Transformers 5, which PEFT still accepts, each with the ending of
+today's parameter name, by model family."""
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Pattern of the layer's number in a module's name, as PEFT finds it; a later number is an expert's."""
+"""Pattern that finds a transformer layer's number in a module's name, as PEFT does; a later number is an expert's."""
 
 
 class TargetOptions(Protocol):
@@ -65,7 +66,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return the LoRA rank for a parameter, as a multiple of the rank in the recipe; 0: it gets no adapter.
+        """Return how many times the recipe's LoRA rank a parameter gets; 0 means that it gets no adapter.
 
         A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
         """

@@ -33,11 +33,11 @@ SPELLINGS = {
     "num_experts": ("num_local_experts", "num_experts"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-"""Names of fields in model configs, in the spellings of several families, by the field of `ModelShape`."""
+"""Spellings of config fields in several model families, by the field of `ModelShape` that takes the value."""
 
 
 class ModelFacts:
-    """Facts of a model from its config, which is read when the first of them is asked for, and not again.
+    """Facts of a model from its `config.json`, which is read once, when the first fact is asked for.
 
     Each property raises ModelError for a config that is no JSON object.
     """
@@ -109,7 +109,7 @@ def rotates_by_length(rope_type: str) -> bool:
 
 
 def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of a model like Llama: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    """Return the sizes of a model like Llama from its config: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     attention_bias = bool(fields.get("attention_bias", False))
     windowed = fields.get("use_sliding_window", family in ("mistral", "mixtral"))
@@ -191,7 +191,7 @@ def _optional(fields: Mapping[str, Any], name: str) -> int | None:
 
 
 def _required(fields: Mapping[str, Any], spellings: tuple[str, ...]) -> int:
-    """Return the value of a config field under the first spelling that is there.
+    """Return the value of a config field under the first of its spellings that the config has.
 
     Raises ModelError unless it is a positive integer.
     """

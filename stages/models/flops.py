@@ -25,7 +25,10 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Work of attention layers with one window: the sum of heads × (query-key width + value width), and the window."""
+    """Work of all attention layers that have the same window size.
+
+    width: sum of heads × (query-key width + value width).
+    """
 
     width: int
     window_tokens: int | None
@@ -36,7 +39,8 @@ class ModelFlops:
     """Sizes of a model from which its FLOPs are computed."""
 
     layer_parameters: float
-    """Number of parameters outside the head that a token is multiplied by; of routed experts the share that it uses."""
+    """Number of parameters outside the head that a token is multiplied by; routed experts count by the share that a
+    token uses."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
@@ -64,7 +68,7 @@ class ModelFlops:
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
-    """Return the number of pairs of a token and one it attends to, itself included, under a causal mask.
+    """Return the number of token pairs in causal attention: each token with itself and those that it sees before it.
 
     window_tokens: size of the sliding window; None: no window.
     """
@@ -73,7 +77,7 @@ def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
 
 
 def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Return model FLOPs utilization: the model FLOPs, divided by the devices' dense peak in that time; at most 1.
+    """Return model FLOPs utilization: model FLOPs over what the devices' dense peak would do in that time; at most 1.
 
     A measured peak may be exceeded where the machine was shared during its measurement; then this step's rate is the
     peak.

@@ -21,7 +21,7 @@ from stages.models.shape import ModelShape
 
 
 class Place(Enum):
-    """Place of a linear layer in a transformer layer; those of one place have the same input.
+    """Place of a linear layer in a transformer layer, such as into attention. Layers of one place have the same input.
 
     Megatron joins them in one matrix.
     """
@@ -61,7 +61,7 @@ class StackedParameter:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of modules in a model family; the names inside a layer follow the layer's number."""
+    """Names of modules in a model family. Names inside a transformer layer follow the layer's number."""
 
     layer: str
     places: dict[Place, tuple[str, ...]]

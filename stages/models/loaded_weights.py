@@ -27,7 +27,7 @@ def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
-    """Raise ModelError, naming the weights, if the list of weights that are not finite has any."""
+    """Raise ModelError that names the weights with NaN or infinity, if there are any."""
     if not_finite:
         raise ModelError(
             f"loading {folder}: {len(not_finite)} weights hold NaN or infinity ({', '.join(not_finite[:NUM_NAMED])}); "

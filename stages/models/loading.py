@@ -16,7 +16,7 @@ from stages.core.errors import ModelError
 from stages.models.facts import ModelFacts
 
 Head = Literal["tokens", "score"]
-"""Kind of output head: `tokens` gives log-probabilities of the next token, `score` one number per text."""
+"""Kind of output head: `tokens` gives log-probabilities of the next token, `score` gives one number per text."""
 AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
@@ -25,7 +25,8 @@ MAX_NORMALIZER_GROWTH = 2.0**20
 """Largest factor by which a tokenizer's normalizer may lengthen a text. Some published ones reach a thousand; beyond
 this bound, a text that only servers and benchmarks see could fill the memory."""
 LEAST_SHARE = 0.5
-"""Smallest allowed share of the expected tokens of a repeated sentence; fewer show a tokenizer that loses text."""
+"""Smallest allowed share of the expected tokens when a sentence is repeated; fewer tokens show a tokenizer that loses
+text."""
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:

@@ -167,7 +167,7 @@ def check_unquantized(facts: ModelFacts, where: str) -> None:
 
 
 def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
-    """Return a warning if the model has Python files of its own that are not run, since the recipe does not trust them.
+    """Return a warning if the model brings Python files that are not run because the recipe does not trust them.
 
     Return None otherwise.
     """
@@ -226,7 +226,7 @@ def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
 
 
 def _other_end(facts: ModelFacts) -> Iterator[str]:
-    """Yield a warning if the tokenizer's end-of-text token is not one at which generation stops."""
+    """Yield a warning if the tokenizer's end-of-text token does not stop generation in the model's settings."""
     files = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     paths = [facts.folder / name for name in files]
     tokenizer, about, generation = (read_json_object(path) if path.is_file() else {} for path in paths)
@@ -293,7 +293,7 @@ def _dtypes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of a config's rotary settings, and of other numbers that must be above 0."""
+    """Yield errors for rotary settings in a config, and for other numbers that must be above 0."""
     numbers = {name: config[name] for name in sorted(NUMBERS & config.keys())}
     for name in ROTARY:
         if not isinstance(value := config.get(name) or {}, Mapping):

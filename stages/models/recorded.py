@@ -1,4 +1,4 @@
-"""Records that training leaves beside a model: predictions for later stages to reproduce, and the kind of text.
+"""Records that training leaves beside a model: predictions for later stages to reproduce, and whether it learned chat.
 
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
 and the likeliest token at each target; and for each dataset with tools a prompt, which servers have to render to the
@@ -40,7 +40,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class RecordedDocument:
-    """Document with the predictions for it that training recorded, to be reproduced by later stages.
+    """Document with the model's predictions at the end of training, which later stages must reproduce.
 
     - targets: `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned
     - log_probability: log-probability of all targets together, in nats
@@ -60,7 +60,7 @@ class RecordedDocument:
 
     @property
     def has_tokens(self) -> bool:
-        """Return whether predictions of single tokens were recorded, not only the document's log-probability."""
+        """Return whether predictions of single tokens were recorded, not only the whole document's log-probability."""
         return len(self.greedy) == len(self.log_probabilities) == self.num_targets
 
     @property
@@ -77,7 +77,7 @@ class RecordedDocument:
 
 
 class ToolPrompt(StrictModel):
-    """Prompt with tools and its tokens in training, to which servers must render it as well.
+    """Prompt with tools and its tokens in training; servers must render the prompt to the same tokens.
 
     - messages: end with a question or a tool's answer
     - tools, variables: as the template got them
@@ -181,7 +181,7 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
 
 
 def _kl_nats(recorded: float, given: float) -> float:
-    """Return the KL divergence, in nats, of two distributions over two outcomes.
+    """Return the KL divergence, in nats, of two distributions over two outcomes: a token, and all other tokens.
 
     recorded, given: log-probability of the first outcome in each.
     """
@@ -221,13 +221,19 @@ def trained_on_conversations(folder: Path) -> bool | None:
 
 
 def is_asked_as_chat(folder: Path) -> bool:
-    """Return whether to send plain text as a user's chat message: as in training, else if there is a chat template."""
+    """Return whether to send plain text to the model as a user's chat message.
+
+    It depends on the training data, else on whether there is a chat template.
+    """
     trained = trained_on_conversations(folder)
     return has_chat_template(folder) if trained is None else trained
 
 
 def noted_date(folder: Path) -> date | None:
-    """Return the date that the chat template wrote in training, to be written in serving too; None: the default."""
+    """Return the date that the chat template wrote in training, so that serving writes the same date.
+
+    None means the template's default.
+    """
     noted = folder / TRAINED_ON_FILE
     found = json.loads(noted.read_text()).get("template_date") if noted.is_file() else None
     return date.fromisoformat(found) if found else None

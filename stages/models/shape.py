@@ -99,12 +99,12 @@ class ModelShape:
 
     @property
     def rotary_width(self) -> int:
-        """Width of the rotary parts that latent attention adds to the queries or keys of all heads; else 0."""
+        """Width of the rotary parts of queries or keys of all heads in latent attention; 0 in other attention."""
         return self.num_heads * self.latent.rotary_dim if self.latent else 0
 
     @property
     def latent_width(self) -> int:
-        """Width of the compressed query, key-value and rotary vectors in multi-head latent attention (MLA); else 0."""
+        """Width of the compressed query, key-value and rotary vectors in multi-head latent attention (MLA), else 0."""
         return self.latent.query_rank + self.latent.kv_rank + self.latent.rotary_dim if self.latent else 0
 
     @property

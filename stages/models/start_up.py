@@ -71,7 +71,7 @@ def hide_torchao_from_adapters() -> None:
 
 
 def _remember_missing(name: str, is_available: Any) -> None:
-    """Make a cached availability check (`is_available`) report that a package is missing."""
+    """Make Transformers' or PEFT's cached availability check (`is_available`) report that a package is missing."""
     before = {name: sys.modules[name]} if name in sys.modules else {}
     missing: Any = None  # means: there is no such package
     sys.modules[name] = missing

@@ -1,4 +1,4 @@
-"""Index of a torch.distributed.checkpoint folder, read without running code in its pickle.
+"""Reader of the index of a torch.distributed.checkpoint folder, which runs no code from the index's pickle.
 
 torch.distributed.checkpoint keeps the index, `.metadata`, as a pickle, and unpickles it without restriction. It is the
 only pickle that is read here; tensors are read by `torch.load(weights_only=True)`, and objects are not loaded.
@@ -54,7 +54,7 @@ class CheckpointReader(FileSystemReader):
     """Reader of a checkpoint folder that unpickles nothing but descriptions of tensors, so that no code runs."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read a checkpoint's index.
+        """Read a checkpoint's index, without running code from its pickle.
 
         Raises ModelError if it is damaged, or names classes that no checkpoint of ours has.
         """
@@ -82,7 +82,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ModelError, naming what differs, unless the checkpoint has the wanted tensors in their shapes.
+    """Raise ModelError, naming what differs, unless a checkpoint has the wanted tensors in their shapes.
 
     Collective: processes may want different tensors, and all raise what any of them misses.
     """

@@ -24,7 +24,8 @@ SPARE_BYTES = 1 << 16
 long.
 """
 MAX_CHAIN_GROWTH = 64
-"""Largest factor by which pre-tokenizers and decoders may lengthen a text; they take it whole and are not measured."""
+"""Largest factor by which a tokenizer's pre-tokenizers and decoders may lengthen a text, by the bounds of their kinds;
+they take a text whole, so their real growth is not measured."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -45,7 +46,7 @@ Step = Mapping[str, Any]
 
 
 class Growth:
-    """Bound on how much the steps of a tokenizer's normalizer lengthen texts."""
+    """Bound on how much a tokenizer's normalizer, step by step, can lengthen texts."""
 
     def __init__(self, normalizer: Step | None) -> None:
         """Read the steps of a normalizer, as in a `tokenizer.json`, and how much each can lengthen a text."""
@@ -59,7 +60,10 @@ class Growth:
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:
-        """Return why the tokenizer would make a text too long, to follow the words "the tokenizer"; else None."""
+        """Return why the tokenizer would make a text too long; else None.
+
+        The reason follows the words "the tokenizer".
+        """
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())

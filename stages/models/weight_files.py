@@ -23,10 +23,10 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MATRICES = (".weight", "_proj")
-"""Endings of names of tensors that must be floating-point; other buffers may be counters and masks."""
+"""Endings of names of tensors that must be floating-point; other tensors may be counters or masks."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-"""Number of samples that are read of a tensor's bytes, and the size of each in bytes."""
+"""Number of samples taken of a tensor's bytes in a file, and bytes in each sample."""
 NUM_NAMED = 3
 
 

@@ -28,11 +28,11 @@ from stages.parallel.device_types import (
 )
 
 ROOT = Path("/")
-"""Root folder below which drivers list their devices."""
+"""Root folder below which drivers list their devices as files."""
 
 
 def type_at_hand() -> DeviceType:
-    """Return the kind of accelerator that this process sees; the kind of CPUs where it sees none.
+    """Return the kind of accelerator that this process sees; the kind for CPUs if it sees none.
 
     Raises ResourceError for an accelerator of an unknown kind, and where torch sees none of those that a driver lists.
     """
@@ -46,7 +46,7 @@ def type_at_hand() -> DeviceType:
 
 
 def unseen_devices(num_gpus: int = 0) -> tuple[str, str] | None:
-    """Return a problem and its remedy where a driver lists devices that torch does not see; else None.
+    """Return an error and its remedy if a driver lists devices that torch does not see; else None.
 
     None also where the environment hides them. num_gpus: NVIDIA GPUs that the caller has found listed.
     """
@@ -71,7 +71,7 @@ def _why_unseen(kind: DeviceType) -> str:
 
 @cache
 def of_device(device: torch.device) -> DeviceType:
-    """Return the kind of a torch device. Raises ResourceError for an unknown one."""
+    """Return the `DeviceType` (our description) of a torch device. Raises ResourceError for an unknown one."""
     known = [row for row in DEVICE_TYPES if row.torch_type == device.type]
     if not known:
         names = ", ".join(row.name for row in DEVICE_TYPES)
@@ -95,15 +95,16 @@ def device_of_this_process() -> torch.device:
 
 
 def check_precision(found: DeviceType, precision: str) -> None:
-    """Raise ResourceError where this process's accelerator is too old to compute in the precision (fp8)."""
+    """Raise ResourceError if this process's accelerator is too old to compute in the recipe's precision (fp8)."""
     if found.fp8_from > (0, 0):
         module: Any = torch.get_device_module(found.torch_type)
         check_capability(found, module.get_device_capability(), precision)
 
 
 def compute_deterministically() -> None:
-    """Make this process's operations give the same bits each time; one that cannot raises a RuntimeError.
+    """Make this process's torch operations give the same bits each time.
 
+    An operation that cannot do so raises a RuntimeError.
     Call before the device is used first. Source of the variables: torch's page on reproducibility, Transformer Engine's
     on environment variables.
     """
@@ -114,7 +115,7 @@ def compute_deterministically() -> None:
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:
-    """Return the values in float64, on their device, or on the host where the device has no such dtype."""
+    """Convert values to float64 on their device, or on the host if the device has no float64."""
     return values.double() if of_device(values.device).has_float64 else values.cpu().double()
 
 

@@ -1,4 +1,4 @@
-"""Kinds of devices that training may run on, one entry each; the only place that names one of them.
+"""Table of the kinds of devices that training may run on. No other module names one of them.
 
 Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Imports no
 torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of
@@ -33,7 +33,8 @@ class DeviceType:
     visible_devices: str | None = None
     """Environment variable that limits which devices a process sees."""
     listed_in: tuple[str, ...] = ()
-    """Patterns of files below the root folder; the driver makes one per device, whatever torch was built for."""
+    """Patterns of device files below the root folder, which the driver makes whatever torch was built for, one per
+    device."""
     plugin: str | None = None
     """Python package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
@@ -119,17 +120,17 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_type(name: str) -> DeviceType:
-    """Return the kind of device with this name."""
+    """Return the description of the kind of device with this name."""
     return next(row for row in DEVICE_TYPES if row.name == name)
 
 
 def num_listed(device: DeviceType, root: Path) -> int:
-    """Return how many devices of this kind the driver lists below the root folder; 0 for a kind without a list."""
+    """Return how many devices of this kind the driver lists as files; 0 for a kind that has no such files."""
     return max((len(list(root.glob(pattern))) for pattern in device.listed_in), default=0)
 
 
 def are_hidden(device: DeviceType, environment: Mapping[str, str]) -> bool:
-    """Return whether the environment hides all devices of this kind from a process."""
+    """Return whether an environment variable, such as CUDA_VISIBLE_DEVICES, hides all devices of this kind."""
     return device.visible_devices is not None and environment.get(device.visible_devices) in ("", "-1")
 
 
@@ -145,7 +146,7 @@ def unseen(device: DeviceType, number: int, problem: str) -> tuple[str, str]:
 
 
 def built_without(device: DeviceType) -> str | None:
-    """Return a clause for an error if the installed torch was built without this kind of device; else None."""
+    """Return a clause for an error message if the installed torch was built without this kind of device; else None."""
     try:
         torch = importlib.metadata.distribution("torch")
         lines = Path(str(torch.locate_file("torch/version.py"))).read_text().splitlines()
@@ -156,7 +157,7 @@ def built_without(device: DeviceType) -> str | None:
 
 
 def unusable_gpus(number: int, environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the error and its remedy where torch was built without the NVIDIA GPUs that the driver lists; else None.
+    """Return the error and its remedy if the driver lists NVIDIA GPUs but torch was built without CUDA; else None.
 
     environment: environment of the process that would train; None is returned where it hides the GPUs.
     """

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices, without sparsity, to which model FLOPs utilization (MFU) is relative.
+"""Peak FLOP/s of devices without sparsity, the reference for model FLOPs utilization (MFU).
 
 Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
 threads and the dtype of the training, since no data sheet says what a shared virtual machine gives. Other programs make
@@ -22,10 +22,10 @@ from stages.core.files import write_atomically
 from stages.parallel.accelerator import device_name
 
 MEASURE_S = 0.3
-"""Seconds that a measurement of the CPU's matrix products takes."""
+"""Seconds for which the CPU's matrix products are timed, to estimate its peak FLOP/s."""
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
-"""Assumed factor by which a matrix product of the next size takes longer than one of this size."""
+"""Assumed factor by which a matrix product of the next larger size takes longer, to stop a measurement in time."""
 
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables by which users keep torch's libraries from using some instructions of the CPU."""
@@ -63,7 +63,7 @@ TFLOPS = {  # part of the device's name: (bf16, TF32, fp32), dense
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one process's device, and whether a data sheet or a measurement gave that number."""
+    """Peak FLOP/s of one process's device, and the source of that number: a data sheet or a measurement."""
 
     flops_per_s: float
     device_name: str
@@ -96,7 +96,10 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
 
 
 def best_matmul_rate(dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of the CPU's matrix products; return the best of this and all earlier measurements."""
+    """Measure the FLOP/s of the CPU's matrix products; return the best rate measured so far.
+
+    Earlier measurements count too.
+    """
     rate = measured_matmul_rate(dtype)
     kept_file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "matmul-rates.json"
     limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
@@ -162,6 +165,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Return whether all words of a name in the table are in the device's name, which may join words by hyphens."""
+    """Return whether a device's name contains all words of a name in the table of peaks; hyphens may join the words."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

@@ -11,8 +11,7 @@ from stages.core.contract import StrictModel
 from stages.core.fields import AddedLater
 
 EngineName = Literal["fsdp", "megatron"]
-"""Name of a training engine. A test holds it equal to the registries' names, since type checkers take no computed
-Literal."""
+"""Name of a training engine. Type checkers need the names written out; a test compares them with the registries."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 """Names of all training engines; the first is the default."""
 
@@ -98,7 +97,7 @@ class Layout(StrictModel):
 
 
 class AutoLayout(Layout):
-    """Layout that a recipe leaves to the planner (`layout: auto`), which chooses it before all other planning."""
+    """Layout that a recipe leaves to the planner (`layout: auto`). It is chosen before all other planning."""
 
 
 def _auto_or_layout(value: Any, validate: ValidatorFunctionWrapHandler) -> Layout:
@@ -114,7 +113,7 @@ LayoutOrAuto = Annotated[Layout, WrapValidator(_auto_or_layout, json_schema_inpu
 
 @dataclass(frozen=True)
 class RunConstraints:
-    """Numbers of a run that a layout must fit, apart from the model's sizes: processes, sequence length, batch size."""
+    """Sizes of a run that a parallel layout must fit, besides the model's: processes, sequence length, batch size."""
 
     nodes: int
     processes_per_node: int

@@ -28,7 +28,7 @@ def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraint
 
 
 def is_legal(engine: EngineName, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> bool:
-    """Return whether the layout works for this run and model; stops at the first error."""
+    """Return whether a parallel layout works for this run and model; the check stops at the first error."""
     return not any(layout_errors(engine, layout, constraints)) and not any(RULES[engine].model_errors(layout, shape))
 
 

@@ -19,15 +19,16 @@ from stages.parallel.ranks import RENDEZVOUS_FILE
 USUAL_TIMEOUT = timedelta(minutes=30)
 """Default timeout of gloo's collectives in torch; NCCL's is 10 minutes."""
 MARGIN = timedelta(minutes=1)
-"""Time by which collectives wait longer than the watchdog that ends a hanging stage."""
+"""Time by which collectives wait longer than the watchdog that ends a hanging stage, to let the watchdog act first."""
 BACKLOG = 1024
-"""Number of processes that may wait at once for a connection to the store where processes meet."""
+"""Number of processes that may queue for a connection to the store by which processes find each other."""
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives, from that of the watchdog that ends a hanging stage.
+    """Return the timeout of collectives, at least a minute more than that of the watchdog of hanging stages.
 
-    It is longer than the watchdog's, since only the watchdog logs what every process was doing.
+    The timeout is never below 30 minutes. It exceeds the watchdog's, since only the watchdog logs what every process
+    was doing.
     """
     return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
 

@@ -113,8 +113,9 @@ class FsdpEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """Make one optimizer step; gradients are reduced with the last micro-batch, or with each if the layout says so.
+        """Make one optimizer step.
 
+        Gradients are reduced once, with the last micro-batch, or with each, as the layout says.
         Either way they are added up in fp32, and losses come divided by the counts of the global batch.
         """
         self._model.train()
@@ -224,7 +225,7 @@ class FsdpEngine:
         return []
 
     def close(self) -> None:
-        """Free the model's weights, gradients and optimizer state. Process groups hold no part of a model."""
+        """Free the model's weights, gradients and optimizer state; process groups stay."""
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 

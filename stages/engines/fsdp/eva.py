@@ -31,7 +31,7 @@ from stages.models.loading import model_without_weights
 
 @dataclass(frozen=True)
 class InputRows:
-    """Training rows in which EVA finds the first values of LoRA's A, and the file that keeps them.
+    """Training rows from which EVA computes the first values of LoRA's A, and the file in which these are kept.
 
     The micro-batches are on the CPU, each with at least `adapter.highest_rank` learned tokens.
     """
@@ -40,7 +40,7 @@ class InputRows:
     file: Path
 
     def described(self) -> str:
-        """Return a sentence about the number of directions that EVA found, for the user."""
+        """Return a sentence for the user about the number of directions that EVA found."""
         ranks = [len(one) for one in load_file(self.file).values()]
         without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
         return (
@@ -52,8 +52,9 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Return EVA's first values of LoRA's A, fp32 [rank, inputs], by layer; undefined on ranks but 0. Collective.
+    """Return EVA's first values of LoRA's A, fp32 [rank, inputs], by layer name. Only process rank 0's are defined.
 
+    Collective.
     model: the model in `folder`, without an adapter. Raises ModelError for layers whose inputs PEFT cannot see.
     """
     directions: dict[str, Tensor] = {}
@@ -72,7 +73,7 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return, by layer, the directions in which the inputs of tokens that carry loss vary most.
+    """Return the directions in which each layer's inputs vary most, over tokens that carry loss, by layer name.
 
     PEFT finds them; it repeats the batches.
     """
@@ -98,7 +99,7 @@ def most_varied(
 
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:
-    """Return which tokens carry loss, bool [tokens], in the order in which layers see them.
+    """Return which tokens of a batch carry loss, bool [tokens], in the order in which the decoder's layers see them.
 
     PEFT takes them as labels.
     """

@@ -206,7 +206,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """Move a model from the meta device to the CPU with undefined weights, which take no memory until written.
+    """Move a model from the meta device to the CPU. Its weights are undefined, and take no memory until written.
 
     Buffers that no file has get their values.
     """
@@ -261,7 +261,7 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 
 
 def _packed(documents: Sequence[Tensor]) -> Batch:
-    """Return documents packed into one row, in which all tokens but each document's first are targets."""
+    """Pack documents of token ids into a batch of one row; all tokens but each document's first are targets."""
     targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]

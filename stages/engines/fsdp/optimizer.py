@@ -31,8 +31,9 @@ from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSe
 from stages.models.loaded_weights import modules_kept_in_fp32
 
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
-"""Number of elements that the optimizer updates at a time on the host and on an accelerator. Each takes 44 bytes of
-temporary memory: 44 MiB stay in a CPU's cache, and with 1.4 GiB in 37 kernels no kernel is shorter than its launch."""
+"""Number of elements that the optimizer updates at a time, on the host and on an accelerator. An element takes 44 bytes
+of temporary memory. The host's 44 MiB fit a CPU's cache; the accelerator's 1.4 GiB keep each of the 37 kernels
+longer than its launch."""
 KEPT = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -67,7 +68,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient; those of equal dtype, device and step count go together."""
+        """Update all parameters that have a gradient.
+
+        Those of equal dtype, device and step count are updated together.
+        """
         for group in self.param_groups:
             together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -80,7 +84,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                     self._update(bucket, step, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state, keeping the moments' dtypes, which torch would cast to the weight's dtype."""
+        """Load AdamW's state and keep its moments in their dtypes; torch would cast them to the weight's dtype."""
         super().load_state_dict(state_dict)
         loaded = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -106,7 +110,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         return _Piece(self._names[parameter], first_element(parameter), gradient, flat)
 
     def _update(self, pieces: list[_Piece], step: int, group: dict[str, Any]) -> None:
-        """Update pieces of several parameters of one dtype together in fp32, so that one kernel serves all of them."""
+        """Update consecutive elements of several parameters of one dtype in fp32, all by the same kernels."""
         sizes = [len(piece.gradient) for piece in pieces]
         device = pieces[0].gradient.device
         rounded = [name for name in KEPT if pieces[0].kept[name].dtype == torch.bfloat16]
@@ -150,7 +154,10 @@ class _Piece:
 
 
 def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Yield buckets of `size` consecutive elements from pieces of parameters; the last bucket may be smaller."""
+    """Group parameters' elements into buckets of `size` elements, to update each bucket by the same kernels.
+
+    The last bucket may be smaller.
+    """
     bucket: list[_Piece] = []
     free = size
     for whole in pieces:
@@ -217,7 +224,7 @@ def first_element(parameter: Tensor) -> int:
 
 
 def _key(*parts: object) -> int:
-    """Return a hash of the parts as a signed 32-bit number, to seed random bits."""
+    """Return a signed 32-bit hash of the arguments, from which random bits for rounding are derived."""
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:4], signed=True)
 
 
@@ -269,7 +276,7 @@ class MuonAndAdamW(torch.optim.AdamW):
 
 
 def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
-    """Return matrices with the same singular vectors and singular values near 1, by Newton-Schulz iterations.
+    """Return the matrices with singular values brought near 1 and singular vectors kept, by Newton-Schulz iterations.
 
     Shapes are […, rows, columns].
     """

@@ -1,4 +1,4 @@
-"""Application of a layout to a model under FSDP2: recomputation, compilation, sharding layer by layer, then weights."""
+"""Application of a parallel layout to an FSDP2 model: recomputation, compilation, sharding, loading of weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AllToAllReduceScatter:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new communication buffer each time: a reduction may outlive the layer that asked for it."""
+        """Return a new communication buffer each time. A reduction may outlive the layer that asked for the buffer."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -91,7 +91,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
-    """Turn on activation recomputation in each layer: of all operations, or of all but costly ones."""
+    """Turn on activation recomputation in each layer, of all operations or of all but matrix products and attention."""
     if layout.recompute == "none":
         return
     arguments: dict[str, Any] = {"use_reentrant": False}
@@ -103,7 +103,7 @@ def apply_recompute(causal_lm: Any, layout: Layout) -> None:
 def apply_fsdp(
     model: TargetLogProbabilities, layers: list[nn.Module], layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype
 ) -> None:
-    """Shard each layer with FSDP2, the input embedding unless it is also the head, and the root with the rest.
+    """Shard by FSDP2 each layer, the input embedding unless tied to the head, and all other weights as one group.
 
     Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
     """
@@ -161,7 +161,7 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unuse
 
 
 def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -> None:
-    """Make each layer gather the parameters of the next `num_layers` layers ahead, forward and backward."""
+    """Make each layer gather the parameters of the next `num_layers` layers early, forward and backward."""
     if not num_layers:
         return
     order = [_as_fsdp(module) for module in [model, *layers]]

@@ -39,7 +39,7 @@ class DocumentScores(TargetLogProbabilities):
         return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, inputs: ModelInputs) -> Tensor:
-        """Return bool [rows, sequence]: True at the last token of each document that is not the padding token."""
+        """Return a mask, bool [rows, sequence]: True at each document's last token that is not the padding token."""
         documents, numbers = inputs.documents, inputs.documents.ids.flatten()
         places = torch.arange(len(numbers), device=numbers.device)
         counted = numbers < documents.count
@@ -52,7 +52,7 @@ class DocumentScores(TargetLogProbabilities):
 
 
 def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:
-    """Return the model with a new score head, initialised from the seed, and how the head is written to files.
+    """Return the model with a new score head, initialised from the seed, and a description of the head for export.
 
     Raises ModelError for an architecture that Transformers has no sequence classification for.
     """

@@ -23,7 +23,7 @@ from stages.parallel.layout import Layout
 
 
 def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
-    """Move the given parameters of a model to the meta device, where they take no memory; tied ones stay tied."""
+    """Move the given parameters of a model to the meta device, to free their memory. Tied parameters stay tied."""
     emptied = {id(one): nn.Parameter(one.to("meta"), requires_grad=one.requires_grad) for one in dropped}
     for module in model.modules():
         for name, weight in _own_weights(module):
@@ -70,7 +70,7 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Remove a model's last layers: keep the first ones, as many as show every kind of layer, at least two.
+    """Keep only a model's first layers, at least two and enough to show every kind of layer, for a quick check.
 
     Kinds differ in types, sizes or settings.
     Towers of other modalities stay whole: text does not run through them.
@@ -87,7 +87,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the plain attributes of a layer's modules, except its index, to tell kinds of layers apart."""
+    """Return the plain attributes of a layer's modules, except its index; kinds of layers are told apart by them."""
     return [
         (prefix, name, value)
         for prefix, module in layer.named_modules()
@@ -97,7 +97,7 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 class _ShardReader:
-    """Reader that copies weights from files into this process's shards, by their names without adapters."""
+    """Reader that copies weights from model files into this process's shards, also in models with LoRA adapters."""
 
     def __init__(self, causal_lm: Any, device: torch.device) -> None:
         self._device = device

@@ -34,7 +34,7 @@ RowsOf = Callable[[str], slice | None]
 
 @dataclass
 class Source:
-    """File tensors from which one or several weights are made, and the converter that makes them, if any."""
+    """Tensors in weight files that make up one or several model weights, with Transformers' converter, if any."""
 
     converter: WeightConverter | None
     tensors: list[tuple[str, str]] = field(default_factory=list)
@@ -42,13 +42,13 @@ class Source:
 
     @property
     def stacks_rows(self) -> bool:
-        """True if rows can be read alone, since each is made of whole tensors in the files, as in stacks of experts."""
+        """True if rows can be read one by one, because each is made of whole tensors in the files (stacked experts)."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
 
 class ModelFiles:
-    """Weight files of a model, read as the weights that Transformers would make of them."""
+    """Weight files of a model, converted on reading to the weights that Transformers would load from them."""
 
     def __init__(self, folder: Path, bare: Any) -> None:
         """Read names and shapes of the weights in the files.
@@ -66,13 +66,13 @@ class ModelFiles:
         for name, weight in expected.items():
             names.setdefault(id(weight), []).append(name)
         self.missing = sorted(same[0] for same in names.values() if not made.intersection(same))
-        """Names of model weights that the files lack; of weights tied to each other, one name."""
+        """Names of model weights that the files lack. Weights tied to each other count once."""
         self.mismatched = sorted(
             target
             for target, source in self._sources.items()
             if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
         )
-        """Names of model weights that have another shape in the files."""
+        """Names of model weights whose shape in the files differs from the model's."""
         self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
@@ -102,7 +102,10 @@ class ModelFiles:
     def _converted(
         self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights made by a converter; of stacked experts only wanted ones are read, other weights whole."""
+        """Yield weights that Transformers' converter makes.
+
+        Of stacked experts only the wanted ones are read, of other weights all.
+        """
         assert source.converter
         chosen = wanted[target] if source.stacks_rows else slice(None)
         converter = deepcopy(source.converter)
@@ -116,7 +119,10 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """Return the file tensors from which each weight is made; of weights made together, the first is the key."""
+        """Return the tensors in the files that make up each model weight, by weight name.
+
+        Weights that are made together are listed under the first one's name.
+        """
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
@@ -143,7 +149,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Return whether a weight conversion treats each entry along dimension 0 by itself."""
+    """Return whether a weight conversion keeps rows (dimension 0) apart, so that rows can be converted one by one."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

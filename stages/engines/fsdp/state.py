@@ -69,7 +69,7 @@ class TrainingState:
         )
 
     def _untied(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights to save, without those tied to another one."""
+        """Return the weights to save in a checkpoint: of weights tied to each other, only one."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return {name: weight for name, weight in weights.items() if name not in tied}
 

@@ -62,7 +62,7 @@ class PeftAdapter:
         return sum(value.numel() for value in self.first_values.values())
 
     def size_of(self, names: Iterable[str]) -> tuple[int, float]:
-        """Return the LoRA rank and scaling of a fused Megatron layer.
+        """Return the LoRA rank and scaling of a Megatron layer that fuses several Transformers layers.
 
         names: the Transformers layers in it, of which at least one has an adapter.
         """
@@ -81,7 +81,7 @@ class PeftAdapter:
 
 
 def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | None = None) -> PeftAdapter:
-    """Return the adapter that PEFT creates for the model in `folder`, whose own weights take no memory.
+    """Return the adapter that PEFT creates for the model in `folder`, without loading the model's weights.
 
     start: folder of an adapter whose values are taken. Raises ModelError as `add_adapter` and `read_start` do.
     """
@@ -107,7 +107,7 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
 
 def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, Tensor]:
-    """Return the trained LoRA factors, fp32, by PEFT's names, on rank 0's CPU; nothing elsewhere. Collective."""
+    """Return the trained LoRA factors, fp32, by PEFT's names, on rank 0's CPU; other ranks get none. Collective."""
     factors: dict[str, Tensor] = {}
     experts: dict[tuple[str, str], list[Tensor]] = {}
     for name, weight in named_weights(chunks, model, torch.float32, learning_only=True):
@@ -191,7 +191,10 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """Return the mask [rows, joined × rank] by which rows of LoRA's B in a fused layer use only their own layer's A."""
+    """Return a mask for LoRA's B in a fused layer, so that for example q, k and v each use only their own A.
+
+    Its shape is [rows, joined × rank].
+    """
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):
@@ -203,7 +206,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
-    """Copy first values into this process's LoRA factors; return the names of all factors that it holds a share of."""
+    """Copy first values into this process's LoRA factors; return the names of all factors that it has a share of."""
     filled: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:

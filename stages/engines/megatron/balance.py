@@ -1,4 +1,4 @@
-"""Load-balancing loss of Megatron's routers, computed for each row as in the FSDP engine (`stages.engines.balance`).
+"""Load-balancing loss of Megatron's routers, for each packed row as in the FSDP engine (`stages.engines.balance`).
 
 Megatron's own is computed over micro-batches, or over the batches so far, and so differs by layout.
 """
@@ -47,14 +47,17 @@ class RouterBalance:
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
-        """Return the same router probabilities, whose backward pass also adds the load-balancing loss's gradient."""
+        """Return the same router probabilities, with the load-balancing loss attached.
+
+        Their backward pass also adds the loss's gradient.
+        """
         part = self._weight * balance
         self._sum += part.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
     def of_step(self) -> float:
-        """Return the load-balancing loss since `begin_step`, before multiplication by its coefficient. Collective."""
+        """Return the load-balancing loss of a training step, before multiplication by its coefficient. Collective."""
         total = self._sum.clone()
         dist.all_reduce(total)
         return total.item()
@@ -88,7 +91,7 @@ class _OfRouter:
 
 
 def _give_rows(layer: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
-    """Store a micro-batch's packed tokens in the layer's router, before each forward pass of the layer.
+    """Give a layer's router the micro-batch's packed tokens, before each forward pass of the layer.
 
     A router is called with states alone, and when a layer is recomputed, another micro-batch may be at work.
     """

@@ -96,7 +96,10 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards that this process writes to a checkpoint; a shard that several hold is written by the first."""
+        """Shards of optimizer state that this process writes to a checkpoint.
+
+        The first process that holds a shard writes it.
+        """
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
@@ -104,7 +107,7 @@ class MegatronState:
         return set(mine) - before
 
     def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
-        """Yield a shard's tensors for a checkpoint: master weights, moments and step count.
+        """Yield a shard's tensors as a checkpoint stores them: master weights, moments and step count.
 
         Master weights and moments are cut into rectangles of Hugging Face weights.
         take: copies a block or returns a view of it.

@@ -201,7 +201,7 @@ class MegatronEngine:
         free_memory()
 
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
-        """Return values of each token, [rows, sequence, *last] on the CPU, the same on every pipeline stage.
+        """Run a batch forward; return values of each token, [rows, sequence, *last] on every pipeline stage's CPU.
 
         of_logits: function that the last stage applies to logits. dtype: that of the result.
         """
@@ -225,7 +225,7 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and metrics of the global batch from the parts of all processes.
+        """Return the mean loss and metrics of the global batch from all processes' shares.
 
         parts: parts of this process's micro-batches; empty except on the last pipeline stage.
         """
@@ -240,7 +240,7 @@ class MegatronEngine:
 
 
 def _parts_of(loss: Loss, totals: Totals) -> Consumer:
-    """Return the function by which the last pipeline stage computes its part of the loss and metrics."""
+    """Return the function by which the last pipeline stage computes a micro-batch's shares of loss and metrics."""
 
     def consume(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         parts = loss(log_probabilities, signal, totals)

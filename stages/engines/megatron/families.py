@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Cut(Enum):
-    """Way in which tensor parallelism cuts a weight, which decides what part a process holds."""
+    """Way in which tensor parallelism cuts a weight, which decides the rows or columns that each rank holds."""
 
     WHOLE = auto()
     """Uncut weight: every tensor-parallel rank holds all of it."""
@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the Transformers layers that the parameter is made of; empty where no adapter can be."""
+        """Names of the Transformers layers that the parameter is made of; empty if no adapter can go on them."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
@@ -93,8 +93,9 @@ EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.wei
 
 
 def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the weight mapping of a mixture-of-experts layer's router and experts, by their names in the files.
+    """Return the rules that map a mixture-of-experts layer's router and experts to Hugging Face weights.
 
+    block, gate, up, down: names in the files.
     In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
     """
     inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))

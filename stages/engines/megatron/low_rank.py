@@ -75,7 +75,7 @@ class LowRankChange:
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
     def _narrow(self, layer: Any, states: Tensor) -> Tensor:
-        """Return LoRA's A x of this rank's tokens, or a partial sum of it where A's columns are cut.
+        """Return LoRA's A x of this rank's tokens; where tensor parallelism cuts A's columns, a partial sum of A x.
 
         Its shape is [tokens, 1, joined × rank].
         """

@@ -90,7 +90,7 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Return how many transformer layers each of `num_stages` consecutive pipeline stages holds.
+    """Return the number of transformer layers in each of `num_stages` consecutive pipeline stages.
 
     The first have one more if the division is uneven; the last have fewer, since the head comes on top.
     """

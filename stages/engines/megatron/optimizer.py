@@ -47,7 +47,7 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
 
 
 class Adam:
-    """AdamW over the parameters of this process's model chunks; it decays the same ones as the FSDP engine."""
+    """AdamW over this process's model chunks, with weight decay for the same parameters as in the FSDP engine."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], settings: EngineSettings) -> None:
         self._chunks = chunks
@@ -102,7 +102,7 @@ class Adam:
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:
-        """Wait until the updated parameters are gathered, which otherwise overlaps with the next forward pass."""
+        """Wait until the updated parameters are gathered; otherwise gathering overlaps with the next forward pass."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

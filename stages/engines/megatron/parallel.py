@@ -1,4 +1,4 @@
-"""Process groups of Megatron for a layout, created before the model.
+"""Creation of Megatron's process groups for a parallel layout, before the model is built.
 
 Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
 parallelism; expert parallelism is folded into data and context parallelism.
@@ -35,7 +35,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
 
 
 def represents_share() -> bool:
-    """Return whether this process adds its share's loss to sums over data parallelism.
+    """Return whether this process contributes its share's loss to sums over the data-parallel shares.
 
     One process per share does: the one that has the loss.
     """

@@ -1,4 +1,4 @@
-"""Parts of a Megatron model's parameters that this process holds, and where they are in Hugging Face weights.
+"""Parts of a Megatron model's parameters that one process holds, and their places in Hugging Face weights.
 
 A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
 weights.
@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Return the index of the shared rows or columns in the Hugging Face weight."""
+        """Return the index of this range of rows or columns in the Hugging Face weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Return the index of the shared rows or columns in the Megatron parameter."""
+        """Return the index of this range of rows or columns in the Megatron parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:
@@ -126,7 +126,7 @@ class Part:
 
 
 def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
-    """Yield every parameter that this process holds, with the description of its place in the whole model.
+    """Yield every parameter that this process holds, with a description of its place in the whole model.
 
     A copy of the embedding that serves as the head, on another pipeline stage, is a part of the embedding.
     """
@@ -145,7 +145,10 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Return the index of a parameter's mapping rule, and the index of its expert in the whole model (else 0)."""
+    """Return the index of a parameter's mapping to Hugging Face weights, and of its expert in the whole model.
+
+    The expert's index is 0 for a parameter that belongs to no expert.
+    """
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:
@@ -158,7 +161,10 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Return index and count of this process's part along tensor parallelism; 0 and 1 for an uncut parameter."""
+    """Return the index of this process's part of a parameter, and the number of parts (tensor parallelism).
+
+    They are 0 and 1 for an uncut parameter.
+    """
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
@@ -170,7 +176,10 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks of Megatron's QKV matrix from top to bottom: weight name, its first row, number of rows."""
+    """Yield the blocks of Megatron's QKV matrix from top to bottom.
+
+    A block is a weight name, its first row, and its number of rows.
+    """
     query, key, value = names
     head, queries = model.head_dim, model.query_width // model.num_kv_heads
     for group in range(model.num_kv_heads):
@@ -180,7 +189,7 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
 
 
 def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
-    """Yield which rows of stacked weights lie in a window of `num_rows` rows from `first_row` on.
+    """Yield the rows of stacked weights that lie in a window of `num_rows` rows that begins at `first_row`.
 
     blocks: weight name, its first row and number of rows, stacked from top to bottom.
     """

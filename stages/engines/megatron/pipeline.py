@@ -41,7 +41,8 @@ the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function of a micro-batch's log-probabilities and training signal; returns a value to differentiate and a result."""
+"""Function of a micro-batch's log-probabilities and training signal, such as a loss. Returns a value to differentiate
+and a result to keep."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Pipeline:
     def _finish(
         self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the loss to differentiate, an unused token count, and the result, from the last stage's logits."""
+        """Return the loss to differentiate, an unused token count and a result, from the last stage's logits."""
         group = parallel_state.get_context_parallel_group()
         signal = batch.signal
         wanted = split.local(signal.wanted, group.rank(), padding=IGNORED)

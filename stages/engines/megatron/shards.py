@@ -1,4 +1,4 @@
-"""Optimizer state that this process keeps in Megatron, and its place in the Hugging Face weights.
+"""Shards of Megatron's optimizer state on this process, and their places in Hugging Face weights (for checkpoints).
 
 Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
 flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
@@ -26,7 +26,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 @dataclass(frozen=True)
 class Block:
-    """Rectangle of a Transformers weight, whose elements begin at `start` in a flattened Megatron parameter."""
+    """Rectangle of a Transformers weight that lies in a flattened Megatron parameter, from element `start` on."""
 
     weight: str
     weight_shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Shard:
-    """Range of a parameter part whose fp32 master weights and Adam moments this process keeps."""
+    """Range of a parameter part on this process, with the fp32 master weights and Adam moments of that range."""
 
     part: Part
     start: int
@@ -88,7 +88,7 @@ class Shard:
 
 
 def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
-    """Return all shards that the optimizer updates on this process; its moments must exist already."""
+    """Return all shards of optimizer state that this process updates; Adam's moments must exist already."""
     parts = {parameter: part for part, parameter in local_parts(chunks, model)}
     shards: list[Shard] = []
     for each in real_optimizers(optimizer):
@@ -100,7 +100,7 @@ def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: Megat
 
 
 def real_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return those of Megatron's chained optimizers that have parameters on this process."""
+    """Return the optimizers in Megatron's chain that have parameters on this process."""
     return [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
 
 

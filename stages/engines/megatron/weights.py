@@ -101,7 +101,7 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """Return the parts of every parameter, each with a rank that holds it.
+    """Return all parts of each parameter over all processes, each with the rank of a process that holds it. Collective.
 
     Parameters are in the order in which weights are written.
     """
@@ -115,7 +115,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
 
 
 def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """Send a tensor from the rank that has it to rank 0, which returns it; other ranks return None."""
+    """Send a parameter's part from the rank that holds it to rank 0, which returns it; other ranks return None."""
     if owner == 0:
         return local
     if local is not None:

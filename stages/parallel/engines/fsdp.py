@@ -1,4 +1,4 @@
-"""Rules of what the FSDP2 engine supports: every option and model, over data-parallel processes."""
+"""Rules about what the FSDP2 engine supports: every recipe option and model, with data parallelism only."""
 
 from __future__ import annotations
 

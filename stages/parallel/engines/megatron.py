@@ -1,4 +1,4 @@
-"""Rules of what the Megatron-core engine supports: its kinds of parallelism, and families of models.
+"""Rules about what the Megatron-core engine supports: its kinds of parallelism and its model families.
 
 Errors are layouts that it cannot run, warnings those that are rarely wise. What a family's weights are called is for
 `stages.engines.megatron.families`.
@@ -152,7 +152,7 @@ def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
 
 
 def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield an error if the sequence length does not divide into the chunks of context and sequence parallelism.
+    """Yield an error if context and sequence parallelism cannot divide a packed row into equal parts.
 
     Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
     """

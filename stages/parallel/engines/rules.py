@@ -1,4 +1,4 @@
-"""Base class of the rules of what a training engine supports, known without importing its libraries or torch.
+"""Base class of the rules about what a training engine supports; needs neither the engine's libraries nor torch.
 
 An engine states only where it differs from the base, which supports every option, device and model.
 """
@@ -16,15 +16,15 @@ Feature = Literal["muon", "fewer_bits_adamw", "rowwise_fp8", "score_head", "seco
 
 
 class EngineRules:
-    """Rules of a training engine: the layouts, options, devices and models that it supports."""
+    """Rules about a training engine: the parallel layouts, options, devices and models that it supports."""
 
     name: ClassVar[EngineName]
     factors: ClassVar[tuple[str, ...]]
     """Names of the parallel degrees whose product is the number of processes."""
     own_fields: ClassVar[tuple[str, ...]]
-    """Layout fields that this engine supports and some other engine does not."""
+    """Layout fields that this engine supports and at least one other engine does not."""
     lacks: ClassVar[Mapping[Feature, str]] = {}
-    """Features that the engine lacks, each with the end of an error that names a substitute; it may be empty."""
+    """Features that the engine lacks, each with the end of an error message that may name a substitute or be empty."""
     adapter_options: ClassVar[frozenset[str] | None] = None
     """Options of `adapter:` that the engine supports; None: all, also those added later."""
     builds_from_shape: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class EngineRules:
         yield from ()
 
     def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
-        """Yield errors of a layout on this kind of device, with the packages that are installed here.
+        """Yield errors of a parallel layout on this kind of device, given the packages that are installed here.
 
         torch_type: `torch.device.type`.
         """
@@ -76,7 +76,7 @@ class EngineRules:
         yield from ()
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:
-        """Return the sizes of a model that the engine can train.
+        """Return the sizes of a model from its config, if the engine can train the model.
 
         Raises ModelError for sizes that are unknown, and for a model that the engine would compute differently.
         """
