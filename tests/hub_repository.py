@@ -27,7 +27,7 @@ class Repository:
     """Wrong file sizes, by path, that the stand-in hub lists instead of the true ones."""
 
     def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
-        """Add a commit to a branch, and return the commit's id."""
+        """Add a commit to a branch of the stand-in hub's repository, and return the commit's id."""
         commit = hashlib.sha1(repr((sorted(files.items()), branch)).encode()).hexdigest()
         self.commits[commit] = files
         self.refs[branch] = commit
@@ -59,7 +59,7 @@ class Repository:
         return entry
 
     def tree(self, revision: str, folder: str = "", recursive: bool = False) -> list[dict[str, object]]:
-        """Return the entries of a folder at a revision: its files and folders.
+        """Return the files and folders in a repository folder at a revision, as entries of the hub's API.
 
         If `recursive`, return all files below it instead.
         """
@@ -73,7 +73,7 @@ class Repository:
         ]
 
     def paths_info(self, revision: str, paths: list[str]) -> list[dict[str, object]]:
-        """Return the hub's entries of the given paths at a revision; paths that do not exist are left out."""
+        """Return the hub API's entries of the given paths at a revision; paths that do not exist are left out."""
         files = self.files_at(revision) or {}
         found = [self.tree_entry(path, files[path]) for path in paths if path in files]
         folders = [path for path in paths if any(name.startswith(f"{path}/") for name in files)]

@@ -162,7 +162,7 @@ CAPABILITIES = (
 
 @dataclass
 class Run:
-    """A recorded test run: its commit, date, machine, and outcomes of its tests."""
+    """Test run recorded for the README's support matrix: commit, date, machine, and outcomes of the tests."""
 
     commit: str
     date: str
@@ -212,7 +212,7 @@ def read_report(report: Path, card: str | None) -> Run:
 
 
 def recorded() -> list[Run]:
-    """Return the recorded test runs: at most one on a CPU, and one for each GPU model."""
+    """Return the test runs behind the support matrix: at most one on a CPU, and one for each GPU model."""
     if not RECORD.is_file():
         return []
     return [

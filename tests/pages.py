@@ -1,4 +1,4 @@
-"""Generator of tables and command outputs on Markdown pages; outputs measured on a stated date are only checked.
+"""Generator of tables and command outputs on documentation pages; outputs measured on a stated date are only checked.
 
 A comment above a table or a console block says where it comes from:
 

@@ -1,4 +1,4 @@
-"""Accuracy of the layout planner on published training runs.
+"""Benchmark of the layout planner: errors of its predicted step times and memory on published training runs.
 
 Prints errors of step time and memory, ranking of layouts, and predicted out-of-memory; asserts nothing.
 
@@ -120,7 +120,7 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
 
 
 def print_table(runs: Sequence[Measured]) -> None:
-    """Print the planner's errors on one table of published runs that was given on the command line.
+    """Print the planner's errors on a table of published runs that was named on the command line.
 
     Step time errors are by kind of training and device; memory errors and predictions of fit follow.
     """

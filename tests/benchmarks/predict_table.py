@@ -50,7 +50,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of the predictions for a table: numbers of runs, assumptions made, and runs that cannot be predicted."""
+    """Summary of a CSV table's predictions: numbers of runs, assumptions made, and runs that cannot be predicted."""
 
     num_rows: int
     num_predicted: int

@@ -244,7 +244,7 @@ def _run(cells: Cells) -> PublishedRun:
 
 
 def _shape(cells: Cells) -> ModelShape:
-    """Return a model's shape, known by its name, else from the row's sizes, else from its parameter count."""
+    """Return a run's model shape: that of the named model if known, else from the stated sizes or parameter count."""
     known = known_model(cells.text("model"))
     layers, hidden = cells.number("layers"), cells.number("hidden")
     if known is not None and hidden in (None, known.hidden_size):
@@ -264,7 +264,7 @@ def _shape(cells: Cells) -> ModelShape:
 
 
 def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
-    """Return the shape of a known model, changed where the published run states other sizes."""
+    """Return a known model's shape with the sizes that the published run states instead of its usual ones."""
     columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
     stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
     if vocab := cells.number("vocab"):
@@ -348,7 +348,7 @@ def _adapter(cells: Cells) -> LowRank | None:
 
 
 def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
-    """Return the micro-batch size assumed for a run that states none.
+    """Return the micro-batch size to assume for a published run that states none.
 
     It is all rows of a process if there is no pipeline and they have at most 32,768 tokens, else one row.
     """
@@ -358,7 +358,7 @@ def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
 
 
 def _recompute(cells: Cells) -> str | None:
-    """Return the activation recomputation that a published run states (full, selective or none), or None."""
+    """Return the activation recomputation that a run states (full, selective or none); None if it states nothing."""
     text = cells.text("recompute").lower()
     if cells.stated("recompute_layers", "recompute layers"):
         return "full"

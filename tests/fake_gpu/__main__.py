@@ -1,4 +1,4 @@
-"""Print memory, collectives and kernels of a training step on fake GPUs, for every nightly case or for one layout.
+"""Program that prints memory, collectives and kernels of a training step on fake GPUs, for all cases or one layout.
 
 python -m tests.fake_gpu [MODEL ENGINE NUM_LAYERS MICRO_BATCHES FIELD=VALUE …]
 """

@@ -33,7 +33,7 @@ reported."""
 
 @dataclass(frozen=True)
 class Case:
-    """A training step to run on fake GPUs: model, layout and batch, seen from one rank."""
+    """Training step to run on fake GPUs: model, parallel layout and batch, seen from one rank."""
 
     model: str
     layout: dict[str, Any]

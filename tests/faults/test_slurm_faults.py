@@ -72,7 +72,7 @@ def in_the_background(store: Store, mode: str, environment: dict[str, str], **op
 
 
 def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
-    """Submit a Slurm job that takes both nodes, so that other jobs wait; return its id."""
+    """Submit a Slurm job that takes both nodes, so that other jobs must wait; return its id."""
     options = ["--parsable", "--nodes=2", "--exclusive", f"--partition={partition}", "--output=/dev/null"]
     return cluster.command("sbatch", *options, "--wrap=exec sleep 300").strip()
 
@@ -138,7 +138,7 @@ def test_the_next_refresh_cancels_a_job_that_a_lost_one_left_waiting(cluster, st
 
 
 def kill_at_once(flow: subprocess.Popen) -> None:
-    """Kill the flow, its supervisor and its agent together, so that none can react to another's death."""
+    """Kill a refresh's process and all its descendants together, so that none can react to another's death."""
     local = [flow.pid, *descendants(flow.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in local:

@@ -32,7 +32,7 @@ KINDS: dict[str, Callable[[list[str]], bool]] = {
 
 @dataclass
 class Kill:
-    """A planned SIGKILL of a process of one kind, `after_s` seconds after such a process is seen.
+    """Planned SIGKILL in the simulated year, `after_s` seconds after a process of its kind is seen.
 
     at_s: when it was done (monotonic clock); None if no such process was seen.
     """
@@ -60,7 +60,7 @@ def processes(folder: str, kind: str) -> list[int]:
 def carry_out(
     planned: Kill, folder: str, chance: random.Random, longest_wait_s: float = LONGEST_WAIT_S
 ) -> threading.Thread:
-    """Start a thread that waits for a process of the planned kind and kills it, or gives up if none appears."""
+    """Carry out a planned kill in a thread: wait for a process of its kind and kill it, or give up if none appears."""
 
     def work() -> None:
         end_s = time.monotonic() + longest_wait_s

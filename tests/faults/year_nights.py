@@ -137,7 +137,7 @@ class Year:
         print(f"{night.ended_s - night.began_s:5.1f} s  {mebibytes}  {night.summary}", flush=True)
 
     def versions(self) -> dict[str, str]:
-        """Return the registered model versions with their weights' hashes; empty while MLflow does not answer."""
+        """Return the registered model versions with the hashes of their weights; empty while MLflow does not answer."""
         with contextlib.suppress(OSError):
             return self.home.versions()
         return {}

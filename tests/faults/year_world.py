@@ -24,7 +24,7 @@ RESTART_S = 1.0
 
 @dataclass
 class Notification:
-    """A received notification: how a refresh ended, and when the message arrived (monotonic clock)."""
+    """Notification that the webhook received: how a refresh ended, and when it arrived (monotonic clock)."""
 
     refresh: str
     state: str

@@ -76,7 +76,7 @@ def main(names: list[str]) -> int:
 
 
 def passes(part: Part, commit: str) -> bool:
-    """Run the tests of a nightly part, and record date and commit if they pass; return whether they passed."""
+    """Run one part of the nightly tests, and record date and commit if all pass; return whether they passed."""
     started_s = time.monotonic()
     RESULTS.parent.mkdir(exist_ok=True)
     if subprocess.run(part.command(), cwd=ROOT, check=False).returncode:

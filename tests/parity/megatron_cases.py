@@ -111,7 +111,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.down_proj"],
     },
 }
-"""LoRA adapters of the test cases, by name.
+"""LoRA adapter configs of the test cases, by name.
 
 `some`: on parts of the layers that Megatron joins, and nothing on the last pipeline stage. `experts`: on what PEFT
 reads all-linear as for a mixture: attention, experts and router.

@@ -1,4 +1,4 @@
-"""Comparison of the Megatron engine with plain Transformers under every layout.
+"""Comparison of training with the Megatron engine and with plain Transformers, under every parallel layout.
 
 Run: `python tests/parity/megatron_layouts.py`.
 Prints, for each case and then for each group of layouts, the largest differences in log-probabilities, loss, gradient,

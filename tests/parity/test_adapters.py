@@ -248,7 +248,7 @@ def test_merged_they_are_what_peft_trained_and_merged(trained, plain, folders):
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", [5], indirect=True)
 def test_compiled_it_learns_the_same_beside_a_base_in_4_bits(fsdp_ranks, data, tmp_path):
-    """A compiled model with a 4-bit base learns the same as an eager one.
+    """Training of an adapter on a 4-bit base model gives the same results compiled as uncompiled.
 
     It has one layer with two adapted projections, since compiling takes long.
     Quick tests of the same: here uncompiled, `test_fsdp.py` without adapter."""

@@ -110,7 +110,7 @@ def make_data(num_steps):
 
 @pytest.fixture(scope="module")
 def plain(models, data):
-    """Provide results of a minimal training loop for each model: losses, gradient norms, the trained model."""
+    """Provide results of plain Transformers training for each model: losses, gradient norms, the trained model."""
     return {name: train_plainly(models / name, data) for name in MODELS}
 
 

@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 Chosen = tuple[str, int, str, int, bool]
-"""A test case: engine, number of processes, method, index of the layout, and a flag for training an adapter."""
+"""Type of a test case: engine, number of processes, method, index of the layout, and a flag for an adapter."""
 ALL: list[Chosen] = [
     (engine, processes, name, number, adapter)
     for (engine, processes), layouts in LAYOUTS.items()

@@ -58,7 +58,7 @@ def test_singular_values_alone_change(shape):
 
 
 def test_one_process_moves_a_matrix_as_torch_does():
-    """Muon on one process moves a matrix as torch.optim.Muon does, which iterates in bf16."""
+    """Muon on one process changes a weight matrix as torch.optim.Muon does, within rounding errors of bf16."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 10, generator=generator)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())

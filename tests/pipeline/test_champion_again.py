@@ -1,4 +1,4 @@
-"""A champion that was evaluated with other questions than the candidate is evaluated again, once."""
+"""A promotion evaluates the champion again, once, if the candidate's evaluation had other questions."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def store(tmp_path, monkeypatch):
 
 
 def promote(store: Store, mark: str, right: int, num_fewshot: int) -> tuple[Built, Notes]:
-    """Promote a candidate that answered `right` of 100 questions, asked with `num_fewshot` examples in the prompt."""
+    """Promote a candidate with `right` of 100 right answers, given after `num_fewshot` examples in the prompt."""
     tree = candidate_tree(mark)
     tree["scores"]["num_fewshot"] = num_fewshot
     stages = planned_stages(store, tree)

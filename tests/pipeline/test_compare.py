@@ -1,4 +1,4 @@
-"""`lifecycle compare` trains a stage under several layouts with real Prefect and MLflow.
+"""`lifecycle compare` trains a stage under several parallel layouts with real Prefect and MLflow.
 
 A layout that cannot run gets a row with the reason.
 """

@@ -1,4 +1,4 @@
-"""`lifecycle run` trains a recipe on Megatron-core under TP and PP, logs its metrics in MLflow, and then caches it."""
+"""A recipe trains on Megatron-core under TP and PP, logs its metrics to MLflow, and is cached when it is run again."""
 
 import json
 

@@ -90,7 +90,7 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):
-    """Runs that Prefect's scheduler began are notified promptly.
+    """A webhook is notified promptly when a run that Prefect's scheduler began fails or crashes.
 
     The scheduler emits no first event of a run, so Prefect would delay the later ones by 15 minutes.
     """
@@ -156,7 +156,7 @@ def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_tha
 
 
 def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(worker_home, receiver, monkeypatch):
-    """A crash is notified promptly though Prefect has forgotten the run's earlier events.
+    """A webhook is notified promptly of a crash, though Prefect has forgotten the run's earlier events.
 
     Its server forgets them when restarted, and would delay the crash event by 15 minutes.
     """
@@ -186,7 +186,7 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
 
 
 def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
-    """The end of a refresh is notified once even if Prefect's server dies before it emits the event.
+    """A webhook is notified once of a refresh's end, even if Prefect's server dies before it emits the event.
 
     A server killed between writing a state to its database and emitting the event leaves a state without event.
     The next server notifies once. The one after it does not, though it no longer knows what was notified: Prefect drops
@@ -235,7 +235,7 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
 
 
 def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(worker_home, receiver, monkeypatch):
-    """A refresh sends its final ping soon, though Prefect's server was restarted meanwhile.
+    """A monitoring service gets a refresh's final ping soon, though Prefect's server was restarted during the refresh.
 
     Prefect would delay the final event by 15 minutes, waiting for the start event that it has forgotten.
     """

@@ -54,7 +54,7 @@ print(json.dumps([served(*shape) for shape in json.loads(sys.argv[1])]))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Provide a folder with a Qwen3 of 0.15M parameters, trained to count in steps, and its training rows."""
+    """Provide a folder with a Qwen3 of 0.15M parameters, trained on counting sequences, and its training rows."""
     folder = tmp_path_factory.mktemp("quantize")
     rows = counting_rows(600)
     (folder / "rows/data").mkdir(parents=True)
@@ -74,7 +74,7 @@ def counting_rows(num_rows):
 
 
 def train(rows):
-    """Train the small model on one thread, since two that wait for each other are slow on a busy machine."""
+    """Train the small model on one thread, since two threads would wait for each other on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = taught_model(rows)
@@ -271,7 +271,7 @@ def test_progress_and_milestones_are_told(built):
 
 
 def test_a_quantizer_is_its_module_and_a_line_of_the_registry(home):
-    """A quantization method that is only registered is checked, run, reloaded and evaluated like the others."""
+    """A new quantization method works in all steps of the quantize stage once it is added to the registry."""
     work = new_work(home, "rounded", method="round")
     with (work / "log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ DETECTION_BOUND_S = 120
 
 
 def recipe(home, name, mode):
-    """Write a recipe of three stages: one that succeeds, a slow one in mode `mode`, and one that depends on it."""
+    """Write a recipe of three stages: one succeeds, a slow stand-in runs in the given mode, and one depends on it."""
     base = model(mode, name, TINY_STEP_SECONDS="0.5")
     stages = {f"rows-{name}": stage("ok", name), f"base-{name}": base, f"scores-{name}": after(f"base-{name}")}
     return home.write(name, stages)
@@ -33,7 +33,7 @@ def tags(run):
 
 
 def check_attempts(home, name, refresh, expected):
-    """Check that MLflow shows all attempts of the failed stage below the one, finished run of the refresh."""
+    """Check that MLflow shows every try of the failed stage as a child of the refresh's only run, which is finished."""
 
     def ended_runs():
         runs = home.attempts(f"base-{name}")

@@ -286,7 +286,7 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_pa
 
 
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
-    """Prefect's documented automation against zombie runs accepts the named final states of refreshes.
+    """Prefect's documented automation against zombie runs recognizes all states in which refreshes end.
 
     The test has seconds instead of minutes.
     """

@@ -251,7 +251,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 
 
 def promote(root: Path, work: Path, most: float) -> Verdict:
-    """Run the promote stage on an adapter with a bound on its log-probability difference, and return the verdict."""
+    """Run the promote stage on an adapter with a bound on its log-probability difference, and return the decision."""
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
     (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(

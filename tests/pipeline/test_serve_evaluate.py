@@ -38,7 +38,7 @@ ANSWERED = "vllm:request_success_total"
 
 @dataclass(frozen=True)
 class Served:
-    """A running server: its serve stage's work folder and result, and a client."""
+    """Running server of a serve stage: the stage's work folder and result, and a client."""
 
     work: Path
     result: StageResult
