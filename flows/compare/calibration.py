@@ -24,7 +24,7 @@ TIME_CONSTANTS = ("matmul", "attention", "memory", "intra_link", "launch_s")
 MEMORY_CONSTANTS = ("runtime_gib",)
 CONSTANTS = (*TIME_CONSTANTS, *MEMORY_CONSTANTS)
 SHARES = ("matmul", "attention", "memory", "intra_link")
-"""Fitted constants that are a share of a peak rate, and so at most 1."""
+"""Names of the fitted constants that are a share of a peak rate, and so at most 1."""
 LATENCY = "intra_node_latency_s"
 WORKLOAD = "workload"
 """MLflow tag in which a train stage records the workload for which the planner made its prediction."""
@@ -65,7 +65,7 @@ class Calibration:
     start: Hardware
     observations: tuple[Observation, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Reasons why runs could not be used for the calibration, by run."""
+    """Reasons why runs could not be used for the calibration, by name of the run."""
 
     @property
     def constants(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 
 def errors(observation: Observation, hardware: Hardware) -> tuple[float, float]:
-    """Return log(predicted / measured) of a run's step time and of its memory."""
+    """Return log(predicted / measured) of a run's step time and memory, the errors that the calibration minimizes."""
     candidate = observation.predict(hardware)
     return (
         math.log(candidate.time.step_time_s / observation.step_time_s),

@@ -66,7 +66,7 @@ def _listed(values: Mapping[str, int]) -> str:
 
 
 def _work(run: LoggedRun) -> str:
-    """Return a text that names what a run trained, `REFRESH STAGE METHOD`, as far as each is known."""
+    """Return a text `REFRESH STAGE METHOD` that names what a run trained, as far as each of the three is known."""
     refresh = run.tags.get("refresh") or run.tags.get("comparison")
     return " ".join(filter(None, [refresh, run.tags.get("stage"), run.params.get("method")]))
 

@@ -78,7 +78,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
 
 
 def _under_layout(planned: PlannedStage, config: TrainConfig, upstream: dict[str, PlannedStage]) -> PlannedStage:
-    """Return the compared stage as a refresh would plan it with another layout."""
+    """Return the compared stage planned with another parallel layout, as a refresh would plan it."""
     versions = {name: upstream[name].version for name in planned.upstream}
     outside = planned.identity["outside"]
     assert isinstance(outside, dict)
@@ -105,7 +105,7 @@ def _entry(text: str, planned: PlannedStage, config: TrainConfig) -> LayoutEntry
 
 
 def _refused_entry(refused: RefusedLayout, like: PlannedStage) -> LayoutEntry:
-    """Return the ledger entry of a layout that cannot work: its parameters and the reason, without a version."""
+    """Return the record of a layout that cannot work, with its parameters and the reason, for the refresh's ledger."""
     fields = {f"layout.{name}": str(value) for name, value in refused.layout.model_dump(mode="json").items()}
     changed = {"engine": refused.engine, BATCH_FIELD: str(refused.global_batch_size)}
     tags = {name: value for name, value in tags_of(like).items() if name != "version"}

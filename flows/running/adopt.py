@@ -28,7 +28,7 @@ def adopt(
     observer: Observer,
     base: Artifact | None = None,
 ) -> Built:
-    """Copy a file or folder into the artifact store and commit it as the artifact of a download stage `name`.
+    """Copy a local model, adapter or dataset into the artifact store as the artifact of a download stage `name`.
 
     base: artifact of the model that an adapter belongs to. Raises what a download raises: `DownloadError` for links
     that lead out of the folder, `ModelError` for pickled weights, an incomplete model or an adapter of another base,

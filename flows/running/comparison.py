@@ -52,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bench:
-    """Objects that all trial runs of a comparison share. inputs: artifact folders by stage name."""
+    """Resources that all trial runs of a layout comparison share. inputs: artifact folders by stage name."""
 
     store: Store
     inputs: Mapping[str, Path]
@@ -61,7 +61,7 @@ class Bench:
 
 
 def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
-    """Yield (round, layout) in the order of a comparison's trial runs: 1 2 3, then 3 2 1, then 1 2 3, …"""
+    """Yield (round, layout) in the order of a comparison's trial runs: layouts 1 2 3, then 3 2 1, then 1 2 3, …"""
     for round_number in range(1, num_rounds + 1):
         order = range(num_layouts)
         yield from ((round_number, layout) for layout in (order if round_number % 2 else reversed(order)))
@@ -98,7 +98,7 @@ def run_trial(
 
 
 def conclude(record: RefreshRecord, store: Store) -> list[LayoutMeasured]:
-    """Write the report, JSON and Markdown of a finished comparison; return the results of each layout."""
+    """Write the reports (HTML, JSON, Markdown) of a finished layout comparison; return the results of each layout."""
     write_report(record, store.index())
     rows, folder = rows_of(record), ledger_of(record.refresh).folder
     (folder / ROWS_FILE).write_text(json.dumps(comparison_as_json(record, rows), indent=2))

@@ -53,7 +53,7 @@ def announce_own_schedule() -> None:
 
 
 def announce_own_states() -> None:
-    """Send Prefect the events of all states of this process's flow run again; see `announce_states`."""
+    """Send Prefect the events of all states of this process's flow run again, so that automations react to them."""
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))
         announce_states(client, own, client.read_flow_run_states(own.id))
@@ -107,7 +107,7 @@ def _resource(role: str, number: UUID, name: str) -> dict[str, str]:
 
 
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
-    """Start this flow run's refresh once the recipe's `on_collision` allows it, or return the state that says why not.
+    """Start this flow run's refresh once the recipe's `on_collision` allows it, or return a state with the reason.
 
     A retry continues in the ledger of the refresh that failed. Everything that the recipe depends on is resolved when
     it starts. Raises what `check_recipe`, `check_parameters` and `make_plan` raise.

@@ -28,7 +28,7 @@ SHOWN_CHARACTERS = 300
 
 
 def leave_report(record: RefreshRecord, store: Store) -> None:
-    """Write the HTML report of a refresh into the folder of its ledger; print a failure instead of raising it."""
+    """Write the HTML report of a refresh into its ledger's folder; print a failure instead of raising it."""
     try:
         write_report(record, store.index())
     except Exception as error:
@@ -91,7 +91,7 @@ def _verdict_folders(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
 
 
 def _verdict_sentence(folder: Path) -> str:
-    """Return the result of a promotion as one line.
+    """Return the decision of a promotion stage as one line of text.
 
     Such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; compared with champion (version 1)`.
     """

@@ -28,7 +28,7 @@ from stages.kinds.publish.config import PublishConfig
 from stages.kinds.registry import KINDS
 
 OF_THE_RECIPE = frozenset({"environment", "launcher", *BLOCKS})
-"""Fields of a stage's `execution` that only the recipe may set, not an override from Prefect."""
+"""Fields of a stage's `execution` that only the recipe may set; Prefect deployment parameters may not."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 SERVER_FIELDS = frozenset({"url", "key_variable"})
 PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
@@ -81,7 +81,7 @@ def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _kind(tree: dict[str, Any], names: tuple[str, ...]) -> type[BaseModel] | None:
-    """Return the config class of the stage to which a recipe field belongs; None for an unknown kind of stage.
+    """Return the config class of the stage that a recipe's field belongs to; None for an unknown kind of stage.
 
     The recipe's reader reports unknown kinds.
     """
@@ -125,7 +125,10 @@ def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
 
 
 def _is_inside(text: str, folder: Path) -> bool:
-    """Return whether a path or source stays in a folder, following symbolic links; a source that is no path does."""
+    """Return whether a path or source stays inside a folder, following symbolic links.
+
+    A source that is no path counts as inside.
+    """
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

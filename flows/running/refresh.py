@@ -52,7 +52,7 @@ REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Build one stage, or find its artifact in the store.
+    """Run one stage as a Prefect task, or find its artifact in the store.
 
     A promotion that refuses its candidate ends as a cancelled task.
     """
@@ -74,7 +74,7 @@ def check_inputs(run: RefreshRun) -> None:
 
 @task(cache_policy=NO_CACHE, persist_result=False, retries=0)
 def run_layout(run: RefreshRun, layout: int, round_number: int, devices: list[int]) -> None:
-    """Run some training steps of the compared stage under one layout, for one round."""
+    """Run one trial of a layout comparison as a Prefect task: some training steps under one layout."""
     run.measure(layout, round_number, devices)
 
 
@@ -90,8 +90,8 @@ def refresh(
     Args:
         recipe: Path of the recipe file, on the machine that runs the refresh.
         overrides: Changes to the recipe, such as stages.sft.learning_rate=1e-4.
-        until: Only this stage and what it stands on.
-        force: Stages to build although they are cached.
+        until: Run only this stage and the stages that it depends on.
+        force: Stages to run although their artifacts exist.
     """
     announce_own_schedule()
     try:
@@ -105,7 +105,7 @@ def refresh(
 
 
 def flow_of(run: RefreshRun) -> Flow[..., State[Any]]:
-    """Return the Prefect flow that runs a refresh planned already, with the same parameters as the flow `refresh`."""
+    """Return the Prefect flow that runs an already planned refresh, with the same parameters as the flow `refresh`."""
 
     @functools.wraps(refresh.fn)
     def planned(*_: object, **__: object) -> State[Any]:
@@ -139,7 +139,7 @@ def _run(run: RefreshRun) -> State[Any]:
 
 
 def _flow_run_name() -> str:
-    """Return the name of the flow run, which is also the refresh's name.
+    """Return the name of this Prefect flow run, which is also the refresh's name.
 
     A retry keeps it, and so continues the same ledger.
     """
@@ -227,7 +227,7 @@ def _measure(run: RefreshRun, comparison: Comparison) -> None:
 
 @contextmanager
 def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Make SIGINT and SIGTERM stop the running stages instead of this process, so that it can end the refresh properly.
+    """Make SIGINT and SIGTERM stop the running stages instead of this process, which can then end the refresh properly.
 
     Only in the main thread; elsewhere the program that runs the flow decides.
     """

@@ -1,4 +1,4 @@
-"""Running refresh: its plan, ledger, slots and live servers, shared by all stages and independent of Prefect.
+"""Running refresh (pipeline run), independent of Prefect: its plan, event log, slots and live servers, for all stages.
 
 The Prefect flow decides the order and calls `build` for each stage, in threads.
 """
@@ -61,7 +61,7 @@ class LiveServers:
         self._lock = threading.Lock()
 
     def keep(self, stage: str, server: LiveServer, slots: HeldSlots) -> None:
-        """Keep a server and the slots it occupies until no stage can use it any more."""
+        """Keep a serve stage's server running, with the slots that it occupies, until no stage can use it any more."""
         with self._lock:
             self._servers[stage] = server, slots
         self._stop_unused()
@@ -72,13 +72,13 @@ class LiveServers:
             return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
 
     def done_with(self, stage: str) -> None:
-        """Stop the servers that only `stage` still needed; it is done, or will never run."""
+        """Stop servers that no stage needs any more, now that `stage` is done or will never run."""
         with self._lock:
             self._pending.discard(stage)
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that no stage can use at present, to free slots that other stages wait for; dead servers, too.
+        """Stop servers that are dead or that no stage can use at present, to free slots that other stages wait for.
 
         A stage whose server is gone starts one of its own.
         """
@@ -114,7 +114,7 @@ class LiveServers:
 
 
 class RefreshRun:
-    """Refresh that runs in this process: it builds stages and records events in a ledger.
+    """Refresh (pipeline run) in this process: it builds stages and records events in its ledger (event log).
 
     `record` is its state after the latest event.
     """
@@ -157,8 +157,9 @@ class RefreshRun:
         self._heartbeat.start()
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
-        """Run one stage, whose upstream stages are built, while holding its slots. Raises what `run_stage` raises.
+        """Run one stage whose upstream stages are built, as soon as enough slots of this machine are free.
 
+        The stage holds its slots while it runs. Raises what `run_stage` raises.
         attempt: number of attempts of this try of the refresh at the stage, this one included.
         """
         planned = self.plan.stages[name]
@@ -253,7 +254,10 @@ class RefreshRun:
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Finish the refresh: stop servers, record the end, and wait briefly for MLflow. A second call does no harm."""
+        """Finish the refresh: stop servers, record the end, and wait briefly for the copy to MLflow.
+
+        A second call does no harm.
+        """
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
@@ -270,7 +274,7 @@ class RefreshRun:
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
-        """Record a comparison's results and write the refresh's report, before the end is copied to MLflow.
+        """Record a layout comparison's results and write the refresh's report, before the refresh's end is recorded.
 
         Returns the end to record. A comparison without a report has failed.
         """
@@ -305,7 +309,7 @@ class RefreshRun:
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
-        """Wait for a stage's slots, letting ready stages with more dependents go first.
+        """Wait until enough slots of this machine are free for a stage; ready stages with more dependents go first.
 
         Those stages decide how long a refresh takes.
         """
@@ -318,7 +322,7 @@ class RefreshRun:
         return held
 
     def _is_preceded(self, name: str) -> bool:
-        """Return whether another stage that could start now has more dependents."""
+        """Return whether another stage goes first, because it could start now and has more dependents."""
         others = [other for other in self.plan.stages.values() if self._is_ready(other)]
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
@@ -331,7 +335,7 @@ class RefreshRun:
         return sum(name in stage.ancestors for stage in self.plan.stages.values())
 
     def _slots_of(self, planned: PlannedStage) -> int:
-        """Return how many slots a stage needs: 0 if it is cached, or if its server already runs in slots of its own."""
+        """Return how many machine slots a stage needs; 0 if it is cached, or if its server already holds slots."""
         if planned.action == "cached" or self.servers.serve(planned.upstream):
             return 0
         return wanted_slots(planned.config, self.slots.count)
@@ -348,7 +352,7 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """Record that a stage is built, by an attempt or from the store.
+        """Record that a stage is built, whether this refresh ran it or found its artifact in the store.
 
         The stage's observer has written the ledger event of an attempt; here one is written for a cached stage.
         """
@@ -359,7 +363,7 @@ class RefreshRun:
             self.append(StageCached(stage=built.name, artifact=built.artifact, attempt=attempt, seconds=seconds))
 
     def _note_failure(self, name: str, error: BaseException, seconds: float, *, retried: bool = False) -> None:
-        """Record a stage's failure, unless its observer has already recorded the failure of an attempt."""
+        """Record a stage's failure in the ledger, unless the observer of its attempt has recorded it already."""
         self.errors[name] = error
         entry, reason, error_class = self.record.stages[name], describe(error), type(error).__name__
         is_noted = entry.state in (("waiting",) if retried else ("failed", "cancelled")) and entry.error == reason

@@ -61,7 +61,7 @@ class PlannedRefresh:
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """Return the request that retries a refresh.
+    """Return the request that retries an earlier refresh, with the same recipe and options.
 
     Stages that it was forced to build are not forced again once they are built.
     """

@@ -11,7 +11,7 @@ NO_PROGRESS = "it died twice without a newer checkpoint between"
 
 
 class Retries:
-    """Decider of automatic retries, with one decision for each failed attempt.
+    """Decider of automatic retries of failed stages, with one decision for each failed attempt.
 
     Each stage's thread calls it; stages share no state in it. A transient error is tried again `execution.retries`
     times. So is a death, as long as attempts make progress: a stage that dies twice without a newer checkpoint in
@@ -41,7 +41,7 @@ class Retries:
         return again
 
     def is_due(self, stage: str) -> bool:
-        """Return whether the latest attempt of a stage was decided to be tried again."""
+        """Return whether a stage will be tried again after its latest attempt."""
         return self._decided.get(stage, (0, False))[1]
 
     def _is_worth_it(self, planned: PlannedStage, error: BaseException) -> bool:

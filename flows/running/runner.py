@@ -38,7 +38,7 @@ class LiveServer:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """Stop the server's process and all its descendants; return when none is left."""
+        """Stop the server's process and all its descendants; return when none of them is left."""
         self.process.stop()
 
 
@@ -80,7 +80,7 @@ class Built:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of an attempt at a stage: its files, duration, and result or error.
+    """End of an attempt at a stage: its work folder or artifact, duration, and result or error.
 
     folder: where its files are now, the artifact or the work folder of a failed attempt.
     """
@@ -95,10 +95,10 @@ class Observer(Protocol):
     """Interface of observers that follow a running stage, called in the thread that runs it."""
 
     def waiting(self) -> None:
-        """Handle a wait; called every 0.2 s while another process builds the same artifact."""
+        """Handle the wait for another process that builds the same artifact; called every 0.2 s."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Handle the start of an attempt; called before the stage's process starts.
+        """Handle the start of an attempt at a stage; called before the stage's process starts.
 
         Return the key by which the artifact's record names the attempt.
         """
@@ -107,7 +107,7 @@ class Observer(Protocol):
         """Handle the passing of time; called about every 0.3 s while a stage's process runs, and once after its end."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Handle the end of an attempt; called after its commit or failure, exactly once for each `started`."""
+        """Handle the end of an attempt at a stage; called after its commit or failure, once for each `started`."""
 
 
 def run_stage(
@@ -161,7 +161,7 @@ def run_stage(
 
 
 def raise_finding(built: Built) -> None:
-    """Raise the error with which a stage refused its own artifact, if it did; a server of the artifact is stopped."""
+    """Raise the error for an artifact that its own stage judged unusable, if it did; stop the artifact's server."""
     if refusal := built.record.refusal(built.artifact):
         if built.server:
             built.server.stop()
@@ -204,7 +204,7 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Complete a committed artifact whose follow-up program was cut short, such as registering a champion.
+    """Finish an artifact in the store whose follow-up program, such as registering a champion, was cut short.
 
     Completion counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built
     again.
@@ -255,7 +255,10 @@ def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> Res
 
 @dataclass
 class _Waiting:
-    """Callback for waiting on a stage's lock: calls the observer, and raises an error when the refresh is stopped."""
+    """Callback for the wait while another process builds the same artifact.
+
+    It calls the observer, and raises an error when the refresh is stopped.
+    """
 
     planned: PlannedStage
     observer: Observer

@@ -15,7 +15,10 @@ from typing import IO
 
 
 class Slots:
-    """Set of slots, numbered from 0 to `count` - 1 and kept as lock files in `folder`."""
+    """Set of slots of this machine, which limit parallel stages.
+
+    They are numbered from 0 to `count` - 1, and kept as lock files in `folder`.
+    """
 
     POLL_S = 0.1
 
@@ -86,7 +89,7 @@ class Slots:
 
 
 class HeldSlots:
-    """Slots held until `release` is called or this process dies."""
+    """Slots of this machine that a stage holds until `release` is called or this process dies."""
 
     def __init__(self, files: dict[int, IO[str]]):
         self._files = files

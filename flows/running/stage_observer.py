@@ -1,4 +1,4 @@
-"""Observer of a running stage, which writes its events to the refresh's ledger and its milestones to the log."""
+"""Observer of a running stage: it writes events to the ledger (event log) of the refresh, and milestones to the log."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def describe(error: BaseException) -> str:
 
 
 class Tail:
-    """Reader of a growing JSON-lines file, which returns complete lines as they are appended.
+    """Reader of a growing JSON-lines file, such as a stage's events, which returns complete lines as they are appended.
 
     The file need not exist yet. It keeps the file open, to read the last lines of one that was moved or removed since,
     as a stage's are at its end. Then it goes on with the file that took the place, such as that of the program which

@@ -78,7 +78,7 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the input that a stage's process would get now, or None while data or models for it are missing.
+    """Return the input that a stage's process would get if it started now, or None while data or models are missing.
 
     For a model that is not made yet it has the nearest existing ancestor. None while data that the stage needs is not
     made, or no ancestor of its model exists.

@@ -86,7 +86,10 @@ def commit(
     seconds: float,
     attempt: str | None,
 ) -> Artifact:
-    """Commit the work folder of a finished stage as its artifact. attempt: the ledger's key of the attempt."""
+    """Move the work folder of a finished stage into the store as its artifact.
+
+    attempt: the ledger's key of the attempt.
+    """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)

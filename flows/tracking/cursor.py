@@ -1,4 +1,4 @@
-"""Progress of copying a refresh's ledger to MLflow, and its MLflow run ids, in `mlflow.json` beside the ledger.
+"""Progress of copying a refresh's ledger (event log) to MLflow, kept with its MLflow run ids in `mlflow.json`.
 
 Only the shipper writes it. An attempt's run is looked up here when something is displayed, and recorded nowhere else.
 """
@@ -40,12 +40,12 @@ class Shipped(StrictModel):
     trouble: str | None = None
 
     def has_all_of(self, ledger: Ledger) -> bool:
-        """Return whether MLflow has all of a refresh's ledger, which grows again when the refresh is retried."""
+        """Return whether MLflow has all of a refresh's event log, which grows again when the refresh is retried."""
         return self.done and self.ledger_bytes == ledger.size()
 
 
 def read_shipped(ledger: Ledger) -> Shipped:
-    """Read how much of a refresh's ledger has been copied to MLflow."""
+    """Read from `mlflow.json` how much of a refresh's ledger (event log) has been copied to MLflow."""
     try:
         return Shipped.model_validate_json((ledger.folder / "mlflow.json").read_text())
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def read_shipped(ledger: Ledger) -> Shipped:
 
 
 def write_shipped(ledger: Ledger, shipped: Shipped) -> None:
-    """Write how much of a refresh's ledger has been copied to MLflow."""
+    """Write to `mlflow.json` how much of a refresh's ledger (event log) has been copied to MLflow."""
     write_atomically(ledger.folder / "mlflow.json", shipped.model_dump_json(indent=1))
 
 

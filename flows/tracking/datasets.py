@@ -45,7 +45,7 @@ class ReadDataset:
 
 
 def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Path) -> Iterator[ReadDataset]:
-    """Yield each dataset split that an attempt reads, found by the attempt's tags and parameters in the store."""
+    """Yield each dataset split that a stage's run reads, found in the store by the run's MLflow tags and parameters."""
     for tag, version in tags.items():
         if not tag.startswith(UPSTREAM) or not tag.endswith("dataset"):
             continue
@@ -79,7 +79,7 @@ def tasks_read(folder: Path) -> Iterator[ReadDataset]:
 
 
 def _task_digest(folder: Path, task: str, config: object) -> str:
-    """Return a digest of an evaluation task's config, and of its evaluated samples as far as they are recorded."""
+    """Return a digest of an evaluation task's config and of the samples that were evaluated, if they are recorded."""
     hashes = [json.dumps(config, sort_keys=True, default=str)]
     with suppress(OSError, ValueError):
         hashes += [str(sample.get("doc_hash")) for sample in read_samples(folder, task)]
@@ -112,7 +112,7 @@ def _column(named: tuple[str, object]) -> dict[str, Any]:
 
 
 def _source(record: Record) -> tuple[str, dict[str, str]]:
-    """Return MLflow's source type for a dataset, and the source's description.
+    """Return type and description of a dataset's source as MLflow stores them, such as a Hugging Face repository.
 
     MLflow knows sources in the Hugging Face hub and local files.
     """

@@ -15,7 +15,7 @@ from stages.hubs.fetched import FetchedConfig
 
 
 def params_of(planned: PlannedStage) -> dict[str, str]:
-    """Return a stage's config and outside inputs as flat MLflow parameters, such as `layout.dp_shard` → `2`.
+    """Return a stage's config and outside inputs as flat MLflow parameters, such as `layout.dp_shard` with value `2`.
 
     A source is logged as the recipe has it: its path is no identity, but people look for it.
     """

@@ -22,7 +22,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Run with its parameters, tags and final metrics; of a metric logged in every step, the median."""
+    """Run measured earlier, with parameters, tags and final metrics; a metric of every step counts by its median."""
 
     run_id: str
     name: str

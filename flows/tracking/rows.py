@@ -17,7 +17,7 @@ from stages.kinds.train.methods.registry import metric_meanings
 COMPARISON_IDENTITY = "lifecycle.comparison"
 """MLflow tag that identifies a comparison's run by `COMPARISON`, and the runs of its layouts by `COMPARISON/NUMBER`."""
 HELD_OUT = "evaluation_"
-"""Prefix of the names of metrics measured on held-out rows."""
+"""Prefix of the names of metrics measured on held-out rows during training."""
 CURVES = ("loss", f"{HELD_OUT}loss")
 METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
@@ -75,7 +75,7 @@ def acceptable(name: str) -> str:
 
 
 def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Return a stage's final metrics as values of its last step, without those that its last steps logged already.
+    """Return a stage's final metrics to log at its last step, without values that were already logged there.
 
     The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
     it as another point of the curve.
@@ -116,7 +116,7 @@ def parent_tags(record: RefreshRecord) -> dict[str, str]:
 
 
 def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[str, str]:
-    """Return MLflow tags `stage.NAME` with each stage's state, version and run.
+    """Return MLflow tags `stage.NAME`, each with the state, version and MLflow run of one stage of a refresh.
 
     For a cached stage it is the run that built it.
     """

@@ -1,4 +1,4 @@
-"""Program that copies the ledgers of refreshes to MLflow while they run, and the code with which a refresh starts it.
+"""Program that copies the ledgers (event logs) of refreshes to MLflow while they run, and the code that starts it.
 
     python -m flows.tracking.shipper LEDGER_FOLDER
 
@@ -100,7 +100,10 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Record that MLflow did not answer, so that nothing waits for it. A run may have been created nevertheless."""
+        """Record that MLflow did not answer, so that nothing waits for it.
+
+        An MLflow run may have been created nevertheless.
+        """
         self._recovering = True
         self._save(trouble=shortened(f"{type(error).__name__}: {error}", LONGEST_TROUBLE))
 
@@ -223,7 +226,7 @@ class Shipper:
 
 
 def main() -> None:
-    """Copy the refresh of the ledger named by the argument until stdin ends, then what is left of other refreshes."""
+    """Copy the refresh whose ledger is the argument to MLflow until stdin ends, then the rest of other refreshes."""
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
@@ -244,7 +247,7 @@ def main() -> None:
 
 
 def ship_pending(client: MlflowClient) -> None:
-    """Copy what MLflow still lacks of refreshes that are over, unless another process is copying them."""
+    """Copy to MLflow what it still lacks of finished refreshes, unless another process is copying them."""
     for ledger in ledgers():
         if read_shipped(ledger).has_all_of(ledger):
             continue
@@ -266,7 +269,7 @@ def only_shipper(ledger: Ledger) -> FileLock:
 
 
 def _try_to_ship(shipper: Shipper) -> bool:
-    """Copy new events to MLflow; return whether MLflow accepted them."""
+    """Copy new events of a refresh to MLflow; return whether MLflow accepted them."""
     try:
         shipper.ship()
     except Exception as error:
@@ -294,7 +297,7 @@ def experiment_id(client: MlflowClient) -> str:
 
 
 def _folder(attempt: AttemptRecord) -> Path:
-    """Return the folder that holds an attempt's files now: its work folder, or the artifact that this has become.
+    """Return the folder that holds an attempt's files now: the work folder, or the artifact after success.
 
     The work folder of a failed attempt becomes the artifact of a later one.
     """

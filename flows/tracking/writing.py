@@ -68,7 +68,7 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
 
 
 def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
-    """Upload those of a folder's files that exist, and its plots, to an MLflow run.
+    """Upload those of a stage folder's named files that exist, and its plots, to an MLflow run.
 
     JSON-lines files are uploaded as tables, too. MLflow's own `log_table` needs pandas, and appends to what an earlier
     try has logged.
