@@ -1,4 +1,4 @@
-"""Comparison of a served model with its training: token predictions, and prompts that offer tools.
+"""Comparison of a served model with what its training recorded: predictions of tokens, and prompts that offer tools.
 
 An adapter can be lost on its way in silence: loaded but of no effect, left out by name, or another in its slot. So
 each is also compared with its base in the same server: one that is nearer to its base than to what training recorded
@@ -40,7 +40,7 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement between what a server predicts and what training recorded, for one served model.
+    """Differences between a served model's predictions and those that its training recorded.
 
     differing_tool_prompts: number of prompts with tools that the server renders to other tokens than training did; None
     if none was compared.
@@ -65,7 +65,7 @@ def compare_with_records(
     warn: Callable[[str], None],
     base_name: str | None = None,
 ) -> dict[str, Agreement]:
-    """Compare served models with the predictions that their training recorded; returns an Agreement by model name.
+    """Compare served models with the predictions that their training recorded; returns the differences by model name.
 
     Models without a record beside their folder are left out.
 
@@ -100,7 +100,7 @@ def compare_with_records(
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
-    """Return the metrics of all models' agreements by metric name.
+    """Return, as metrics, how far each served model's predictions are from those that its training recorded.
 
     Metrics of models other than `served_name` end in `_NAME`.
     """

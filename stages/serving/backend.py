@@ -52,7 +52,7 @@ class EngineAddress:
 def post_to_engine(
     address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
 ) -> list[Answer]:
-    """Post requests directly to an engine, bypassing the proxy, with the engine's API key; return the answers in order.
+    """Post requests directly to an engine with its API key, bypassing the proxy; return the answers in order.
 
     Raises as `ask_aiohttp` does.
     """

@@ -62,7 +62,7 @@ class Client:
     timeout_s: float = 120.0
 
     def expected(self, path: str, max_bytes: int, total_s: float | None = None) -> Expected:
-        """Return the limits of size and time that an answer from this client's server must keep."""
+        """Return the limits of size and time within which the client accepts an answer from its server."""
         return Expected(f"{self.url}{path}", max_bytes, total_s or self.timeout_s, key=self.api_key)
 
     def is_healthy(self) -> bool:
@@ -103,7 +103,7 @@ class Client:
         return self.answer(COMPLETIONS, Choices[Choice], request).choices[0]
 
     def answer(self, path: str, shape: type[Shape], request: dict[str, Any] | None = None) -> Shape:
-        """Send a GET request, or a POST of `request`, to the server; return its JSON answer parsed as `shape`."""
+        """Send a GET request to the server, or a POST if `request` is given; return the parsed JSON answer."""
         max_bytes = BASE_BYTES if request is None else answer_bytes(request)
         return self._asked(path, max_bytes, request).parsed(shape)
 
@@ -168,7 +168,7 @@ class Client:
     def _opened(
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request and provide the HTTP response for reading."""
+        """Send a request to the server, and provide the HTTP response for reading."""
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:
@@ -259,7 +259,7 @@ class Choices(AnswerModel, Generic[Shape]):
 
 
 class Message(AnswerModel):
-    """Text of a chat answer, or the part of the text in one event of a stream."""
+    """Text of a chat answer, or of the piece of an answer in one event of a stream."""
 
     content: str | None = None
 
@@ -290,7 +290,7 @@ class ChatPrompt(AnswerModel):
 
 
 class EventChoice(AnswerModel):
-    """Part of an answer that one event of a streamed chat brings."""
+    """Piece of an answer in one event of a streamed chat."""
 
     delta: Message = Message()
 

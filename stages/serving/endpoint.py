@@ -20,7 +20,10 @@ from stages.serving.server import Server, api_key, started_server
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Endpoint of a served model. `server` is None if a serve stage, not this stage, started the server."""
+    """Running or starting server of the model that a stage queries, with a client for it.
+
+    server: None if a serve stage started the server, and not this stage.
+    """
 
     client: Client
     spec: LaunchSpec
@@ -106,7 +109,7 @@ def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
 
 
 def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
-    """Return a client of the server that the serve stage keeps running for this refresh.
+    """Return a client of the server that a serve stage keeps running for this refresh (pipeline run).
 
     None if there is no such server, or if it fails its check.
     """

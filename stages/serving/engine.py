@@ -92,7 +92,7 @@ class LaunchSpec(StrictModel):
         return ModelFacts(self.model)
 
     def asking(self, name: str) -> LaunchSpec:
-        """Return a copy of the launch spec in which `name`, of the model or an adapter, is the default in requests."""
+        """Return a copy of the launch spec whose default name in requests is `name`, of the model or of an adapter."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
 
     @property
@@ -114,7 +114,7 @@ def is_k_quant(weights: str) -> bool:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Description of a quantization, by which a serving engine checks that it can serve the quantized model.
+    """Description of a quantization, so that a serving engine can check whether it can serve the quantized model.
 
     method: name of the method in recipes.
     group_size: input channels that share a scale (int4).
@@ -136,7 +136,10 @@ class Quantization:
 
 @dataclass(frozen=True)
 class NotAsked:
-    """Result where options could not be checked. why: end of the message `whether ENGINE takes them …`."""
+    """Reason why the options for an engine's server could not be checked.
+
+    why: end of the message `whether ENGINE takes them …`.
+    """
 
     why: str
 
@@ -149,7 +152,7 @@ WeightFiles = Literal["safetensors", "gguf"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a serving engine, by which recipes are checked.
+    """Capabilities of a serving engine, such as adapters; recipes that need more are refused.
 
     weights: kind of weight files that it reads.
     prompt_log_probabilities: whether `/v1/completions` gives them with `echo`, for tasks that compare log-likelihoods.
@@ -232,10 +235,10 @@ class Engine(Protocol):
         """Return the engine's installed program. Raises ResourceError, with how to install it, if it is missing."""
 
     def program_in_image(self, *, on_cpu: bool) -> Program:
-        """Return the engine's program as it lies in a container image that was made for the engine."""
+        """Return the engine's program in a container image that was made for the engine."""
 
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
-        """Return `OPTION: reason` for each server option that the engine does not accept, or why it could not be asked.
+        """Return `OPTION: reason` for server options that the engine refuses; NotAsked if they could not be checked.
 
         at_once: answer without checks that take seconds.
 
@@ -315,7 +318,7 @@ class Engine(Protocol):
         """
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
-        """Raise RecipeError, with a remedy, if the engine could not serve these layers once they are quantized.
+        """Raise RecipeError, with a remedy, if the engine could not serve a model's layers once they are quantized.
 
         facts: of the unquantized model.
         """
@@ -334,7 +337,7 @@ def problems_by_parser(
     *,
     at_once: bool = False,
 ) -> list[str] | NotAsked:
-    """Return `OPTION: reason` for each option that the engine's own parser refuses, or why the parser was not asked.
+    """Return `OPTION: reason` for options that the engine's own parser refuses; NotAsked if the parser was not run.
 
     Answers are cached in the home. Where the parser cannot run, nothing is cached: it is asked again.
 
@@ -362,7 +365,7 @@ def problems_by_parser(
 
 @functools.cache
 def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
-    """Run a program that checks options with an engine's parser; returns the problems, or why it cannot run here."""
+    """Run a program that checks options with an engine's parser; returns the problems, or NotAsked if it cannot run."""
     try:
         ended = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=PARSER_TIMEOUT_S, check=False

@@ -34,7 +34,7 @@ class ServerDisconnectedError(Exception):
 
 
 class EngineConnections:
-    """Pool of reusable connections to one engine, for use in one event loop."""
+    """Pool of reusable connections from the proxy to one engine, for use in one event loop."""
 
     def __init__(self, address: EngineAddress):
         self._address = address
@@ -149,7 +149,7 @@ class EngineConnection(asyncio.Protocol):
         return self
 
     async def part(self) -> bytes:
-        """Wait for the next bytes of the answer's body, as many as have arrived; the last part may be empty.
+        """Wait for the next bytes of the answer's body, and return all that have arrived; the last chunk may be empty.
 
         Raises ServerDisconnectedError.
         """

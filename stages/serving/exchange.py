@@ -137,12 +137,12 @@ class Exchange:
         return self._unread()
 
     def _unread(self) -> bytes:
-        """Return and clear the buffered bytes that were not sent to the client yet."""
+        """Return the buffered bytes of a stream that were not sent to the client yet, and clear the buffer."""
         held, self._held = bytes(self._held), bytearray()
         return held if self._reads_events else b""
 
     def _events(self, start: int) -> Iterator[bytes]:
-        """Remove the complete server-sent events from the buffer, and yield those that the client is to get.
+        """Remove the complete server-sent events from the buffer, and yield those that are sent on to the client.
 
         None ends before `start`.
         """
@@ -157,7 +157,7 @@ class Exchange:
                 yield event
 
     def _counts(self, events: bytes) -> bool:
-        """Return whether some bytes of a stream hold token counts, or content that is wanted, and must be parsed."""
+        """Return whether a chunk of a stream must be parsed, for its token counts or for content to be stored."""
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ NOT_PASSED_ON = frozenset(
         *("host", "date", "server", "origin", "expect"),
     }
 )
-"""Headers that the proxy does not forward: those of one connection (RFC 9110, section 7.6.1) or one server.
+"""Headers that the proxy does not forward, since they concern one connection (RFC 9110, section 7.6.1) or one server.
 
 `Origin` is among them since the proxy stands in for the client: an engine would check it against its allowed origins.
 """

@@ -27,7 +27,7 @@ MAX_CHARACTERS = 600
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return our environment variables for a program of another Python, without those that would confuse it."""
+    """Return our environment variables, without PYTHONPATH, RANK and the like, for a program of another environment."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 

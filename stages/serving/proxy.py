@@ -70,7 +70,7 @@ HEALTH_TIMEOUT_S = 5.0
 VERSION_HEADER = "X-Lifecycle-Version"
 OF_ENGINE = Expected("the model server", 32 * 2**20, METRICS_TIMEOUT_S)
 TEXT_FORMAT = "text/plain; version=0.0.4"
-"""Prometheus' text format, which the proxy asks of engines; some answer other clients in another format."""
+"""Prometheus' text format, which the proxy requests from engines, as some would answer in another format."""
 ERROR_EVENT = b'data: {"error"'
 """Beginning of the streamed answer that vLLM's server sends when its engine process has died."""
 MAX_CONNECTIONS = 2048
@@ -110,7 +110,7 @@ class Proxy:
         sampler: Sampler | None = None,
         waiting: WaitingRoom | None = None,
     ):
-        """Create the proxy of an engine without listening yet.
+        """Create the proxy of an engine; clients can connect once `listening` runs the proxy.
 
         sampler: takes conversations for a dataset.
         waiting: where requests wait for the next engine when one is gone; None where there will be none.
@@ -473,7 +473,7 @@ async def _answer_until(
 
 
 class _Connection(web.RequestHandler):
-    """Client connection that answers invalid HTTP with an error.
+    """Client's connection to the proxy; invalid HTTP gets an error response.
 
     It logs none of the client's text, which may hold an API key; aiohttp would.
     """

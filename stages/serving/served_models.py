@@ -86,7 +86,7 @@ def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path])
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Model on a running server, with what a querying stage needs to know about it.
+    """Model on a running server, with its client, context length and tokenizer folder, for a stage that queries it.
 
     folder: of the model, for its tokenizer.
     context_tokens: length of prompt and answer together.

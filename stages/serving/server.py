@@ -193,7 +193,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide the address on which the engine listens, twice: as the engine must name it, and as this process does.
+    """Provide an engine's address in two forms: as the engine names it, and as this process names it.
 
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """

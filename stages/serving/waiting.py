@@ -1,4 +1,4 @@
-"""Queue of the proxy for requests that wait while no engine runs, such as during a restart of the champion's.
+"""Queue of the proxy for requests that wait while no engine runs, such as during an engine's restart.
 
 Requests wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is
 sent to the next engine; not endlessly, since it may be what the engines die of.
@@ -25,7 +25,7 @@ PAUSE_S = 0.1
 
 
 class EngineGoneError(Exception):
-    """Error for an engine that ended before its answer began, so that another one may be asked.
+    """Error for an engine that ended before its answer began, so that the request may go to another engine.
 
     was_sent: whether it may have got the request.
     """
@@ -36,7 +36,7 @@ class EngineGoneError(Exception):
 
 
 class WaitingRoom:
-    """Waiting requests of one event loop: the total size of their bodies, and the event that wakes them."""
+    """Requests of one event loop that wait for an engine: total size of their bodies, and the event that wakes them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -44,7 +44,7 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Register a request that may have to wait for an engine; returns its waiting state.
+        """Register a request that may have to wait for an engine; returns an object that waits and limits the time.
 
         num_bytes: size of the request's body.
         """
@@ -62,7 +62,7 @@ class WaitingRoom:
 
 
 class Visit:
-    """Waiting of one request for a running engine, with one time limit in total."""
+    """State of one request that may wait for a running engine; all its waits share one time limit."""
 
     def __init__(self, room: WaitingRoom, num_bytes: int):
         self._room = room

@@ -42,7 +42,7 @@ class InputProblem(StrictModel):
 
 
 class Unseen(StrictModel):
-    """Input of a stage that the check had no time to look at; the stage itself will."""
+    """Input of a stage that the check had no time to look at; the stage itself will check it."""
 
     stage: str
     field: str

@@ -15,7 +15,7 @@ from stages.models.start_up import hide_unused_packages, import_tokenizers
 
 
 def run(config: CheckConfig, context: StageContext) -> StageResult:
-    """Check the inputs of all stages, and write every problem to `findings.json`; does not fail if there are some."""
+    """Check the inputs of all stages, and write every problem to `findings.json`; problems do not fail the check."""
     hide_unused_packages()
     import_tokenizers()  # most checks need only tokenizers, not models
     problems: list[InputProblem] = []

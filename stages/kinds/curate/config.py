@@ -127,8 +127,8 @@ class Language(StrictModel):
         0.5,
         gt=0,
         lt=1,
-        description="Drop a row if it is in one of the languages with less than this probability; probabilities are "
-        "low for code and for mixed languages.",
+        description="Smallest probability that a row is in one of the languages to keep; rows below it are dropped. "
+        "Code and mixed languages have low probabilities.",
     )
 
 
@@ -193,7 +193,7 @@ class NearDuplicates(StrictModel):
         description="Smallest Jaccard similarity of two rows' word n-grams at which they count as near-duplicates. "
         "Changing every 20th word leaves about 0.73.",
     )
-    words: PositiveInt = Field(3, le=50, description="Length of the n-grams in words by which rows are compared.")
+    words: PositiveInt = Field(3, le=50, description="Length in words of the n-grams by which rows are compared.")
 
 
 class BenchmarkTasks(StrictModel):

@@ -146,7 +146,7 @@ class LanguageFilter:
     def reason(self, row: ReadRow) -> str | None:
         """Return why the language filter drops a row; None if the filter keeps the row.
 
-        None for other rows, and for one that has too few letters to tell.
+        A row with too few letters to tell its language is kept.
         """
         text = "\n".join(text for texts in row.parts for text in texts)[:LONGEST_CHARACTERS]
         if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:

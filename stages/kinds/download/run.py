@@ -61,7 +61,7 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
 
 
 def _point(config: DownloadConfig, revision: str, folder: Path, context: StageContext) -> int:
-    """Write pointer files for a streamed dataset, whose files stay at the source; returns the files' bytes in total."""
+    """Write small files that name a streamed dataset's source files; returns the source files' total size in bytes."""
     pointers = streaming_hub_of(config.source).pointers(config.request, revision)
     for name, pointer in pointers.items():
         write_pointer(path_in(folder, name, config.source), pointer)
@@ -74,7 +74,6 @@ def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Pa
     """Delete a downloaded model's record of its training, unless this artifact store wrote it.
 
     The record decides whether prompts are sent as chats, and which date they show.
-
     """
     work, source = context.work.resolve(), Path(config.source.name).resolve()
     is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])

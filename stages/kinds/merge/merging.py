@@ -168,7 +168,7 @@ class Comparison:
 
     @property
     def expected_documents(self) -> list[RecordedDocument]:
-        """Recorded documents with the predictions of the base model and unmerged adapter.
+        """Recorded documents with the predictions of the base model with its unmerged adapter.
 
         They stand in for those that training recorded.
         """

@@ -42,7 +42,8 @@ class GatesConfig(StrictModel):
     max_regression_standard_errors: NonNegativeFloat | None = Field(
         2.0,
         description="Largest allowed regression of each score against the champion or the baselines on the same "
-        "samples, in standard errors of the difference; by chance, one score in 44 is worse by 2.",
+        "samples, in standard errors of the difference. By chance alone, one score in 44 is worse by 2 "
+        "standard errors.",
     )
     min_win_rate: Annotated[float | None, AddedLater()] = Field(
         None,

@@ -49,8 +49,7 @@ class CalibrationConfig(StrictModel):
     evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
         "all",
         description="Tokens over whose predictions the KL divergence is averaged. all: every token; assistant: only "
-        "those that training learns from, since a model predicts tokens that it was never trained on at "
-        "random, quantized or not.",
+        "those that training learns from, since predictions of the others are random, quantized or not.",
     )
     sequence_length: int = Field(512, ge=2, description="Largest number of tokens of a row; longer rows are cut off.")
 

@@ -46,14 +46,14 @@ def adapter_arguments(spec: LaunchSpec) -> list[str]:
 
 
 def has_room(spec: LaunchSpec, adapter: Path) -> bool:
-    """Return whether a server that was started for `spec` could also load this adapter and apply all its layers."""
+    """Return whether a vLLM server, started from a launch spec, could load one more adapter with all its layers."""
     headers = read_headers(adapter)
     max_rank, modules = _room(spec)
     return not any(_problems(headers)) and max(headers.ranks.values()) <= max_rank and _modules(headers) <= modules
 
 
 def _room(spec: LaunchSpec) -> tuple[int, set[str]]:
-    """Return the largest LoRA rank, and the names of the adapted layers, that a server of `spec` is started with."""
+    """Return the largest LoRA rank and the names of adapted layers that a server of this launch spec supports."""
     headers = [read_headers(folder) for folder in spec.adapters.values()]
     highest = max(rank for adapter in headers for rank in adapter.ranks.values())
     modules = {name for adapter in headers for name in _modules(adapter)}

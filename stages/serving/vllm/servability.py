@@ -46,7 +46,7 @@ PACKED = 8
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query and key heads of the model; tensor parallelism gives each rank whole heads."""
+    """Numbers of query and key heads of a model; tensor parallelism gives each process whole heads."""
 
     queries: int
     keys: int
@@ -145,7 +145,7 @@ def _experts(
 
 
 def _unread_by_transformers(quantization: Quantization) -> str | None:
-    """Return why Transformers 5.17 cannot read the quantized experts of a mixture, or None.
+    """Return why Transformers 5.17 cannot read the quantized experts of a mixture of experts; None if it can.
 
     Transformers measures the quantization error; vLLM would serve them on CUDA.
     """
@@ -228,7 +228,7 @@ def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int
 
 
 def _is_replicated(layer: Projection, heads: Heads | None, ranks: int) -> bool:
-    """Return whether tensor parallelism copies this key or value projection: more ranks than key heads."""
+    """Return whether tensor parallelism copies a key or value projection, having more processes than key heads."""
     return heads is not None and ranks > heads.keys and layer.suffix in ("k_proj", "v_proj")
 
 
@@ -242,7 +242,7 @@ def _by_fused_name(layers: list[Projection]) -> dict[str, list[Projection]]:
 def _advice(
     projections: list[Projection], quantization: Quantization, problems_of: Callable[[Quantization], list[Problem]]
 ) -> str:
-    """Return the smallest config change that makes the model servable, such as another group size, for the message."""
+    """Return the smallest config change that makes the model servable, such as another group size, for an error."""
     for change in CHANGES if quantization.weights == "int4" else ():
         if not problems_of(replace(quantization, **change)):
             return "set " + " and ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())

@@ -66,7 +66,7 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
 
 
 def prepare_reloads(folder: Path) -> None:
-    """Write an output head as a matrix of its own into a model folder that ties the head to the embedding.
+    """Untie a model's output head from its embedding on disk, so that vLLM can load new weights while it runs.
 
     vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
     through an old head. Raises ModelError for a model whose weights have other names than most have.
@@ -167,7 +167,7 @@ class _ServerInfo(AnswerModel):
 
 
 def _configured(client: Client) -> _Configured:
-    """Return the settings that a vLLM server reports of itself."""
+    """Return the settings that a running vLLM server reports, such as its dtype and context length."""
     try:
         return client.answer(SAID_OF_ITSELF, _ServerInfo).vllm_config
     except ServerError as error:
