@@ -91,7 +91,7 @@ def asked(row: dict[str, Any]) -> str:
 
 
 def answered(responses: Any) -> Any:
-    """Return the text of a sample's answer.
+    """Return the text of the model's answer to an evaluated sample.
 
     For a multiple-choice question: (log-likelihood, whether it is the likeliest text) of each option.
     """
@@ -100,7 +100,7 @@ def answered(responses: Any) -> Any:
 
 
 def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
-    """Return the texts of answer and right answer; for multiple choice, of the likeliest and the right option."""
+    """Return the model's answer and the right answer as texts; for multiple choice, the likeliest and right option."""
     answer, target = answered(row["resps"]), row.get("target")
     expected = "" if target is None else str(target)
     choices = [request[1].strip() for request in _requests(row)]
@@ -114,7 +114,7 @@ def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def _requests(row: dict[str, Any]) -> list[list[str]]:
-    """Return each lm-eval request of a sample as its prompt and what follows it; empty for other harnesses."""
+    """Return the lm-eval requests of a sample, each as prompt and continuation; empty for other harnesses."""
     arguments = row.get("arguments", ())
     requests = arguments.values() if isinstance(arguments, dict) else arguments
     return [[str(part) for part in (one.values() if isinstance(one, dict) else one)] for one in requests]

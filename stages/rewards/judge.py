@@ -466,6 +466,6 @@ def kept_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _answered(lines: Sequence[Mapping[str, Any]]) -> dict[str, JudgeAnswer]:
-    """Return a judge's answers that have a number, by the messages that it was asked (as JSON)."""
+    """Return those of a judge's stored answers that contain a number, by the messages sent to the judge (as JSON)."""
     numbered = (line for line in lines if line["number"] is not None)
     return {json.dumps(line["messages"]): JudgeAnswer(line["answer"], line["number"]) for line in numbered}

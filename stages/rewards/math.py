@@ -17,7 +17,8 @@ from stages.rewards.reward import AskingReward, Completion, RowCheck
 GRACE_S = 1.0
 """Seconds beyond the math program's own time limit before it is killed, for a step that it cannot interrupt."""
 MAX_ENDLESS_ROWS = 5
-"""Number of rows whose right answer may time out when rows are checked, since each costs the full time limit."""
+"""Largest number of dataset rows whose right answer may time out before the check of rows stops. Each such row costs
+the whole time limit."""
 
 
 class MathReward(AskingReward):

@@ -42,11 +42,12 @@ class Checkpoints:
         self._writing: _Write | None = None
         self._last_saved = 0
         self.best_step = 0
-        """Training step with the lowest held-out loss, whose checkpoint is kept until the end; 0: none."""
+        """Training step with the lowest held-out loss so far, whose checkpoint is kept until the end; 0 if there is
+        none."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
-        """Start writing the checkpoint of a training step, once the one before is complete.
+        """Start writing the checkpoint of a training step, after the previous checkpoint is complete.
 
         Raises ResourceError when the disk is too full.
         """
@@ -73,7 +74,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raises the error that its writing raised."""
+        """Wait until the checkpoint that is being written is complete; raise the error if its writing failed."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None

@@ -141,7 +141,10 @@ class TrainFields(MethodFields):
 
     @property
     def workload(self) -> Workload:
-        """Description of the training by which the planner compares layouts; its total of tokens needs `steps`."""
+        """Description of the training, from which the planner predicts memory and step time of parallel layouts.
+
+        Its total number of tokens is set only where the recipe has `steps`.
+        """
         workload = Workload(
             self.data.sequence_length,
             self._packed_rows,

@@ -32,7 +32,7 @@ Metrics = dict[str, float]
 
 
 class Journal:
-    """Log of one attempt at a training.
+    """Log of one attempt at a training run: metrics by step, progress and warnings.
 
     Steps that an earlier attempt has logged are not logged again: they would be the same.
     """

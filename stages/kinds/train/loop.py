@@ -294,7 +294,7 @@ class LossByDataset:
         return {**counts, **by_dataset}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the means over all rows and to the means over its own dataset."""
+        """Return the micro-batch's contributions to the mean losses, over all rows and over its own dataset's rows."""
         loss, metrics = self.loss(token_log_probabilities, signal, totals)
         own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
         own = self.loss(token_log_probabilities, signal, own_totals)

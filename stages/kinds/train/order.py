@@ -59,7 +59,7 @@ class DataOrder:
 def even_micro_batches(
     num_rows: int, micro_batch_size: int, data_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """Yield one process's micro-batches of the row numbers in order; all processes get equally many.
+    """Yield one process's micro-batches as lists of row numbers; every process gets the same number of them.
 
     The last one may be empty.
     """

@@ -32,7 +32,7 @@ class ReferenceRows:
     """Log-probabilities of the documents in some dataset rows, computed by the reference model."""
 
     documents: NDArray[np.int64]
-    """Document numbers within the dataset, int64 [documents], sorted."""
+    """Sorted numbers, within the dataset, of the documents that have reference log-probabilities, int64 [documents]."""
     log_probabilities: NDArray[np.float32]
     """Reference log-probabilities in nats, float32 [documents], sums over a document's targets."""
 
@@ -48,7 +48,7 @@ class ReferenceModel:
 
     engine: Engine
     weights_digest: str
-    """Digest of the model folder that was loaded; see `model_digest`."""
+    """Digest of the loaded model's weights and configs (`model_digest`), for the cache of log-probabilities."""
     micro_batch_size: int
     context: StageContext
     watchdog: Watchdog

@@ -154,7 +154,7 @@ def ask_teacher(
 
 @dataclass(frozen=True)
 class Taught:
-    """Teacher's likeliest tokens at the targets of dataset rows, and the loaded teacher if training asks it more."""
+    """Teacher's likeliest tokens at the targets of dataset rows, and the loaded teacher if it is still needed."""
 
     rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)
     teacher: OpenTeacher | None = None

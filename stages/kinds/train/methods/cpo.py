@@ -85,7 +85,10 @@ class CpoLoss:
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π or AlphaPO's."""
+        """Return a micro-batch's contributions to the mean CPO loss and its metrics.
+
+        Rewards are β log π or AlphaPO's.
+        """
         rewards = self._rewards(token_log_probabilities, signal)
         chosen, rejected = rewards[0::2], rewards[1::2]
         nll = chosen_nll(token_log_probabilities, signal, totals)

@@ -105,7 +105,7 @@ class DistillLoss:
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics."""
+        """Return a micro-batch's contributions to the mean distillation loss and its metrics."""
         candidates = signal.candidates
         assert candidates is not None
         # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens

@@ -117,7 +117,7 @@ class DpoLoss:
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π/π_ref."""
+        """Return a micro-batch's contributions to the mean DPO loss and its metrics; rewards are β log π/π_ref."""
         from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
         pairs = self._pairs(token_log_probabilities, signal)

@@ -112,7 +112,7 @@ def exo_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, options: Options) -> Tensor:
-    """NCA's loss of the log-ratios c and r: -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r).
+    """NCA's loss of the log-ratios c (chosen) and r (rejected): -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r).
 
     Chen et al. 2024.
     """
@@ -121,7 +121,7 @@ def nca_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def bco_pair(pairs: Pairs, options: Options) -> Tensor:
-    """BCO's loss of the log-ratios c and r: -log σ(β c) - log σ(-β r).
+    """BCO's loss of the log-ratios c (chosen) and r (rejected): -log σ(β c) - log σ(-β r).
 
     Without its moving threshold, as TRL has it: Jung et al. 2024.
     """
@@ -129,7 +129,7 @@ def bco_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
-    """SPPO's loss of the log-ratios c and r: (c - 1 / 2β)² + (r + 1 / 2β)².
+    """SPPO's loss of the log-ratios c (chosen) and r (rejected): (c - 1 / 2β)² + (r + 1 / 2β)².
 
     Wu et al. 2024, equation 4.7; the chosen answer always wins.
     """
@@ -137,17 +137,17 @@ def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, options: Options) -> Tensor:
-    """APO-zero's loss of the log-ratios, for chosen answers better than the model's: 1 - σ(β c) + σ(β r).
+    """APO-zero's loss of the log-ratios c (chosen) and r (rejected): 1 - σ(β c) + σ(β r).
 
-    D'Oosterlinck et al. 2024, equation 7.
+    It is for chosen answers that are better than the model's. D'Oosterlinck et al. 2024, equation 7.
     """
     return 1 - (options.beta * pairs.c).sigmoid() + (options.beta * pairs.r).sigmoid()
 
 
 def apo_down(pairs: Pairs, options: Options) -> Tensor:
-    """APO-down's loss of the log-ratios, for chosen answers worse than the model's: σ(β c) + 1 - σ(β h).
+    """APO-down's loss of the chosen log-ratio c and the log-ratio difference h: σ(β c) + 1 - σ(β h).
 
-    D'Oosterlinck et al. 2024, equation 8.
+    It is for chosen answers that are worse than the model's. D'Oosterlinck et al. 2024, equation 8.
     """
     return (options.beta * pairs.c).sigmoid() + 1 - (options.beta * pairs.h).sigmoid()
 

@@ -136,7 +136,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count completions, their tokens, and tokens with a server's log-probability, over which means are taken."""
+        """Count what losses and metrics are means over: completions, their tokens, and tokens that a server scored."""
         assert signal.rollouts is not None
         served = signal.rollouts.server_log_probabilities
         return {
@@ -146,7 +146,7 @@ class GrpoLoss:
         }
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics."""
+        """Return a micro-batch's contributions to the mean GRPO loss and its metrics."""
         assert signal.rollouts is not None
         ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds

@@ -58,7 +58,7 @@ class KtoLoss:
         return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β log π/π_ref."""
+        """Return a micro-batch's contributions to the mean KTO loss and its metrics; rewards are β log π/π_ref."""
         assert signal.is_good is not None
         assert signal.reference_log_probabilities is not None
         config, kl = self.config, signal.kl or 0.0

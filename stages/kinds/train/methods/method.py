@@ -66,7 +66,7 @@ class OnPolicySteps:
 
 @dataclass(frozen=True)
 class Method:
-    """Training method with its options, its loss and its needs.
+    """Description of a training method: its options, its loss, and what it needs of data, engine and training loop.
 
     Functions in its fields get the method's options from the recipe, or None where it has none.
     """

@@ -47,7 +47,10 @@ class OrpoLoss:
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β × mean log-probability."""
+        """Return a micro-batch's contributions to the mean ORPO loss and its metrics.
+
+        Rewards are β × mean log-probability.
+        """
         from torch.nn.functional import logsigmoid
 
         assert signal.target_weights is not None, "prompts and answers are both targets"

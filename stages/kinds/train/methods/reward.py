@@ -48,7 +48,7 @@ class RewardLoss:
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics.
+        """Return a micro-batch's contributions to the mean loss of a reward model and its metrics.
 
         `token_log_probabilities` are scores: each document's at one token, 0 at the others.
         """

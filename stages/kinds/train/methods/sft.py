@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Cross-entropy in nats, over target tokens."""
+    """Loss of supervised fine-tuning: mean cross-entropy of the target tokens, in nats."""
 
     metric_names: ClassVar[tuple[str, ...]] = ()
 
@@ -25,7 +25,7 @@ class SftLoss:
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contribution to the mean negative log-likelihood; there are no other metrics."""
+        """Return a micro-batch's contribution to the mean negative log-likelihood; SFT has no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

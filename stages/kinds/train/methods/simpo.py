@@ -44,7 +44,10 @@ class SimpoLoss:
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean loss and metrics; rewards are β × mean log-probability."""
+        """Return a micro-batch's contributions to the mean SimPO loss and its metrics.
+
+        Rewards are β × mean log-probability.
+        """
         from torch.nn.functional import logsigmoid
 
         tokens = signal.documents.sums(signal.has_target.float())

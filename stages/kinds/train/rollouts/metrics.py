@@ -32,7 +32,7 @@ class SampleFile:
         shown.hardlink_to(self._file)
 
     def write(self, step: int, lines: Iterable[dict[str, object]]) -> None:
-        """Append completions of one sampling, with its training step; steps must rise within an attempt.
+        """Append sampled completions to the file, with their training step; steps must rise within an attempt.
 
         The first sampling of an attempt replaces the lines that a killed attempt wrote from this step on.
         """

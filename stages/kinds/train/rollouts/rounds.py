@@ -116,7 +116,7 @@ class RoundPlan:
         return self.options.steps_per_generation * self.options.num_iterations
 
     def staleness(self, step: int) -> int:
-        """Return how many steps old the weights that sampled are when this step learns; less than `steps_per_round`."""
+        """Return the age, in steps, of the weights that sampled a step's completions; less than `steps_per_round`."""
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
@@ -127,7 +127,7 @@ class RoundPlan:
         return self.staleness(step) % self.options.steps_per_generation
 
     def prompts(self, first_step: int) -> list[int]:
-        """Return the numbers of the prompts that are completed in the round that begins with this step."""
+        """Return the numbers of the prompts that are completed in the sampling round that begins with `first_step`."""
         order = DataOrder(self.num_prompts, self.prompts_per_round, 1, 0, 1, self.seed)
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
@@ -220,7 +220,7 @@ class Sampler:
     plan: RoundPlan
 
     def sample(self, first_step: int) -> Round:
-        """Sample and judge the round that begins with this step.
+        """Sample the completions of the round that begins with `first_step`, and score them by the rewards.
 
         Raises DataError for completions that cannot be scored.
         """
