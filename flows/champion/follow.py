@@ -107,7 +107,7 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Background tasks that clean up dead engines and stopped starts; no engine starts before they are done."""
+        """Background tasks that clean up dead engines and aborted starts; no engine starts before they are done."""
         self._ending: list[Future[None]] = []
         """Background tasks that end retired versions after their last requests; meanwhile only the champion's engine
         may start."""

@@ -22,7 +22,7 @@ ANSWER_BYTES = 2**20
 
 
 def main(uri: str) -> int:
-    """Print the artifact behind an alias as {"model": "KIND/VERSION"}; return the exit code, 0 without an error."""
+    """Print the artifact behind a model alias as {"model": "KIND/VERSION"}; return the exit code."""
     try:
         champions.find_mlflow()
         name, alias = champions.parse(uri)

@@ -98,7 +98,7 @@ def complete(artifact: Path, work: Path) -> None:
 
 
 def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, float]:
-    """Return the final metrics of evaluations whose artifacts are in the store, without standard errors."""
+    """Return the final metrics, without standard errors, of the model's evaluations that are in the store."""
     found = (store.find(entry.kind, entry.version) for entry in evaluations)
     metrics = {
         name: value for artifact in found if artifact for name, value in final_result(artifact.folder).metrics.items()
@@ -163,7 +163,7 @@ def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context:
 
 
 def _candidate(name: str, promotion: Record) -> Registration:
-    """Return the candidate's entry for MLflow's model registry, from the record of the promotion's artifact."""
+    """Return the registration to send to MLflow for the candidate, from the record of the promote stage's artifact."""
     upstream = promotion.upstream
     model, server = upstream["model"], upstream.get("server")
     store = Store(store_root())

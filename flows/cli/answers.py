@@ -1,4 +1,4 @@
-"""Output of commands, as text or (with `--json`) as one JSON object alone on stdout; options that commands share."""
+"""Output and shared options of commands: text, or with `--json` one JSON object alone on stdout."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
 
 
 def _start_of(runs: Sequence[LoggedRun], source: str) -> Hardware:
-    """Return the built-in hardware description of the machine that the runs were on."""
+    """Return the built-in hardware description of the machine that the runs were on, from which the fit starts."""
     machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
     if len(machines) > 1:
         raise RecipeError(

@@ -162,7 +162,7 @@ class JobFolder:
             return ""
 
     def claim(self, owner: str) -> None:
-        """Record `owner`, one start of the cluster job, as the only one that may write to the stage's work folder.
+        """Record the id of one start of the cluster job as the only one that may write to the stage's work folder.
 
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
@@ -170,7 +170,7 @@ class JobFolder:
         write_atomically(self.path / "owner", owner)
 
     def owner(self) -> str | None:
-        """Return the start of the cluster job that last claimed the stage's work folder; None without any."""
+        """Return the id of the job's start that last claimed the stage's work folder; None before any claim."""
         try:
             return (self.path / "owner").read_text(encoding="utf-8")
         except FileNotFoundError:

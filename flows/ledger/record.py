@@ -295,7 +295,7 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
-    """Return the state of a refresh with the seconds that its running stages have taken until now.
+    """Return the state of a refresh in which the seconds of its running stages count until now.
 
     The ledger has the seconds of a stage only at its end.
     """

@@ -103,7 +103,10 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of a queue, or None; first wait for a second if it is empty and `timeout_s` is not 0."""
+    """Return the next message of Docket's queue, or None; first wait for a second if the queue is empty.
+
+    With a `timeout_s` of 0, do not wait.
+    """
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()

@@ -330,7 +330,7 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """Take over the supervisor's lock; return the commands that it kept running.
+    """Take the supervisor's lock, from a running supervisor if there is one; return the commands that it supervised.
 
     Raises `ServerError` when another machine holds it.
     """

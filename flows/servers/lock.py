@@ -88,7 +88,7 @@ class Lock:
 
 @dataclass
 class Holder:
-    """Content of the supervisor's lock file: its process id, and the Unix socket for asking it to hand over."""
+    """Content of the supervisor's lock file: its holder's process id, and the Unix socket to request a hand-over."""
 
     pid: int
     address: str

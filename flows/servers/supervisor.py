@@ -246,7 +246,7 @@ class _Running:
             rotate(Path(self.kept.log))
 
     def pause_s(self) -> float:
-        """Return the seconds until the next call of `look` has something to do."""
+        """Return the seconds until the supervised command is next due for a restart or a health check."""
         if self._start_at_s is not None:
             return max(0.0, self._start_at_s - time.monotonic())
         return min(LOOK_EVERY_S, self._interval_s)

@@ -44,7 +44,7 @@ SCHEDULE_TAG = "lifecycle-schedule"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Times at which a recipe is refreshed, with the next one; `next_due` is None while the schedule is paused."""
+    """Schedule of a recipe: when it is refreshed, and when next (`next_due`, None while the schedule is paused)."""
 
     name: str
     recipe: str

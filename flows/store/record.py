@@ -119,7 +119,7 @@ class Index:
         return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
-        """Return the artifact of a stage whose config differs in the fewest fields, the newest of equals."""
+        """Return a stage's artifact whose config differs from `identity` in the fewest fields, the newest of equals."""
         named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
         return min(
             named,
