@@ -35,9 +35,9 @@ class AdapterConfig(StrictModel):
     )
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
-        description="Linear layers that get an adapter. all-linear: all but the output head; of a mixture of experts "
-        "that PEFT knows, those of attention, experts and router, of others none of experts. Otherwise "
-        "endings of layer names, such as q_proj, or one regular expression that whole names match.",
+        description="Linear layers that get an adapter. all-linear: all but the output head; in a mixture of experts, "
+        "experts and routers too if PEFT knows the model, else no experts. Otherwise endings of layer "
+        "names, such as q_proj, or one regular expression that whole names match.",
     )
     target_parameters: Annotated[tuple[str, ...], AddedLater()] = Field(
         (),
@@ -58,10 +58,10 @@ class AdapterConfig(StrictModel):
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
         description="First values of A and B. default: A random, B 0. pissa: the largest singular vectors of W, which "
-        "are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: found approximately, "
-        "in 4 or 16 quick iterations. olora: the QR decomposition of W, also subtracted. eva: A the "
-        "directions in which a layer's inputs vary most in training rows, with ranks spread over layers "
-        "accordingly (Paischer et al. 2024). The written adapter fits the unchanged base model.",
+        "are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: the same found "
+        "approximately, in 4 or 16 quick iterations. olora: the QR decomposition of W, also subtracted. "
+        "eva: A holds the directions in which a layer's inputs vary most in training rows, and layers get "
+        "ranks accordingly (Paischer et al. 2024). The written adapter fits the unchanged base model.",
     )
     eva_rho: Annotated[PositiveFp32, AddedLater()] = Field(
         2.0,

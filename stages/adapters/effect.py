@@ -69,7 +69,7 @@ class ChangedParameters:
 
 
 def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the names of the weights in a model's files that make up one of the model's parameters."""
+    """Return the names of the tensors in a model's files that make up one of the loaded model's parameters."""
     return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
 
 

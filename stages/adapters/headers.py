@@ -35,7 +35,7 @@ start."""
 
 @dataclass(frozen=True)
 class AdapterHeaders:
-    """PEFT's config and the tensor headers of an adapter, without its weights.
+    """Config and tensor headers of an adapter in PEFT's format, read without the weights.
 
     - config: PEFT's config
     - ranks: LoRA ranks, the rows of A, by adapted layer

@@ -71,7 +71,7 @@ class Int8Linear(QuantizedLinear):
 
 
 class Nf4Linear(QuantizedLinear):
-    """Frozen linear layer in NF4, with a scale for each 64 weights of a row (double quantization).
+    """Frozen linear layer in NF4, with one quantized scale for every 64 weights of a row (double quantization).
 
     These scales are kept in 8 bits, relative to the row's largest.
     Relative scales are kept as their square roots, so that small ones beside an outlier keep their digits, too.
@@ -124,7 +124,7 @@ def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
 
 
 def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn.Linear]:
-    """Return the layers that `quantize_base` quantizes, by name.
+    """Return the linear layers that `quantize_base` quantizes to 4 or 8 bits, by name.
 
     Raises ModelError if matrices would stay unquantized.
     """

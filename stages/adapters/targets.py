@@ -28,7 +28,7 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True)
 class PeftTargets:
-    """Options of PEFT that choose adapted layers, parameters and ranks.
+    """Options of PEFT that choose adapted layers, adapted parameters and LoRA ranks.
 
     They are `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
     parameters: whole names; of those of one module, the first is the innermost when PEFT wraps them.

@@ -205,7 +205,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute attention with soft-capped scores or sinks, which no fused kernel in torch supports.
+    """Compute attention step by step, for soft-capped scores or sinks, which no fused kernel in torch supports.
 
     Arguments are those of `_padded_attention`.
     """

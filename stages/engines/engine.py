@@ -39,7 +39,7 @@ class StepOutcome(LossMeans):
 
 
 class Engine(Protocol):
-    """Training engine: a model and its optimizer, spread over processes."""
+    """Training engine: a model and its optimizer, spread over processes, with the methods that training loops call."""
 
     data_rank: int
     """Index of this process's share of every global batch; equal on processes that split one model."""

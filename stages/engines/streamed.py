@@ -49,7 +49,7 @@ class StreamedModel:
         self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
-        """Return adapted layers in the order in which the model has them.
+        """Return the names of adapted layers in the order in which the model has the layers.
 
         Raises ModelError for layers that it lacks.
         """
@@ -73,7 +73,7 @@ class StreamedModel:
 
     @torch.no_grad()
     def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
-        """Return the last hidden states at all targets, [targets, width], in one pass over the weight files."""
+        """Return the last hidden states at all target tokens, [targets, width], in one pass over the weights."""
         decoder = decoder_of(self.causal_lm)
         rows = [torch.tensor(document.input_ids) for document in documents]
         together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]

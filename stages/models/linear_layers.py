@@ -201,7 +201,7 @@ COLUMN_PARALLEL = {name for names in FUSED for name in names} | {"qkv_proj", "ga
 ROW_PARALLEL = {"o_proj", "down_proj", "out_proj", "w2", "fc2", "dense_4h_to_h", "c_proj"}
 
 EXPERTS = r"re:.*\.experts\."
-"""Pattern of layer names that matches all layers of experts."""
+"""Pattern of module names that matches every linear layer of an expert."""
 
 
 class Split(Enum):
@@ -237,12 +237,12 @@ class Projection:
 
     @property
     def is_expert(self) -> bool:
-        """Return whether the layer belongs to one expert of a mixture; experts have kernels of their own."""
+        """Return whether the layer belongs to one expert of a mixture of experts; experts have kernels of their own."""
         return ".experts." in self.name
 
     @property
     def fused_name(self) -> str:
-        """Name shared by all layers that serving engines load as one fused matrix."""
+        """Name shared by all layers that serving engines load as one fused matrix, such as `q_proj+k_proj+v_proj`."""
         partners = next((names for names in FUSED if self.suffix in names), (self.suffix,))
         return self.name.removesuffix(self.suffix) + "+".join(partners)
 

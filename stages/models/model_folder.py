@@ -50,7 +50,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_model_folder(facts: ModelFacts) -> list[str]:
-    """Check a model's folder and return warnings about it.
+    """Check the config, weights and tokenizer in a model folder, and return warnings about them.
 
     Raises ModelError, naming the file and what to do, unless it is complete and safe and its parts go together.
     """
@@ -317,7 +317,7 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of each token in a tokenizer's vocabulary; a Unigram model lists its tokens in order."""
+    """Return the number of each token in a tokenizer's vocabulary. A Unigram model lists its tokens in order."""
     model = tokenizer.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(found, list):

@@ -87,7 +87,10 @@ class Layout(StrictModel):
 
     @property
     def optimizer_shards(self) -> int:
-        """Number of processes that share Adam's state: `dp_shard` times `cp`, which hold the same weights."""
+        """Number of processes that share Adam's state: `dp_shard` × `cp`.
+
+        Context-parallel processes hold the same weights.
+        """
         return self.dp_shard * self.cp
 
     @property

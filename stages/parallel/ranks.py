@@ -31,7 +31,7 @@ A death must be seen within 10 s, also where others wait for the dead process.
 
 @dataclass
 class Stopping:
-    """Flag that a signal sets to ask this program to end."""
+    """Flag by which a signal, such as SIGTERM, asks this launcher to end."""
 
     asked: bool = False
 
@@ -92,7 +92,7 @@ def _start(options: argparse.Namespace, local_rank: int, rendezvous: int | None)
 
 
 def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping) -> int | None:
-    """Wait for the processes; return the rank that failed first.
+    """Wait for the stage's processes; return the rank of the process that failed first, or None.
 
     None when all succeeded, or this program was asked to end.
     """

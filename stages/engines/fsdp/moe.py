@@ -10,7 +10,7 @@ from stages.core.errors import ModelError
 from stages.engines.settings import MoeSettings
 
 NAMES = ("gate", "router")
-"""Attribute names under which Transformers stores the router beside the module `experts`."""
+"""Attribute names under which Transformers' mixture-of-experts layers store the router, next to `experts`."""
 
 
 def routers_of(causal_lm: nn.Module) -> list[nn.Module]:

@@ -93,7 +93,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
                 self.state[parameter][moment] = state_dict["state"][key][moment]
 
     def _count_step(self, parameter: nn.Parameter) -> int:
-        """Count a parameter's step and return the count; before the first, create the parameter's moments."""
+        """Increase a parameter's step count and return the count. The first step creates the parameter's moments."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 from stages.engines.weight_slices import WeightFiles
 
 RowsOf = Callable[[str], slice | None]
-"""Function that returns which rows to read of the weight with a given name; None for none."""
+"""Function that takes a weight's name and returns the rows to read of that weight; None means no rows."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class ModelFiles:
     def _converted(
         self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights that Transformers' converter makes.
+        """Yield the weights that Transformers' converter makes of several tensors in the files.
 
         Of stacked experts only the wanted ones are read, of other weights all.
         """

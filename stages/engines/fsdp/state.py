@@ -37,7 +37,7 @@ class TrainingState:
         self._group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy weights and optimizer state to host memory and write them in a thread.
+        """Copy weights and optimizer state to host memory and write them to a checkpoint in a thread.
 
         The future is done when all processes have written.
         """
@@ -48,7 +48,7 @@ class TrainingState:
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state from a checkpoint; each process reads its shards.
+        """Restore weights and optimizer state from a checkpoint; each process reads only its own shards.
 
         Either engine may have saved it.
         Raises ModelError when it is another model's.

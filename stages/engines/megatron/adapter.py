@@ -157,8 +157,9 @@ def seed_dropout(adapter: PeftAdapter) -> None:
 
 
 def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add the adapter to a Megatron module. weight: name of the adapted parameter in it.
+    """Add LoRA factors to the Megatron module that holds an adapted weight.
 
+    weight: name of the adapted parameter in the module.
     part: this process's share of that parameter.
     """
     names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
@@ -172,7 +173,7 @@ def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, mod
 
 
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add LoRA factors to a linear layer. part: this process's share of the layer's weight.
+    """Add LoRA factors to a linear Megatron layer. part: this process's share of the layer's weight.
 
     names: the Transformers layers that Megatron joins in it.
     """

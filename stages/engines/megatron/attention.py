@@ -142,7 +142,7 @@ def transformer_engine_attention() -> type[nn.Module]:
             attention_bias: None = None,
             packed_seq_params: PackedTokens | None = None,
         ) -> Tensor:
-            """Return attention over packed documents, with the shapes of `LocalAttention.forward`."""
+            """Return attention over packed documents, [tokens, 1, heads × head width]."""
             assert packed_seq_params is not None and packed_seq_params.documents is not None
             query, key = rotate(query, key, packed_seq_params)
             documents = packed_seq_params.documents

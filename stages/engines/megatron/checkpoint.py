@@ -46,7 +46,7 @@ class MegatronState:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy the training state to host memory and write it in a thread. Collective.
+        """Copy the training state to host memory and write it to a checkpoint in a thread. Collective.
 
         The future is done when all processes have written.
         """
@@ -58,7 +58,7 @@ class MegatronState:
         return self._writer.submit(self._write, folder, dict(tensors))
 
     def load(self, folder: Path) -> None:
-        """Load this process's parts of a checkpoint that either engine wrote under any layout. Collective.
+        """Load this process's share of a checkpoint, which either engine may have written under any layout. Collective.
 
         Raises ModelError when the checkpoint is of another model. With overlapped gathering, parameters must be
         gathered afterwards.
@@ -127,7 +127,7 @@ def _identity(shard: Shard) -> Identity:
 
 
 def _in_place(tensor: Tensor, block: Block) -> Tensor:
-    """Return a view of the elements of one block (rectangle) of a weight, in the flattened tensor that holds it."""
+    """Return one block (rectangle) of a weight as a view of the flattened tensor that holds it."""
     flat = tensor.detach().view(-1)[block.start :]
     return flat[: torch.Size(block.shape).numel()].view(block.shape)
 

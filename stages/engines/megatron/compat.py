@@ -54,7 +54,7 @@ PATCHED_PACKAGES = (
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Process groups created so far, by their ranks, for each world group; groups of equal ranks are created once."""
+"""Process groups created so far, by their ranks, for each world group, so that equal groups are created only once."""
 
 
 def prepare_megatron() -> None:

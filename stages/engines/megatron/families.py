@@ -39,7 +39,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Mapping of a Megatron parameter, the same in every layer or expert, to Hugging Face weights."""
+    """Rule that maps a Megatron parameter of any layer or expert to the Hugging Face weights that it is made of."""
 
     parameter: str
     """Regular expression of the Megatron parameter's name; a capture group holds the expert's index on its process."""
@@ -48,7 +48,7 @@ class Rule:
     from 0."""
     cut: Cut
     layer: str = ""
-    """PEFT's name of the adapted layer; default: the names of its weights, without `.weight`."""
+    """PEFT's name of the adapted layer; by default the names of the parameter's weights without `.weight`."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -124,7 +124,10 @@ MAPPINGS: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """Return the mapping of weights for a `model_type`, LoRA factors included. Raises ModelError for an unknown one."""
+    """Return the rules that map a model family's weights to Megatron, LoRA included.
+
+    Raises ModelError for an unknown `model_type`.
+    """
     check_family(family)
     rules = MAPPINGS[family]
     return (*rules, *(factor for rule in rules for factor in _factors(rule)))
@@ -141,7 +144,7 @@ def expert_layer(layer: str, expert: int | str) -> str:
 
 
 def _factors(rule: Rule) -> Iterator[Rule]:
-    """Yield the mapping of LoRA factors on a layer: B is cut like the rows of the layer's weight, A like its columns.
+    """Yield the mapping rules of LoRA factors on a layer: B is cut like rows of the layer's weight, A like its columns.
 
     A fused layer has factors for each of the layers that it joins.
     """

@@ -21,7 +21,7 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
 MAX_UNUSED_POSITIONS = 2**20
-"""Value of Megatron's maximum number of positions; it limits nothing, since rotary angles come from outside."""
+"""Value for Megatron's maximum number of positions. It limits nothing, since rotary angles are passed in."""
 
 
 def build_model_chunks(

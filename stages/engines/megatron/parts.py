@@ -56,7 +56,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a parameter that a process holds: number `index` of `count` equal parts by tensor parallelism."""
+    """Part of a Megatron parameter on one process: number `index` of `count` equal parts by tensor parallelism."""
 
     key: Key
     rule: Rule
@@ -70,11 +70,11 @@ class Part:
     there."""
 
     def weight_names(self) -> list[str]:
-        """Return the names of the Hugging Face weights that make up the parameter."""
+        """Return the names of the Hugging Face weights that make up this part's Megatron parameter."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
     def layer_names(self) -> list[str]:
-        """Return PEFT's names of the layers that make up the parameter."""
+        """Return PEFT's names of the layers that make up this part's Megatron parameter."""
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
@@ -106,7 +106,7 @@ class Part:
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
     def weight_shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Return the whole shape of each Hugging Face weight that makes up the parameter, by name."""
+        """Return the whole shape of each Hugging Face weight that makes up the Megatron parameter, by weight name."""
         rows, *columns = self.shape
         match self.rule.cut:
             case Cut.WHOLE:

@@ -30,7 +30,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 second argument has the positions, [1, tokens]."""
 
 FP8_ROWS = 16
-"""Number that must divide the rows of an operand of matrix products in 8 bits."""
+"""Number by which the rows of an operand must be divisible in matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
 """Function that computes values of each token, such as log-probabilities, from logits split over ranks. The result,

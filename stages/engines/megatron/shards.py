@@ -48,7 +48,7 @@ class Shard:
     start: int
     """Index of the shard's first element in the flattened parameter part."""
     master: Tensor
-    """Master weights of the shard, fp32, of any shape with as many elements as the range."""
+    """Fp32 master weights of the shard, in any shape with as many elements as the shard."""
     optimizer: torch.optim.Optimizer
 
     @property

@@ -10,7 +10,7 @@ INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
 
 class FsdpRules(EngineRules):
-    """Rules of the engine that trains Transformers' own model with PyTorch's FSDP2."""
+    """Rules about the FSDP2 engine, which trains Transformers' own model code."""
 
     name = "fsdp"
     factors = ("dp_replicate", "dp_shard")

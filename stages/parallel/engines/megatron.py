@@ -28,7 +28,7 @@ USUAL_LIMITS: dict[str, tuple[int, str]] = {
 
 
 class MegatronRules(EngineRules):
-    """Rules of the engine on Megatron-core, which builds the model itself."""
+    """Rules about the Megatron-core engine, which builds the model itself instead of running Transformers' code."""
 
     name = "megatron"
     factors = ("dp_replicate", "dp_shard", "tp", "pp", "cp")

@@ -26,7 +26,7 @@ class EngineRules:
     lacks: ClassVar[Mapping[Feature, str]] = {}
     """Features that the engine lacks, each with the end of an error message that may name a substitute or be empty."""
     adapter_options: ClassVar[frozenset[str] | None] = None
-    """Options of `adapter:` that the engine supports; None: all, also those added later."""
+    """Names of the `adapter:` options that the engine supports. None means all, also options added later."""
     builds_from_shape: ClassVar[bool] = False
     """True if the engine builds models itself, of known families only; False if it runs Transformers' code."""
 
@@ -53,11 +53,11 @@ class EngineRules:
         return None
 
     def environment(self, torch_type: str, layout: Layout) -> Mapping[str, str]:
-        """Return environment variables that the layout needs before the process first uses a device of this kind."""
+        """Return the environment variables that a parallel layout needs before a process first uses its device."""
         return {}
 
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-        """Yield errors of a layout that do not depend on the model: degrees that do not fit the engine or the batch."""
+        """Yield errors of a parallel layout for any model: degrees that do not fit the engine or the batch."""
         yield from ()
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
