@@ -14,7 +14,7 @@ LARGE_FILE_BYTES = 10_000
 
 @dataclass
 class Repository:
-    """A repository of the stand-in for a model hub: its branches and tags, and the files of each commit."""
+    """Repository of the stand-in for a model hub: its branches and tags, and the files of each commit."""
 
     refs: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Repository:
     gated: bool = False
     private: bool = False
     objects: dict[str, bytes] = field(default_factory=dict)
-    """Uploaded LFS files by sha256, whether a commit refers to them or not."""
+    """Large files uploaded to the stand-in hub, by sha256, whether a commit refers to them or not."""
     listed_sizes: dict[str, int] = field(default_factory=dict)
     """Wrong file sizes, by path, that the stand-in hub lists instead of the true ones."""
 

@@ -24,7 +24,7 @@ RECORD = Path(__file__).with_name("matrix.json")
 
 @dataclass(frozen=True)
 class Capability:
-    """A capability of the project, shown as a row of the support matrix."""
+    """Capability of the project, shown as a row of the README's support matrix."""
 
     name: str
     cpu: tuple[str, ...]
@@ -178,7 +178,7 @@ class Run:
 
 
 def main() -> None:
-    """Record a test run, given as pytest's JUnit report, in the support matrix of the README."""
+    """Record a test run, given as pytest's JUnit report, in the README's support matrix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "report",
@@ -233,7 +233,7 @@ OUTCOMES = ("passed", "skipped", "failed")
 
 
 def _summed(lines: Sequence[str]) -> dict[str, Counter[str]]:
-    """Add up recorded test outcomes by file; a file that was merged from two occurs twice in the record."""
+    """Add up recorded test outcomes by file. A test file that was merged from two occurs twice in the record."""
     outcomes: dict[str, Counter[str]] = {}
     for name, *numbers in map(json.loads, lines):
         outcomes.setdefault(name, Counter()).update(dict(zip(OUTCOMES, numbers, strict=True)))

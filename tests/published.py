@@ -84,7 +84,7 @@ class Publishing:
         return self.stages["publish"]
 
     def publish(self, **fields: Any) -> StageResult:
-        """Run the publish stage; `fields` replace fields of its config in the recipe."""
+        """Run the publish stage in the test's store; `fields` replace fields of the stage's config."""
         config = PublishConfig.model_validate({**self.tree["publish"], **fields})
         self.work.mkdir(exist_ok=True)
         inputs = {name: self.built[name].artifact for name in self.planned.ancestors}

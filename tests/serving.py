@@ -89,7 +89,10 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
 
 
 def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, Path], **more: Any) -> Path:
-    """Write the work folder of a stage named like its kind; intermediate results in an existing folder are kept."""
+    """Make the work folder of a stage for tests; intermediate results in an existing folder are kept.
+
+    The stage is named like its kind.
+    """
     work.mkdir(exist_ok=True)
     stage_input = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
     stage_input |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}

@@ -70,7 +70,7 @@ def measure(folder: Path, tokenizer_folder: Path, num_rows: int) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Return the peak memory of this process so far."""
+    """Return the peak memory of this process so far in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -46,7 +46,7 @@ SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads
 WARMUP_STEPS = 2
 STEPS = 5
 NUM_KERNELS = 12
-"""Number of kernels reported of a profiled training step, the slowest ones."""
+"""Number of the slowest kernels that the profile of a training step reports."""
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:

@@ -152,7 +152,7 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Print the planner's step time errors for runs known when its constants were fitted, and for runs kept back.
+    """Print the planner's step time errors for runs known when its constants were fitted, and for held-out runs.
 
     Runs whose training program is described and others are printed apart.
     """

@@ -23,7 +23,7 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "Grattafiori": "Llama 3 405B",
 }
-"""Short names of the publications of training runs, by a text that the column `source` contains."""
+"""Short names of the publications that training runs come from, by a text that occurs in the column `source`."""
 FIRST_BF16_DAY = "02-28"
 """Date (month-day) of BLOOM's first bf16 run; bf16 runs also accumulate gradients in fp32, 4 more bytes a parameter."""
 CONTRADICTION = 1.25
@@ -88,7 +88,7 @@ class Measured:
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
-        """Return the peak memory in GiB that the planner predicts, counting only what the published figure counts."""
+        """Return the peak memory in GiB predicted for this run, counting only what its published figure counts."""
         run = _with(self.run, efficiency)
         note = run.cells.get("note", "")
         if ALLOCATED not in note and RESERVED not in note:
@@ -187,7 +187,7 @@ def _step_time_s(run: PublishedRun) -> float | None:
 
 
 def _megatron_flops(run: PublishedRun) -> float:
-    """Return the FLOPs of a training step, recomputation included.
+    """Return the FLOPs of a published run's training step, recomputation included.
 
     Formula: 96 B s l h² (1 + s / 6h + V / 16lh), Narayanan et al. 2021, equation 3.
     """

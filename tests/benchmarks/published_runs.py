@@ -318,7 +318,7 @@ def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Har
 
 
 def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hardware, dp: int) -> int:
-    """Return the number of processes over which the optimizer state (FSDP: everything) is sharded.
+    """Return the number of processes over which a run shards its optimizer state (FSDP: weights and gradients, too).
 
     Under HSDP, these are a node's. Modern Megatron is assumed to shard unless the row denies it.
     """

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Return the tokens/s per core of two processes that train together, divided by those of one process, twice.
+    """Return two ratios of tokens/s per core: of two processes that train together to those of one process.
 
     The first ratio divides by one process that trains alone, the second by one while another, independent one trains
     beside it.

@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages.values())
 
     def bytes_at_peak(self) -> dict[str, int]:
-        """Return the bytes of each class of tensors at the moment when most memory was in use."""
+        """Return the bytes of each class of tensors, such as "optimizer", at the moment when most memory was in use."""
         classes: Counter[str] = Counter()
         for one in self.at_peak:
             classes[one.label] += one.num_bytes

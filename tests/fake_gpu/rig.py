@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """Memory, collectives and kernels of the last training step of a case, on one rank."""
+    """Record of a case's last training step on fake GPUs: memory, collectives and kernels of one rank."""
 
     shape: ModelShape
     layout: Layout

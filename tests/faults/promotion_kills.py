@@ -28,7 +28,7 @@ from tests.promotion import NAME, commit, offer
 LATEST = 1.5
 """Time of the latest kill as a multiple of a promotion's normal duration; it comes after the promotion's end."""
 Standing = tuple[str | None, str | None]
-"""Version numbers of the champion and of the previous champion in the registry; None where there is none."""
+"""Type of the version numbers of champion and previous champion; None where the registry has none."""
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:

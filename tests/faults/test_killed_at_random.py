@@ -139,7 +139,7 @@ def made(home: Home, said: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def living(home: Home, refresh: subprocess.Popen[str]) -> dict[str, list[int]]:
-    """Return the ids of the refresh's living processes by kind. A server counts as the leader of its process group."""
+    """Return the ids of the refresh's living processes by kind. A server's id is that of its process group's leader."""
     found: dict[str, list[int]] = {}
     store = str(home.folder / "store")
     for pid, (parent, _) in living_processes().items():

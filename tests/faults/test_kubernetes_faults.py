@@ -1,4 +1,4 @@
-"""Stages that run as Kubernetes Jobs survive faults and report errors.
+"""Stages that run as Kubernetes Jobs survive evicted pods, and report deleted Jobs and Kubernetes' refusals.
 
 A stand-in for the API server runs pods as processes on this machine.
 """

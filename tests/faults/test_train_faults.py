@@ -1,4 +1,4 @@
-"""Training that is killed resumes at its last checkpoint, and impossible training fails before anything slow."""
+"""Training that is killed resumes at its last checkpoint, and training that cannot work fails before slow steps."""
 
 from __future__ import annotations
 

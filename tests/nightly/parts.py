@@ -95,7 +95,7 @@ def passes(part: Part, commit: str) -> bool:
 
 
 def stamps() -> dict[str, dict[str, object]]:
-    """Return date and commit on which each nightly part last passed, by the part's name."""
+    """Return the date and the commit at which each part of the nightly tests last passed, by the part's name."""
     return json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
 
 
@@ -130,7 +130,7 @@ def write_page() -> None:
 
 
 def checked_out() -> str:
-    """Return the tested commit: the checked-out one, and whether files differ from it."""
+    """Return the tested commit: the checked-out one, with a mark if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()

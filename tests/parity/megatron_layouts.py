@@ -68,7 +68,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of one test case: its largest difference to plain Transformers in each quantity of `LIMITS`."""
+    """Result of one test case: the largest difference to plain Transformers in losses, gradients, weights and so on."""
 
     case: Case
     differences: dict[str, float]
@@ -278,7 +278,7 @@ def named(model: Any) -> list[tuple[str, Any]]:
 
 
 def file_names(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a model's weights under the names in its files, where each expert has its own."""
+    """Return a model's weights under the names in its files, in which each expert has weights of its own."""
     return {name: value.clone() for name, value in revert_weight_conversion(model, values).items()}
 
 

@@ -54,7 +54,7 @@ class Result:
     evaluation_loss: float
     """Loss on the first global batch after all training steps."""
     continued_loss: float
-    """Loss on the first global batch of a new engine that starts from the adapter that this one exported, if any."""
+    """Loss on the first global batch of a new engine that starts from the exported adapter, if SFT trained one."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 

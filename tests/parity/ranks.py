@@ -48,7 +48,7 @@ class Ranks:
         return descendants(self.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
-        """Run a program's `main()` in this number of ranks to its end.
+        """Run a test program's `main()` to its end in this number of ranks (processes).
 
         Raises RuntimeError with the end of their output if one fails.
         """
@@ -58,7 +58,7 @@ class Ranks:
             raise RuntimeError(f"{program}: {answer}: {log.read_text()[-6000:]}")
 
     def start(self, program: str, processes: int, *arguments: object, log: Path) -> Callable[[], int | None]:
-        """Start a program's ranks, and return a function that waits for their exit code (None: their parent died)."""
+        """Start a test program's ranks; return a function that waits for their exit code (None: their parent died)."""
         assert self._parent.stdin
         while self._unanswered:  # requests of tests that failed before they waited
             self._answer()
@@ -76,7 +76,7 @@ class Ranks:
 
 @contextmanager
 def started_ranks(**more_environment: str) -> Iterator[Ranks]:
-    """Start a parent process from which ranks are forked; it imports a program at the first request for it."""
+    """Start a parent process from which ranks are forked; it imports each test program at the first request."""
     # Packages and libraries may lie where only these say, as on a machine that `make gpu-kit` was carried to.
     inherited = {name: os.environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
     packages = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])

@@ -144,7 +144,7 @@ def round_base(model, precision):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
-    """Provide the output folder of adapters trained under all layouts, and model and adapter of each case."""
+    """Provide the output folder of adapters trained under all layouts, and each case's model and adapter."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}

@@ -114,7 +114,7 @@ def test_checkpoints_of_adapters_hold_nothing_of_the_base(losses):
 
 
 def test_what_dropout_drops_changes_what_is_learned(losses):
-    """LoRA dropout changes the losses, and drops the same on both ranks.
+    """LoRA dropout changes what is learned, and drops the same activations on both ranks.
 
     Copies of A that drift apart would fail `test_a_resumed_run…`.
     """

@@ -63,7 +63,7 @@ planner count the bytes of each base model and of experts' adapters exactly."""
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Provide a function that writes a model of an architecture, once, and returns its folder."""
+    """Provide a function that returns the folder of a model of an architecture, written at the first call."""
 
     @cache
     def make(family):

@@ -252,7 +252,7 @@ def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, ar
 
 @pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
 def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(precision, apart, artifacts, tmp_path):
-    """An adapter trained on a quantized base is merged into the unquantized base model.
+    """An adapter trained on a quantized base model is merged into the unquantized base model.
 
     Recorded predictions are those of the quantized base, so the merged model differs by the rounding and no more.
     """
@@ -351,7 +351,7 @@ def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, a
 
 
 def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifacts, half, tmp_path):
-    """A trained adapter whose merge changes no bf16 weight is stored but rejected, though its B is not 0."""
+    """A trained adapter whose merge changes no bf16 weight is stored but rejected, although its LoRA B is not 0."""
     work, config = tmp_path / "dpo-0123456789ab", dpo_config(learning_rate=1e-12, layout={"micro_batch_size": 2})
     make_context(work, {**artifacts, "sft": half}, config)
     run_to_end(work, config)

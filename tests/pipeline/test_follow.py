@@ -1,4 +1,4 @@
-"""A champion served by the real vLLM is replaced by its challenger under load; no request fails or waits for both."""
+"""A champion served by the real vLLM is replaced by its challenger under load, without a failed request."""
 
 import json
 import os
@@ -262,7 +262,7 @@ def lose(made: Registration, folder: Path) -> None:
 
 
 def expected_answer(made: Registration) -> str:
-    """Return the answer that an adapter must give to the question, computed with PEFT."""
+    """Return the answer that an adapter must give to the test's question, computed with PEFT."""
     store = Store(store_root())
     base, adapter = (store.find(*key.split("/")).folder for key in (made.base, made.model))
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

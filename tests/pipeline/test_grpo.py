@@ -289,7 +289,7 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
 def test_a_server_that_keeps_its_weights_is_an_error(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPO fails if the server keeps its old weights.
+    """GRPO fails if its vLLM server goes on with its old weights after a training step.
 
     vLLM on a CPU does so with a tied head that is not written out; the check of new weights must notice.
     """

@@ -116,7 +116,7 @@ def served_teacher(with_teacher, tmp_path_factory):
 
 
 def test_a_served_teacher_says_what_the_model_says(with_teacher, served_teacher, tmp_path):
-    """Two processes that ask a served teacher learn the same as one process with a local teacher."""
+    """Distillation from a served teacher on two processes learns the same as from a local teacher on one process."""
     config = make_config("distill", steps=8, data=TEXTS, teacher="teacher", distill={"loss_top_k": 8})
     alone = make_context(tmp_path / "model" / "work", with_teacher, config)
     run(config, alone)

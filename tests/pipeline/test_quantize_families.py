@@ -32,7 +32,7 @@ EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Provide a function that makes a tiny model of an architecture, once, and returns its folder."""
+    """Provide a function that returns the folder of a tiny model of an architecture, made at the first call."""
     root, made = tmp_path_factory.mktemp("families"), set()
 
     def folder(family):

@@ -1,4 +1,4 @@
-"""Adapters that one real vLLM serves with their base model answer, each by its name, as with PEFT.
+"""Adapters that one real vLLM serves with their base model, each under its own name, give the answers of PEFT.
 
 Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
 here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
@@ -97,7 +97,7 @@ def record_tool_prompt(artifact: Path, folder: Path) -> None:
 
 
 def adopt(folder: Path, base: Path, work: Path) -> None:
-    """Import an adapter that was trained outside, as a download stage does, into an artifact folder."""
+    """Import an adapter that was trained elsewhere into the work folder of a download stage."""
     config = DownloadConfig(kind="download", adapter=f"file://{folder}", base="sft")
     work.mkdir()
     run_download(

@@ -1,4 +1,4 @@
-"""Stand-in for train and evaluate stages in the simulated year of nightly refreshes, which takes milliseconds.
+"""Stand-in for train and evaluate stages in the simulated year of nightly refreshes; each takes milliseconds.
 
 python -m stages WORK_FOLDER, with PYTHONPATH here
 """
