@@ -43,7 +43,7 @@ def num_devices(config: StageConfig) -> int:
 
 
 def own_gpus(config: StageConfig) -> list[int]:
-    """Return the indices of this machine's GPUs to which `on_devices` limited a stage; empty if it did not."""
+    """Return the indices of the GPUs to which a stage is limited by `CUDA_VISIBLE_DEVICES`; empty without a limit."""
     named = config.execution.environment.get("CUDA_VISIBLE_DEVICES", "") if gpus() else ""
     return [int(number) for number in named.split(",") if number.isdecimal()]
 

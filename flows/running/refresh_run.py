@@ -227,7 +227,7 @@ class RefreshRun:
             held.release()
 
     def measure(self, layout: int, round_number: int, devices: Sequence[int]) -> None:
-        """Run the compared stage under one layout for one round, unless an earlier round of that layout failed.
+        """Run one trial of a layout comparison, unless an earlier round of the same layout failed.
 
         Raises what is not the layout's fault, RefreshStoppedError when `stop` is set.
         """

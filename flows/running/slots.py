@@ -52,7 +52,7 @@ class Slots:
         return HeldSlots(held)
 
     def num_free(self) -> int:
-        """Return how many slots are free now."""
+        """Return how many slots of this machine are free now."""
         if not self.folder.exists():
             return self.count
         free = HeldSlots(self._free_slots(self.count, taken=()))

@@ -156,7 +156,7 @@ class Tail:
         return rows
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
+        """Close the JSON-lines file; a later read opens it again."""
         if self._stream:
             self._stream.close()
             self._stream = None

@@ -72,7 +72,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Shipper:
-    """Copier of one refresh's ledger and metrics to MLflow."""
+    """Copier of one refresh's ledger (event log) and metrics to MLflow."""
 
     def __init__(self, ledger: Ledger, client: MlflowClient):
         self.ledger = ledger

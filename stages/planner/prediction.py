@@ -28,7 +28,7 @@ def predicted_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def check_memory(request: SearchRequest, candidate: Candidate, available_gib: float) -> None:
-    """Raise LayoutError if a layout lacks memory even at 10% less than predicted.
+    """Raise LayoutError if a layout does not fit in memory even when it needs 10% less than predicted.
 
     The message names a layout that fits.
     """

@@ -87,7 +87,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the plain attributes of a layer's modules, except its index; kinds of layers are told apart by them."""
+    """Return the plain attributes of a layer's modules, except its index, by which kinds of layers differ."""
     return [
         (prefix, name, value)
         for prefix, module in layer.named_modules()

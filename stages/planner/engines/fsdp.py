@@ -18,7 +18,7 @@ from stages.planner.workload import Software
 
 
 class FsdpCosts(EngineCosts):
-    """Costs of PyTorch's FSDP2 around Transformers' layers, whose norms are chains of unfused operations."""
+    """Memory and time costs of PyTorch's FSDP2 around Transformers' layers, whose norms are unfused operations."""
 
     name = "fsdp"
     software = Software(fused_elementwise=False, fragments_states=True, casts_at_products=True)

@@ -22,7 +22,7 @@ INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
 
 
 class MegatronCosts(EngineCosts):
-    """Costs of Megatron-core's own layers and its distributed optimizer."""
+    """Memory and time costs of Megatron-core's own layers and its distributed optimizer."""
 
     name = "megatron"
     software = Software(chunked_logits=False, gathers_gradients=False)
