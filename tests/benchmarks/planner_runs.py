@@ -84,7 +84,7 @@ class Measured:
         return self.table != "bridge" or self.run.workload.precision != "fp4"
 
     def predicted_s(self, efficiency: Efficiency | None = None) -> float:
-        """Return the step time in seconds that the planner predicts, with the given constants or the built-in ones."""
+        """Return the step time in seconds predicted for this run, with the given or the built-in planner constants."""
         return predicted_step_time_s(_with(self.run, efficiency))
 
     def predicted_gib(self, efficiency: Efficiency | None = None) -> float:
