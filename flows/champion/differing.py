@@ -110,7 +110,7 @@ def compare(old: Side, new: Side, kept: Path) -> Differences:
 
 
 def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
-    """Return the pairs of corresponding artifacts, the artifacts only in the old side, and those only in the new side.
+    """Return pairs of corresponding artifacts, then the artifacts that only the old or only the new side has.
 
     Artifacts correspond if they are the two roots, have the same version or stage name, or are the only ones of a kind.
     """

@@ -117,7 +117,7 @@ def unload_adapter(former: Serving) -> None:
 
 
 def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
-    """Wait for the last answer of a version that gets no new requests; then end its engine, or unload it.
+    """Wait for the last answer of a version that gets no new requests; then end its engine, or unload its adapter.
 
     is_shared: whether its engine goes on with another version.
     is_over: set when nothing is served any more.
@@ -180,7 +180,7 @@ def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:
 
 
 def naming_of(version: RegisteredVersion) -> Naming:
-    """Return an adapter's name in clients' requests, and its name with the version, as in `adder@3`, on its server."""
+    """Return the two names of an adapter version: the one that clients request, and the server's, such as `adder@3`."""
     return Naming(public=version.name, inside=f"{version.name}@{version.number}")
 
 

@@ -116,7 +116,7 @@ def compare(
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Hardware file to write; default: the one that predictions on this machine read.",
+    help="Hardware file for the fitted constants; default: the file that predictions on this machine read.",
 )
 @click.option(
     "--measured",

@@ -156,8 +156,8 @@ def data(
 @click.option(
     "--tokens",
     type=float,
-    help="Number of tokens in the whole training, which gives its duration; default: the recipe's, if it sets the "
-    "steps.",
+    help="Number of tokens in the whole training, to predict its duration; default: from the recipe, if it sets the "
+    "number of steps.",
 )
 @click.option(
     "--engine", type=click.Choice(["fsdp", "megatron"]), help="Training engine; default: both engines are searched."

@@ -20,7 +20,7 @@ def connect(folder: JobFolder, order: JobOrder) -> Jobs:
 
 
 def way_in() -> str | None:
-    """Return the Kubernetes credentials that jobs are created with, as text; None where this machine has none."""
+    """Return a text for `lifecycle doctor` that names the Kubernetes credentials; None where there are none."""
     config = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     files = [SERVICE_ACCOUNT, *map(Path, config.split(os.pathsep))]
     return next((f"jobs are created with {file}" for file in files if file.is_file()), None)

@@ -92,7 +92,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
 
 
 def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
-    """Return the processes' environment, with the node's number of threads and its network interface added."""
+    """Return the environment of the stage's processes, with this node's number of threads and network interface."""
     known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):
         known |= local.ON_LOOPBACK

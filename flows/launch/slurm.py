@@ -233,7 +233,7 @@ def _run(program: str, *arguments: str) -> str:
 
 
 def way_in() -> str | None:
-    """Return which command submits jobs, as text; None where this machine has no Slurm."""
+    """Return a text for `lifecycle doctor` that names the command which submits jobs; None without Slurm."""
     return (program := shutil.which("sbatch")) and f"jobs are submitted with {program}"
 
 

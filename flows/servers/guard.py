@@ -1,4 +1,4 @@
-"""Access control for the local Prefect and MLflow servers: it refuses foreign host names, origins, and lacking keys.
+"""Access control for the local servers: it refuses requests with a foreign host name or origin, or without the key.
 
 A web page that somebody has open in a browser can send requests to the loopback interface, too. They carry the page's
 `Origin`; a page whose own name resolves to 127.0.0.1 (DNS rebinding) sends that name as `Host`.

@@ -95,7 +95,7 @@ class Holder:
     machine: str
 
     def note(self, lock: int) -> None:
-        """Write the supervisor's process and socket address to the lock file, which it must hold."""
+        """Write the supervisor's process id and socket address to the lock file; the supervisor must hold the lock."""
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(asdict(self)).encode(), 0)
 

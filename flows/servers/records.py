@@ -97,7 +97,7 @@ def address_of(name: str) -> str | None:
 
 
 def host_of(record: ServerRecord) -> str | None:
-    """Return the host of a server that runs elsewhere; None for one of this host, or without a recent sign of life."""
+    """Return the other host on which a server runs; None when the server runs on this host, or counts as dead."""
     if record.process.standing() != "foreign" or is_silent(record.process, _heartbeat_file(), _file()):
         return None
     return record.process.host or "another host"

@@ -207,7 +207,7 @@ def _trigger(occasions: Sequence[str]) -> EventTrigger:
 
 
 def _events(occasion: str) -> set[str]:
-    """Return the names of Prefect's events for an occasion, one for each state that it stands for."""
+    """Return the names of Prefect's events for a notification occasion such as `failed`, one for each Prefect state."""
     return {f"prefect.flow-run.{name}" for name in STATES[occasion]}
 
 

@@ -1,4 +1,4 @@
-"""Reaper of refreshes that died, or whose end Prefect missed: it records their end here and in Prefect.
+"""Reaper of refreshes that died, or whose end Prefect missed: it records their end in event logs and in Prefect.
 
 A process of this machine is identified by number and start time, so this needs no heartbeat and no patience with a busy
 machine.
@@ -68,7 +68,7 @@ class Reaper:
         self._announced_ends: set[UUID] = set()
 
     def reap(self) -> list[str]:
-        """Set the end of dead and ended refreshes in Prefect, and record the dead ones as failed; return their ids.
+        """Set the final state of dead or ended refreshes in Prefect; record dead ones as failed and return their ids.
 
         Raises when Prefect is away. Prefect is updated first: a refresh is closed here only once that was done.
         """
