@@ -29,8 +29,8 @@ FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
 """Number of folder levels between a top folder of the cache and its entries, where another program chose it. It is 1 in
 all other top folders.
 
-In the room of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); EvalScope's entries are
-one together.
+In the folder of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); all that EvalScope
+keeps in its folder is one entry.
 """
 
 

@@ -70,7 +70,7 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
-"""Seconds between progress lines in a stage's log."""
+"""Seconds between lines about a stage's progress in its log."""
 FINDING = "finding"
 """Tag of an artifact that its own stage found to be unusable; its value is `ERROR_CLASS: MESSAGE`."""
 
@@ -178,11 +178,11 @@ class StageConfig(StrictModel, ABC):
     """Relation of the stage's model to the model that it was made from, for model cards; None if there is no such
     relation."""
     LEARNS: ClassVar[bool] = False
-    """True if the stage trains a model on the datasets that its config refers to."""
+    """True if this kind of stage trains a model on the datasets that its config refers to."""
     SPANS_NODES: ClassVar[bool] = False
-    """True if the stage's processes can run on several nodes."""
+    """True if this kind of stage can run its processes on several nodes."""
     WAITS_FOR_GPUS: ClassVar[bool] = True
-    """False if the stage needs no GPU and may start while all GPUs are in use."""
+    """False if this kind of stage needs no GPU and may start while all GPUs are in use."""
     GPU_FOR_EACH_PROCESS: ClassVar[bool] = False
     """True if each process of the stage uses a GPU of its own, however many device slots the stage holds."""
 
@@ -197,7 +197,7 @@ class StageConfig(StrictModel, ABC):
 
     @property
     def own_chat_template(self) -> Path | None:
-        """Chat template that the stage gives to its model; None if the model keeps its input model's."""
+        """Chat template that the stage gives to the model it makes; None if the model keeps its input model's."""
         return None
 
     @property
@@ -252,7 +252,7 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield errors that only reading files shows, such as task files, when a refresh is planned: `FIELD: PROBLEM`.
+        """Yield errors that only reading files shows, such as tasks of an evaluation, as `FIELD: PROBLEM`.
 
         For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
         """
@@ -442,7 +442,7 @@ def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
 class StageFailure(StrictModel):
     """Error that ended a stage, stored in `error.json` for the process that started it."""
 
-    error: str = Field(description="Name of the error class.")
+    error: str = Field(description="Name of the class of the error that ended the stage.")
     message: str
     died: bool = Field(False, description="True if a signal that no one requested killed a process of the stage.")
 

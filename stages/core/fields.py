@@ -100,7 +100,7 @@ class AddedLater:
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every config field that has a given mark and is not None, at any depth.
+    """Yield the dotted path and value of every config field annotated with a given mark, unless None, at any depth.
 
     Each item of a tuple has a path: `evaluations.0`.
     """
@@ -153,12 +153,12 @@ def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
-    """Return the names of a config class's fields that have a given mark."""
+    """Return the names of a config class's fields that are annotated with a given mark."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """Return a config field's mark of a given class, also if it is inside `X | None`; None without such a mark."""
+    """Return a config field's mark of a given class, also inside `X | None`; None if the field has none."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:

@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
-    """Return `work(*arguments)`. Raises TimeLimitError when the call has used `cpu_s` seconds of CPU time.
+    """Call `work` and return its result. Raises TimeLimitError when the call has used `cpu_s` seconds of CPU time.
 
     Only Python's own steps are interrupted: a product of huge integers is not, and neither is a wait. The deadline of
     the asking process ends these. Takes some 2 µs, for one row of a question with many. Not to be nested.

@@ -87,7 +87,7 @@ class PromptReader:
         self._pairs: RowReader | None = None
 
     def read(self, row: object) -> Prompt:
-        """Return the prompt of a row.
+        """Return the prompt in a dataset row, with the right answer where the row has one.
 
         Raises RowError for a bad row, DataError when the format of the first row is unknown.
         """
@@ -271,7 +271,7 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
 
 
 def _ordered(messages: list[Message]) -> list[Message]:
-    """Return a conversation's messages unchanged.
+    """Check that an assistant's answer may follow a conversation, and return the messages. Raises RowError if not.
 
     Raises RowError unless the next message may be an assistant's answer.
     """

@@ -31,7 +31,7 @@ class BadRows:
         self.num_rows = 0
 
     def add(self, bad: BadRow) -> None:
-        """Count a bad row and write it to the list."""
+        """Count a row that cannot be learned from, and write it to the file of bad rows."""
         self.num_rows += 1
         if len(self._first) < NUM_NAMED:
             self._first.append(bad)

@@ -42,8 +42,8 @@ class Candidates:
     """Candidate tokens at each target position with the teacher's log-probabilities, for distillation."""
 
     tokens: torch.Tensor
-    """Token ids of the candidates, int64 [rows, sequence, k], the teacher's most likely first; arbitrary without
-    target."""
+    """Token ids of the candidates, int64 [rows, sequence, k], the teacher's most likely first; arbitrary at positions
+    without loss."""
     log_probabilities: torch.Tensor
     """Teacher's log-probabilities of the k candidate tokens: float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
@@ -107,7 +107,7 @@ class Signal:
     """Inputs of a loss, such as targets, labels and advantages; log-probabilities come from the model."""
 
     documents: Documents
-    """Borders of the documents; the same object as in `ModelInputs`."""
+    """Borders of the batch's packed documents; the same object as in `ModelInputs`."""
     targets: torch.Tensor
     """Target token at each position, int64 [rows, sequence]: the next token, or `IGNORED` where there is no loss."""
     target_weights: torch.Tensor | None = None
@@ -171,7 +171,7 @@ class Batch:
 
     @property
     def documents(self) -> Documents:
-        """Borders of the documents, the same for the model's inputs and the loss."""
+        """Borders of the batch's packed documents, the same for the model's inputs and the loss."""
         return self.signal.documents
 
     def with_signal(self, **changes: Any) -> Batch:

@@ -249,7 +249,7 @@ class DataConfig(StrictModel):
 
     @property
     def names(self) -> list[str]:
-        """Names of a mixture's datasets.
+        """Names of a mixture's datasets, for messages and file names.
 
         Each is its stage's name, followed by the split where the stage occurs twice.
         """
@@ -262,7 +262,7 @@ class DataConfig(StrictModel):
 
     @property
     def holds_out(self) -> bool:
-        """Return whether some rows are held out for evaluation."""
+        """Return whether the recipe holds out some rows of the training data for evaluation."""
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:

@@ -123,7 +123,7 @@ class PackedDataset:
 
     @property
     def longest_document(self) -> int:
-        """Number of tokens of the longest document."""
+        """Number of tokens of the longest document in the dataset."""
         starts = self._document_starts
         blocks = (
             starts[begin : begin + BLOCK_DOCUMENTS + 1] for begin in range(0, self.num_documents, BLOCK_DOCUMENTS)

@@ -250,7 +250,7 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """Return all files in a dataset's folder that are not hidden.
+    """Return all files in a dataset's folder except hidden ones.
 
     Raises DataError for a name that is not UTF-8, and for what is named like data and is no file: a link that leads
     nowhere or to a folder, a FIFO.

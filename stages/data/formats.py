@@ -497,4 +497,4 @@ COLUMN_NAMES = frozenset(
     {name for form in FORMATS.values() for name in form.columns + form.optional}
     | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone
 )
-"""Names of columns that formats read, to which the recipe's `columns` may rename others."""
+"""Names of all columns that the formats read; the recipe's `columns` may rename other columns to these names."""

@@ -66,7 +66,10 @@ class JsonList:
         self._line_start = 0  # of the line at the position; negative once that part of the text is gone
 
     def elements(self) -> Iterator[tuple[int, object]]:
-        """Yield each element with the line where it begins. Raises DataError with line and column for invalid JSON."""
+        """Yield each element of the JSON list with the line where it begins.
+
+        Raises DataError with line and column for invalid JSON.
+        """
         self._expect("[")
         if self._next_character() == "]":
             self._expect("]")

@@ -58,7 +58,7 @@ Span = tuple[int, int]
 class RowError(ValueError):
     """Raised for a bad row; the message says what was expected, and is shown after the row's place.
 
-    Its message says what was expected and is shown after the row's place: "train.jsonl:17 …".
+    Both together are one sentence: "train.jsonl:17 …".
     """
 
 

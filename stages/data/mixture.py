@@ -150,14 +150,14 @@ class MixtureOrder:
 
     @property
     def _borders(self) -> list[int]:
-        """Cumulative shares of the mixture's datasets, scaled from [0, 1] to [0, `WHEEL`]."""
+        """Cumulative shares of the mixture's datasets, scaled from [0, 1] to integers below 2**64."""
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
     """Return how many of a mixture's first `num_slots` rows come from datasets with cumulative shares up to `border`.
 
-    Each slot at position x counts ⌊x⌋ - ⌊x - border⌋: 1 if it lies below, else 0.
+    Each row at place x counts ⌊x⌋ - ⌊x - border⌋: 1 if x lies below the border, else 0.
     """
     shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
     return _floor_sum(num_slots, STRIDE, begin) - shifted

@@ -180,7 +180,7 @@ class PieceSource:
                 return
 
     def _reported(self, part: Part) -> Iterator[Row | BadRow]:
-        """Yield the rows of a file part and report progress."""
+        """Yield the rows of one part of a data file, and report progress."""
         for row in read_part(part):
             yield row
             if self._num_rows % CHUNK_ROWS == 0:

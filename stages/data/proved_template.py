@@ -89,7 +89,7 @@ class ProvedTemplate:
         return self._documents(conversation, together=together)
 
     def text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the whole conversation as one rendered text.
+        """Return a whole conversation, rendered by the chat template as one text.
 
         Raises RowError when the template refuses the messages.
         """

@@ -129,7 +129,7 @@ class SeenRows:
                 yield f"{count} of {len(digests)} rows hold {sentence}: {place}"
 
     def close(self) -> None:
-        """Delete the temporary files; the file of row digests stays with the packed rows."""
+        """Delete the temporary files of the search for repeated rows; the row digests stay with the packed rows."""
         self._swapped.unlink()
         self._numbers.unlink()
 

@@ -98,12 +98,12 @@ class ShownPortion(StrictModel):
 
     @property
     def target_fraction(self) -> float:
-        """Fraction of all tokens that carry loss."""
+        """Fraction of the tokens in the data that carry loss."""
         return self.num_target_tokens / max(1, self.num_tokens)
 
 
 class DataLook(StrictModel):
-    """Preview of a stage's data for `lifecycle data`.
+    """Preview of the training data of a stage, which `lifecycle data` shows.
 
     rows: packed rows of the first training step, or the first prompts.
     """

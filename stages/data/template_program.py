@@ -65,7 +65,7 @@ class _Templates:
     def answer(self, question: dict[str, Any]) -> Any:
         """Return the rendered texts of a request's first conversations (at least one), and the CPU seconds used.
 
-        Null for a template that is not here, and is to be given as well.
+        Return None if the template is not cached; the caller then sends the request again with its source.
 
         An answer has `texts`, each with spans and dropped thoughts, and `date`; or `row`: what is wrong with it, or
         `template`: what is wrong with every row, each as parts (`QuotingError`); or `limit`.
@@ -120,7 +120,7 @@ class _Templates:
         return None
 
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
-        """Return `work(*arguments)`. Raises _LimitError if it needs more CPU seconds or memory than allowed."""
+        """Call `work` and return its result. Raises _LimitError if it needs more CPU seconds or memory than allowed."""
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
         self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)
         self._lower(resource.RLIMIT_CPU, int(time.process_time() + cpu_s) + GRACE_CPU_S)

@@ -249,7 +249,7 @@ def read_template(path: Path) -> str:
 
 @cache
 def _program(_process: int) -> tuple[Program, threading.Lock]:
-    """Return the rendering process and its lock, started once for each process (also after a fork)."""
+    """Return this process's rendering process and its lock; a forked process starts a rendering process of its own."""
     return Program("stages.data.template_program"), threading.Lock()
 
 

@@ -381,7 +381,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return the sum of these counts and those of documents that were rendered later."""
+        """Return the counts about rendered documents, summed with those of documents rendered later."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,

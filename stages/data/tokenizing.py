@@ -79,7 +79,7 @@ RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Options that decide how rows become tokens.
+    """Options of a recipe that decide how dataset rows become tokens.
 
     reader: row reader that knows the dataset's format from its first row.
     """

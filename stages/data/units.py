@@ -139,7 +139,7 @@ class AnswerCheck:
                 )
 
     def check_tokens(self, unit: Unit) -> None:
-        """Raise RowError for a token id outside the model's vocabulary."""
+        """Raise RowError if a document or pair has a token id outside the model's vocabulary."""
         largest = max(int(document.ids.max(initial=0)) for document in unit.documents)
         if self._vocabulary_size is not None and largest >= self._vocabulary_size:
             raise RowError(

@@ -48,7 +48,10 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """Return the answer to a question. Raises the error that occurred, or TransientError when the time is over."""
+        """Return the answer to a question that was asked.
+
+        Raises the error that occurred, or TransientError after the time limit.
+        """
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return self._asked[name].result(left_s)

@@ -80,7 +80,7 @@ class Source:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """Return the source as a recipe writes it."""
+        """Return the source of a model or dataset as a recipe writes it."""
         if self.place.endswith("://"):
             return f"{self.place}{self.name}"
         return f"{self.place}@{self.revision}" if self.revision else self.place

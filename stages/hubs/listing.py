@@ -167,7 +167,7 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
 
 
 def _is_model_file(name: str, names: list[str]) -> bool:
-    """Return whether a file of a repository's top folder belongs to a model: weights, config, tokenizer or document.
+    """Return whether a file is a model's weights, config, tokenizer or document, in the repository's top folder.
 
     Files in folders such as `onnx/` and `original/` do not belong to it.
     """

@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class _Entry(AnswerModel):
-    """File or folder as the ModelScope API lists it."""
+    """File or folder in the ModelScope API's list of a repository's files."""
 
     path: str = Field(alias="Path")
     kind: str = Field("blob", alias="Type")

@@ -101,7 +101,7 @@ def streaming_hub_of(source: Source) -> StreamingHub:
 
 
 def hub_of(source: Source) -> Hub:
-    """Return the hub that a source belongs to."""
+    """Return the hub from which the model or dataset of a source is downloaded."""
     hub: Hub = importlib.import_module(HUBS[source.hub].module).HUB
     return hub
 

@@ -452,7 +452,7 @@ class BusyError(Exception):
 
 
 class RetryBackoff:
-    """Wait between retries of a request, which grows with the number of failures in a row and ends with an error."""
+    """Wait between retries of a request, which grows with each failure in a row and finally ends in an error."""
 
     def __init__(self, doing: str, stop: threading.Event | None = None, num_attempts: int = NUM_ATTEMPTS) -> None:
         self._doing = doing
@@ -461,7 +461,7 @@ class RetryBackoff:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Reset the count of failures in a row, since some bytes have arrived."""
+        """Reset a download's count of failures in a row, since some bytes have arrived."""
         self._failures = 0
 
     def wait(self, busy: BusyError) -> None:

@@ -134,7 +134,7 @@ class _HubFile(io.RawIOBase):
             )
 
     def _begin_pass(self) -> None:
-        """Start to hash the file's content from its first byte on."""
+        """Start to hash the remote file's content from its first byte on, to verify what is read."""
         algorithm: Literal["sha256", "git-blob-sha1"] = "git-blob-sha1"
         if len(self._pointer.tag) == SHA256_DIGITS:
             algorithm = "sha256"
