@@ -51,7 +51,7 @@ class Agreement:
     differing_tool_prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the measured differences as MLflow metrics, by metric name."""
+        """Return the differences between server and training as MLflow metrics, by metric name."""
         differing = self.differing_tool_prompts
         prompts = {} if differing is None else {"differing_tool_prompts": float(differing)}
         return {**self.from_training.metrics(), **prompts}

@@ -85,7 +85,11 @@ class Client:
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
-        """Raise ServerError unless the server lists this client's model. server: name of the server in the message."""
+        """Raise ServerError unless the server lists the model that this client queries.
+
+        server: name of the server in the message.
+        advice: end of the message, such as a remedy.
+        """
         if self.model not in (names := self.model_names()):
             serves = shortened(", ".join(names), QUOTED_CHARACTERS)
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")

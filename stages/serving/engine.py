@@ -54,10 +54,10 @@ class LaunchSpec(StrictModel):
     model: Path
     served_name: str
     adapters: dict[str, Path] = Field(
-        default_factory=dict, description="Folder of each adapter, by its name in requests."
+        default_factory=dict, description="Folders of the served adapters, by the names that requests use."
     )
     base_name: str | None = Field(
-        None, description="Name that requests use for `model` itself, where `served_name` is an adapter."
+        None, description="Name that requests use for the base model itself, if `served_name` is an adapter's."
     )
     swaps_adapters: bool = Field(
         False, description="True if more adapters of `model` may be loaded while the server runs."
@@ -97,7 +97,7 @@ class LaunchSpec(StrictModel):
 
     @property
     def version_tag(self) -> dict[str, str]:
-        """Tag with the engine's version for the artifact, such as {"vllm_version": "0.32.0"}."""
+        """Artifact tag with the serving engine's version, such as {"vllm_version": "0.32.0"}."""
         return {f"{self.engine}_version": self.engine_version}
 
 

@@ -41,7 +41,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, message: dict[str, Any]) -> None:
-        """Append a whole message, or the delta of a streamed event, to the choice."""
+        """Append a whole message, or the delta of a streamed event, to a choice of the answer."""
         self.content += message.get("content") or ""
         self.reasoning += message.get("reasoning_content") or ""
         for position, call in enumerate(message.get("tool_calls") or ()):
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Assistant message of the choice in the form of OpenAI's API."""
+        """Choice of an answer as an assistant message in the form of OpenAI's API."""
         calls = [
             {
                 "type": "function",

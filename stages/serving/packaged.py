@@ -207,7 +207,7 @@ class Sglang(PackagedEngine):
         return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return log-probabilities without the likeliest tokens, whose ids are unknown.
+        """Return log-probabilities of given tokens without the likeliest tokens, whose ids SGLang does not report.
 
         SGLang names them by their texts, which several tokens may share.
         """

@@ -98,7 +98,7 @@ class Sampler(Protocol):
 
 
 class Proxy:
-    """HTTP proxy of an engine, with an optional canary.
+    """HTTP proxy in front of a serving engine, which may send a share of the requests to a canary.
 
     It answers in one event loop's thread; other methods may be called from any thread.
     """

@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 
 class Refusing(argparse.ArgumentParser):
-    """Argument parser that raises ValueError instead of ending the process."""
+    """Argument parser that raises ValueError for an invalid option instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

@@ -62,7 +62,7 @@ class Tally:
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:
-        """Add a request and its answer to the counts."""
+        """Add a request and its answer to a model version's counts."""
         self.statuses[route, exchange.status] += 1
         self.finish_reasons.update(exchange.finish_reasons)
         self.prompt_tokens += exchange.prompt_tokens

@@ -50,23 +50,27 @@ STEPS = (
     "sample",
     "held_out",
 )
-"""Steps of a curation, in the order in which they run."""
+"""Names of the curation steps (filters, masking, sampling, validation split), in the order in which they run."""
 
 
 class Length(StrictModel):
     """Bounds on the length of a row, in characters, in messages or in both."""
 
     min_characters: NonNegativeInt = Field(
-        0, description="Drop rows with fewer characters than this in all their texts together."
+        0, description="Smallest number of characters in all texts of a row together; rows with fewer are dropped."
     )
     max_characters: PositiveInt | None = Field(
-        None, description="Drop rows with more characters than this in all their texts together."
+        None, description="Largest number of characters in all texts of a row together; rows with more are dropped."
     )
     min_turns: NonNegativeInt = Field(
-        0, description="Drop conversations with fewer messages than this; system messages are not counted."
+        0,
+        description="Smallest number of messages in a conversation, without system messages; shorter conversations "
+        "are dropped.",
     )
     max_turns: PositiveInt | None = Field(
-        None, description="Drop conversations with more messages than this; system messages are not counted."
+        None,
+        description="Largest number of messages in a conversation, without system messages; longer "
+        "conversations are dropped.",
     )
 
     @property
@@ -140,7 +144,9 @@ class Quality(StrictModel):
         description="Rewards that score each row's answer, as in a generate stage. The reward `length` is not "
         "allowed, since it counts tokens.",
     )
-    above: float = Field(allow_inf_nan=False, description="Keep rows whose sum of rewards is greater than this.")
+    above: float = Field(
+        allow_inf_nan=False, description="Threshold on the sum of a row's rewards; only rows above it are kept."
+    )
     reference: str | None = Field(
         None, description="Name of the column with the right answer, for rewards that compare with it."
     )
@@ -193,7 +199,9 @@ class NearDuplicates(StrictModel):
         description="Smallest Jaccard similarity of two rows' word n-grams at which they count as near-duplicates. "
         "Changing every 20th word leaves about 0.73.",
     )
-    words: PositiveInt = Field(3, le=50, description="Length in words of the n-grams by which rows are compared.")
+    words: PositiveInt = Field(
+        3, le=50, description="Length in words of the n-grams by which rows are compared for near-duplicates."
+    )
 
 
 class BenchmarkTasks(StrictModel):

@@ -83,7 +83,7 @@ class Benchmarks:
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
-        """Return the n-gram hashes of one task's samples and the sample of each, by n-gram length."""
+        """Return the n-gram hashes of one benchmark task's samples and the sample of each, by n-gram length."""
         runs_by_length: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)
@@ -129,6 +129,6 @@ def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:
 
 
 def _whole(text: str) -> int:
-    """Return one hash of all words of a text."""
+    """Return one hash of all words of a text, to find rows that equal a benchmark question."""
     hashes = hashes_of(words_of(text))
     return int(runs_of(hashes, len(hashes))[0]) if len(hashes) else 0

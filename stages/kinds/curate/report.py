@@ -60,7 +60,7 @@ class Report:
         return self.num_read - self._dropped.total()
 
     def read(self, dataset: str) -> None:
-        """Count a row that was read from a dataset."""
+        """Count a row that was read from a dataset, for the curation report."""
         self._read[dataset] += 1
 
     def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:

@@ -186,7 +186,7 @@ class Redactor:
 
 
 def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:
-    """Yield each row's number and the sum of its answer's rewards.
+    """Yield each row's number and the sum of its answer's rewards, for curation's quality filter.
 
     Raises DataError for a row without exactly one answer.
     """

@@ -41,7 +41,7 @@ class SourcePlace:
 
 @dataclass(frozen=True)
 class SpooledRow:
-    """Row that the single-row steps kept, with its number in the temporary files and its origin.
+    """Row that curation's single-row steps kept, with its number in the temporary files and its origin.
 
     number: in the order of the files, from 0.
     """
@@ -119,12 +119,12 @@ class Spool:
         return len(self._offsets)
 
     def rows(self) -> Iterator[SpooledRow]:
-        """Yield all rows of the temporary files in order."""
+        """Yield all rows in curation's temporary files in order."""
         with self._path.open("rb") as stream:
             yield from (_parsed(number, line) for number, line in enumerate(stream))
 
     def row(self, number: int) -> SpooledRow:
-        """Read one row of the temporary files."""
+        """Read one row of curation's temporary files by its number."""
         with self._path.open("rb") as stream:
             stream.seek(int(self._offsets[number]))
             return _parsed(number, stream.readline())

@@ -104,7 +104,7 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
-    """Return the example texts with the base model's predictions under the adapter.
+    """Return example texts with the predictions of the base model with the downloaded adapter.
 
     Raises ModelError if the adapter changes nothing.
     """

@@ -89,7 +89,7 @@ class PromoteConfig(StageConfig):
     )
     model: ModelOrAdapterReference
     evaluations: tuple[ScoresReference, ...] = Field(
-        min_length=1, description="Evaluate stages with scores of `model`."
+        min_length=1, description="Evaluate stages that scored the candidate in `model`."
     )
     baselines: tuple[ScoresReference, ...] = Field(
         (), description="Evaluate stages of another model to compare with. Default: those of the champion."

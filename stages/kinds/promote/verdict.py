@@ -137,7 +137,7 @@ class Champion(StrictModel):
     evaluations: folders of artifacts.
     """
 
-    version: str = Field(description="Number of the version in MLflow's registry.")
+    version: str = Field(description="Version number of the champion in MLflow's registry.")
     same_model: bool = Field(description="True if the candidate has the same content as this champion.")
     evaluations: tuple[Path, ...]
 

@@ -287,7 +287,7 @@ def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
 
 
 def licence_of(made: Iterable[Made]) -> Licence | None:
-    """Return the licence that the first of these artifacts states in its card; None if no card states a valid one."""
+    """Return the licence from the card of the first artifact that states a valid one; None if none does."""
     return next((found for one in made if (found := _read(one.content / "README.md"))), None)
 
 

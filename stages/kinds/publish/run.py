@@ -67,7 +67,7 @@ def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[
 
 
 def names_in(sums: str) -> set[str]:
-    """Return the file names in a list of checksums."""
+    """Return the file names in a published list of checksums."""
     return {name for _, _, name in (line.partition("  ") for line in sums.splitlines()) if name}
 
 

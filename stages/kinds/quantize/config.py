@@ -145,7 +145,7 @@ class QuantizeConfig(StageConfig):
 
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
-        """Refuse options that belong to other methods than the chosen one.
+        """Refuse options of quantization methods other than the chosen one.
 
         In `config.json` of a stage every field is set, so a field with its default counts as unset.
         """

@@ -38,7 +38,7 @@ class TokenDivergence:
 
 @dataclass
 class Divergence:
-    """Sums of KL divergence, losses and equal greedy choices over the compared predictions."""
+    """Sums of KL divergence, losses and equal greedy choices of a model and its quantized copy."""
 
     num_tokens: int = 0
     kl_nats: float = 0.0
@@ -65,7 +65,7 @@ class Divergence:
         return ", ".join(f"{tokenizer.decode([worst.token])!r} ({worst.kl_nats:.3f} nats)" for worst in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        """Add predictions of both models to the sums, as logits [tokens, vocabulary].
+        """Add predictions of the original and the quantized model to the sums, as logits [tokens, vocabulary].
 
         next_tokens: int64 [tokens], the tokens that actually followed.
         """

@@ -31,7 +31,7 @@ class Samples:
 
 
 def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
-    """Read and tokenize calibration and evaluation rows as training would.
+    """Read and tokenize the calibration and evaluation rows of a quantization as training would.
 
     Without `evaluation_split`, the rows after the calibration rows are evaluated.
     warn: gets the number of bad rows that were left out, and the first of them.

@@ -38,7 +38,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin the conversation, with its system message if there is one."""
+        """Begin the terminal chat's conversation, with its system message if there is one."""
         self.begin()
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class Refusing(FlexibleArgumentParser):
-    """Argument parser that raises ValueError instead of ending the process."""
+    """Argument parser that raises ValueError for an invalid option instead of ending the process."""
 
     def error(self, message: str) -> None:
         """Raise ValueError with the parser's message."""

@@ -49,7 +49,7 @@ def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, 
 
 
 def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-    """Unload an adapter from vLLM by name. Raises as `load_adapter` does."""
+    """Unload an adapter from a running vLLM server by its name. Raises as `load_adapter` does."""
     post(address, api_key, "v1/unload_lora_adapter", {"lora_name": name}, f" {name}", timeout_s)
 
 

@@ -41,7 +41,7 @@ MAX_SHOWN_CHARACTERS = 200
 
 
 class _Token(AnswerModel):
-    """Answer of a registry's token server to a login."""
+    """Answer of an OCI registry's token server to a login request."""
 
     token: str | None = None
     access_token: str | None = None
