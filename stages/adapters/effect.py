@@ -47,7 +47,7 @@ class ChangedParameters:
         self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight from a file with the adapter merged, fp32.
+        """Return a weight of the base model's files with the adapter's change added, fp32.
 
         Raises ModelError for a weight of another shape.
         """

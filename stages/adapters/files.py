@@ -136,7 +136,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _modules_of(name: str) -> list[str]:
-    """Return the names of all modules that contain the weight of this name, the outermost first."""
+    """Return the names of all modules that contain a weight, from the outermost to the innermost."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))
 
 

@@ -203,7 +203,7 @@ def changed_weights(causal_lm: nn.Module) -> list[str]:
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all LoRA factors A and B, by name."""
+    """Return copies of all LoRA factors A and B of an adapted model, by parameter name."""
     named = causal_lm.named_parameters()
     return {name: one.detach().clone() for name, one in named if ".lora_A." in name or ".lora_B." in name}
 

@@ -23,7 +23,7 @@ from stages.models.flops import ModelFlops
 
 @dataclass(frozen=True)
 class LossMeans:
-    """Mean loss and mean metrics over a global batch."""
+    """Mean loss and metrics over a global batch, as training and evaluation report them."""
 
     loss: float
     metrics: dict[str, float]
@@ -42,7 +42,8 @@ class Engine(Protocol):
     """Training engine: a model and its optimizer, spread over processes, with the methods that training loops call."""
 
     data_rank: int
-    """Index of this process's share of every global batch; equal on processes that split one model."""
+    """Index of the share of each global batch that this process computes; it is equal on processes that split one
+    model."""
     data_parallel_size: int
     """Number of shares into which data parallelism splits a global batch."""
     num_devices: int
@@ -92,7 +93,7 @@ class Engine(Protocol):
         """Return the sum of a float64 CPU tensor over the data-parallel shares of a global batch, on every process."""
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Return the number that process rank 0 passes, on every process."""
+        """Return, on every process, the number that rank 0 passes, so that all processes act on one value."""
 
     def save(self, folder: Path) -> Future[None]:
         """Start writing a checkpoint of weights and optimizer state in the background.

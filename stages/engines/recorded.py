@@ -35,7 +35,7 @@ class RecordedBatch:
 
     batch: Batch
     untrained: torch.Tensor | None = None
-    """Log-probabilities of the target tokens before training, float32 [targets]; None where they are unknown."""
+    """Log-probabilities of the target tokens under the model before training, float32 [targets]; None if unknown."""
 
 
 def record_log_probabilities(

@@ -32,7 +32,7 @@ class EngineInputs:
     settings: EngineSettings
     device: torch.device
     start: Path | None
-    """Folder of an adapter that training continues; None for a new one."""
+    """Folder of an adapter that training continues; None to start with a new adapter."""
     first_batches: Callable[[int], Sequence[Batch]]
     """Function that returns batches of training rows, each with at least the given number of tokens that carry loss."""
     scratch: Path

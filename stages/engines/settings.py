@@ -59,7 +59,7 @@ class MoeSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings with which a training engine is built."""
+    """Settings with which a training engine is built, such as layout, precision and optimizer."""
 
     layout: Layout
     precision: Precision

@@ -68,7 +68,7 @@ class StreamedModel:
 
     @property
     def chunk_tokens(self) -> int:
-        """Number of tokens whose logits may be in memory at a time."""
+        """Number of tokens whose logits may be in memory at a time, so that they take at most 128 MiB."""
         return max(1, CHUNK_LOGITS // self.causal_lm.get_output_embeddings().weight.shape[0])
 
     @torch.no_grad()

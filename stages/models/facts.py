@@ -48,7 +48,7 @@ class ModelFacts:
 
     @property
     def folder(self) -> Path:
-        """Folder that holds the model."""
+        """Folder of the Hugging Face model whose facts these are."""
         assert isinstance(self._source, Path), "a config alone, without a folder"
         return self._source
 
@@ -67,7 +67,7 @@ class ModelFacts:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Sizes of the model, or of its text part.
+        """Sizes of the model, such as layers, heads and widths; in a multimodal model those of its text part.
 
         Raises ModelError for an unknown family, and for missing or invalid fields, by name.
         """
@@ -81,12 +81,12 @@ class ModelFacts:
 
     @property
     def max_positions(self) -> int | None:
-        """Length in tokens of the longest text that the model was made for; None where the config does not say."""
+        """Length in tokens of the longest text that the model was made for; None if the config does not say."""
         return _optional(self.fields, "max_positions")
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Vocabulary size, which is the number of rows of the embedding; None where the config does not say."""
+        """Vocabulary size, which is the number of rows of the embedding; None if the config does not say."""
         size = self.fields.get("vocab_size")
         return size if is_size(size) else None
 
@@ -151,9 +151,9 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of a model like GPT-2, from its config.
+    """Return the sizes of a model like GPT-2 from its config: LayerNorm, two feed-forward matrices, tied embeddings.
 
-    Such models have LayerNorm, two feed-forward matrices, learned positions or ALiBi, tied embeddings.
+    Positions are learned or ALiBi.
     """
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     has_bias = family != "mpt" or not fields.get("no_bias", True)

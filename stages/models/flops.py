@@ -44,7 +44,7 @@ class ModelFlops:
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Number of frozen parameters among `layer_parameters`."""
+    """Number of frozen parameters among `layer_parameters`; training computes no gradient of them."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:

@@ -39,7 +39,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 def load_tokenizer(
     folder: Path, *texts: str, trust_remote_code: bool = False, max_growth_factor: float = math.inf
 ) -> Any:
-    """Return Transformers' tokenizer of a model folder.
+    """Load the tokenizer of a model folder with Transformers.
 
     Raises ModelError if it cannot be loaded, or if loading it or encoding one of `texts` could fill the memory;
     max_growth_factor: see `check_tokenizer_file`.

@@ -180,7 +180,7 @@ def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
 
 
 def other_architecture(config: Mapping[str, Any]) -> str | None:
-    """Return a warning if a config's `architectures` do not go with its `model_type`; else None.
+    """Return a warning if a config's `architectures` belong to another `model_type`; else None.
 
     Transformers goes by the type, vLLM by the class.
     Classes are named after their type, except for a few types with many names, for which the warning may be needless.
@@ -196,7 +196,7 @@ def other_architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
-    """Yield warnings about a tokenizer's files.
+    """Check the tokenizer's files of a model folder, and yield warnings about them.
 
     Raises ModelError when there are none, one cannot be read, or one has tokens that the model does not.
     """

@@ -65,7 +65,7 @@ class RecordedDocument:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens of the document, the last target included."""
+        """All tokens of the document as a list of token ids, the last target included."""
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:

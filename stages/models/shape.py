@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads together."""
+        """Width of the queries of all heads together: number of heads × head width."""
         return self.num_heads * self.head_dim
 
     @property

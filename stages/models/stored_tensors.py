@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a checkpoint, by key."""
+    """Return the shape of every tensor in a torch.distributed.checkpoint folder, by key."""
     found = CheckpointReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
 

@@ -56,7 +56,7 @@ class Growth:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:
-        """Return the growth bound for the normalizer of a loaded tokenizer."""
+        """Return the bound on how much a loaded tokenizer's normalizer can lengthen texts."""
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:

@@ -72,7 +72,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
-    """Return the weight files that a model's index names.
+    """Return the weight files that a model's index names, after checking the index against the files.
 
     Raises ModelError unless it lists exactly the tensors in them.
     """

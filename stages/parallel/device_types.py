@@ -31,7 +31,7 @@ class DeviceType:
     collectives: str
     """Backend of `torch.distributed` for tensors on this kind of device."""
     visible_devices: str | None = None
-    """Environment variable that limits which devices a process sees."""
+    """Environment variable that limits which devices a process sees, such as CUDA_VISIBLE_DEVICES."""
     listed_in: tuple[str, ...] = ()
     """Patterns of device files below the root folder, which the driver makes whatever torch was built for, one per
     device."""

@@ -91,7 +91,7 @@ def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
 
 
 def gathered(value: float) -> list[float]:
-    """Return the values of all processes, by rank. Collective."""
+    """Gather one number from every process; return all of them in the order of ranks. Collective."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     values[dist.get_rank()] = value
     dist.all_reduce(values)

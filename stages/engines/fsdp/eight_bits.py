@@ -66,7 +66,7 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
 
 
 def reasons_against(causal_lm: Any) -> dict[str, str | None]:
-    """Return why each linear layer must stay in bf16, by layer name; None for a layer that can multiply in 8 bits."""
+    """Return, by layer name, why a linear layer must stay in bf16; None for a layer that can multiply in 8 bits."""
     head = causal_lm.get_output_embeddings()
     routers = {id(part) for router in routers_of(causal_lm) for part in router.modules()}
     in_fp32 = {id(part) for kept in modules_kept_in_fp32(causal_lm, torch.bfloat16) for part in kept.modules()}

@@ -113,7 +113,7 @@ class FsdpEngine:
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None
     ) -> StepOutcome:
-        """Make one optimizer step.
+        """Make one optimizer step over a global batch of micro-batches.
 
         Gradients are reduced once, with the last micro-batch, or with each, as the layout says.
         Either way they are added up in fp32, and losses come divided by the counts of the global batch.

@@ -23,7 +23,7 @@ def routers_of(causal_lm: nn.Module) -> list[nn.Module]:
 
 
 def freeze_routers(causal_lm: nn.Module) -> None:
-    """Freeze the weights of all routers."""
+    """Freeze the router weights of all mixture-of-experts layers."""
     for router in routers_of(causal_lm):
         router.requires_grad_(False)
 

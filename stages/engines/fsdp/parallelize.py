@@ -172,7 +172,7 @@ def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module whose parameters FSDP2 gathers together."""
+    """Return the modules that FSDP2 shards as groups, each of which gathers its parameters together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -112,7 +112,7 @@ class _ShardReader:
                 self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
 
     def rows_of(self, name: str) -> slice | None:
-        """Return the rows of a weight that this process has to read; None where it needs none."""
+        """Return the rows of a weight that this process must read from the files; None if it needs no row."""
         if name not in self._owners:
             return None
         module, attribute = self._owners[name]

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 WHOLE = "forward-backward"
-"""Name of Megatron's timer around a whole pipeline schedule."""
+"""Name of Megatron's timer that measures a whole pipeline schedule, forward and backward."""
 WORK = ("forward-compute", "backward-compute")
 REDUCTION = (
     "all-grads-sync",
@@ -55,7 +55,7 @@ class _Timer:
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop the timer."""
+        """Stop the timer of a pipeline schedule, without the barrier that Megatron may ask for."""
         self._ends.append(self._now())
 
     def seconds(self) -> float:

@@ -170,7 +170,7 @@ class MegatronEngine:
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint that either engine has saved under any layout."""
+        """Load a checkpoint of weights and optimizer state that either engine has saved under any layout."""
         self._state.load(folder)
         self._adam.settle()
 

@@ -93,7 +93,7 @@ def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather a tensor from all tensor-parallel ranks: [ranks, …]."""
+    """Gather a tensor from all tensor-parallel ranks and stack the ranks' tensors: [ranks, …]."""
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(everyones, values.contiguous(), group=group)
     return torch.stack(everyones)

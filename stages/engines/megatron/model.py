@@ -43,7 +43,7 @@ def build_model_chunks(
 
 
 def freeze_routers(chunks: Sequence[GPTModel]) -> None:
-    """Freeze the weights of all routers."""
+    """Freeze the router weights of all mixture-of-experts layers in these model chunks."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".router." in name:

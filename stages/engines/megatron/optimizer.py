@@ -87,7 +87,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Clip gradients and update the parameters. Collective.
+        """Clip the gradients to a norm and update the parameters by AdamW. Collective.
 
         grad_norm: the finite result of the last `grad_norm()`.
         """

@@ -22,7 +22,7 @@ IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Piece:
-    """Range of rows (dim 0) or columns (dim 1) that a Megatron parameter shares with a Hugging Face weight."""
+    """Range of rows (dim 0) or columns (dim 1) that a Megatron parameter and a Hugging Face weight have in common."""
 
     weight: str
     dim: int

@@ -56,7 +56,7 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype
     clock: PipelineClock | None
-    """Timer of training steps; None: steps are not timed."""
+    """Timer of pipeline schedules in training steps; None if steps are not timed."""
 
     def run(
         self,

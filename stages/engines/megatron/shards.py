@@ -59,7 +59,7 @@ class Shard:
         return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
 
     def count_steps(self, value: Tensor) -> None:
-        """Set the number of optimizer steps that have updated the shard."""
+        """Set the shard's number of optimizer steps, when a checkpoint is loaded."""
         state = self.optimizer.state[self.master]
         if "step" in state:  # torch's; Transformer Engine's counts for a whole group
             state["step"].copy_(value)

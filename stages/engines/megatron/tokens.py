@@ -46,7 +46,7 @@ class TokenSplit:
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        """Return a copy of the token split on `device`."""
+        """Return a copy of the assignment of tokens to ranks on `device`."""
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 

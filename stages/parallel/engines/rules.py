@@ -39,7 +39,7 @@ class EngineRules:
         return self.adapter_options is None or name in self.adapter_options
 
     def refuses_device(self, torch_type: str) -> str | None:
-        """Return why the engine cannot train on this kind of device; None where it can.
+        """Return why the engine cannot train on this kind of device; None if it can.
 
         torch_type: `torch.device.type`.
         """
@@ -61,7 +61,7 @@ class EngineRules:
         yield from ()
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
-        """Yield errors of a layout for a model of these sizes."""
+        """Yield errors of a parallel layout for a model of these sizes, such as heads that do not divide."""
         yield from ()
 
     def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
