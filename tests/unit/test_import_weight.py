@@ -93,7 +93,7 @@ ELSEWHERE = {
     "stages.serving.vllm.load_generator": {"vllm"},
     "stages.serving.vllm.option_check": {"vllm"},
 }
-"""All packages that a program may import, by module, for programs that run in other environments."""
+"""All packages that programs for other virtual environments may import, by the program's module."""
 
 
 def own_modules():
@@ -117,7 +117,7 @@ def imported_at_once(body):
 
 
 def parents_of(module):
-    """Yield the packages around a module, which are imported before it."""
+    """Yield the parent packages of a module, which Python imports before the module."""
     while "." in module:
         module = module.rpartition(".")[0]
         yield module

@@ -31,13 +31,13 @@ COMPARISONS = {
     "running/data_look.py": (1, "a look fetches small sources, and runs nothing else"),
     "tracking/labels.py": (1, "a source is logged, although its path is no identity"),
 }
-"""Number of places in each file of `flows/` that may test the kind of a stage, with the reason."""
+"""Number of places in each file of `flows/` that may compare a stage's kind (`kind == "train"`), with the reason."""
 COMPARISONS_OF_STAGES = {
     "kinds/curate/run.py": (1, "`train` is the name of a split there"),
     "kinds/publish/card.py": (1, "a record holds the name of a kind, and a kind imports no other"),
     "kinds/registry.py": (1, "the registry"),
 }
-"""Number of places in each file of `stages/` that may test the kind of a stage, with the reason."""
+"""Number of places in each file of `stages/` that may compare a stage's kind (`kind == "train"`), with the reason."""
 IMPORTS = 25
 """Number of imports in `flows/` from modules of single stage kinds; it may only fall."""
 
@@ -54,13 +54,13 @@ CONFIGS = {one.__name__ for one in subclasses(StageConfig) if one.__module__.sta
 
 
 def names_kinds(node):
-    """Return whether a literal collection, such as a tuple, contains only names of stage kinds."""
+    """Return whether a tuple, list or set in Python code contains only names of stage kinds."""
     items = node.keys if isinstance(node, ast.Dict) else node.elts
     return bool(items) and all(isinstance(item, ast.Constant) and item.value in KINDS for item in items)
 
 
 def is_kind(node):
-    """Return whether an expression reads a `kind`, such as `record.kind` or `identity["kind"]`."""
+    """Return whether a Python expression reads a stage's kind, such as `record.kind` or `identity["kind"]`."""
     match node:
         case ast.Attribute(attr="kind") | ast.Name(id="kind") | ast.Subscript(slice=ast.Constant(value="kind")):
             return True

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXEMPT = {"stages/core/redaction.py", "flows/recipe/text.py"}
-"""Files that may slice texts: the redaction itself, and one that joins the parts again."""
+"""Files that may slice texts: the module that redacts secrets, and one that replaces a whole value."""
 FILES = sorted(
     path
     for room in ("flows", "stages")
@@ -16,9 +16,9 @@ FILES = sorted(
     if str(path.relative_to(ROOT)) not in EXEMPT
 )
 DIGESTS = {"sha256", "hexdigest", "revision", "commit", "version", "digest"}
-"""Names of variables with long values that are no secrets, such as digests, which messages may slice."""
+"""Names of variables that error messages may slice: digests and other long values that are no secrets."""
 CUTTERS = {"shorten"}
-"""Names of functions that cut texts, which error messages may not use either: `textwrap.shorten`."""
+"""Names of functions that shorten texts, such as `textwrap.shorten`, which error messages may not use."""
 SPELLERS = {"repr", "str"}
 
 

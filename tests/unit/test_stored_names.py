@@ -125,14 +125,14 @@ NotPromotedError=17 PublishError=18 LifecycleError=70 TransientError=75 Outdated
 
 
 def stored():
-    """Return the frozen field names of each stored class, parsed from `STORED`."""
+    """Return the field names that each class stored on disk must keep, parsed from `STORED`."""
     lines = [line for line in STORED.replace("\n  ", " ").splitlines() if line and not line.startswith("#")]
     return {name: set(fields.split()) for name, _, fields in (line.partition(": ") for line in lines)}
 
 
 @cache
 def code():
-    """Return two things parsed from our code: all classes with bases and fields, and all one-line strings."""
+    """Return all classes in our code, with bases and fields, and all one-line strings."""
     classes, texts = {}, set()
     for file in (file for folder in ("flows", "stages") for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -19,7 +19,7 @@ BOUNDS = {
     "tests": {"riddles": 0, "worn phrases": 17, "long files": 0, "import lines a thousand": 85},
 }
 SLACK = {"riddles": 30, "worn phrases": 30, "long files": 3, "import lines a thousand": 5}
-"""Amount by which each count may fall before its bound must be lowered."""
+"""Amount by which a count of style problems may fall below its bound before the bound must be lowered."""
 MOST_LINES = 600
 RIDDLE = re.compile(r"(Of|That|What|Whether|How|Where|Who|So)\b")
 """Pattern of first words that begin a docstring which cannot be understood without the code below it."""
@@ -29,7 +29,7 @@ WORN = re.compile(
     re.IGNORECASE,
 )
 EXPLAINING = {"description", "help"}
-"""Names of arguments whose text a person reads: of pydantic fields, and of command options."""
+"""Names of keyword arguments with texts for users: of pydantic fields, and of command options."""
 
 
 VAGUE = {"one", "found", "told", "said", "stays", "means"}
@@ -46,7 +46,7 @@ def text_of(node):
 
 
 def explanations(node):
-    """Yield the syntax nodes of a definition's docstring, strings below attributes, descriptions and helps."""
+    """Yield the syntax nodes of a definition's explanations: docstrings, and `description=` and `help=` strings."""
     if isinstance(node, DEFINITIONS):
         yield from node.body[:1]
         for before, after in pairwise(node.body):

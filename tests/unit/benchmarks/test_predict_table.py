@@ -1,4 +1,4 @@
-"""Script that adds predicted memory and speed to tables of published training runs; errors name row and column."""
+"""Script that adds predicted memory and speed to a table of published training runs, and reports bad cells."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_what_an_image_starts_from_takes_a_digest(image):
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_what_compiles_as_it_runs_has_a_compiler(image):
-    """Images whose programs compile kernels while they run contain a C++ compiler.
+    """Container images with programs that compile kernels at run time contain a C++ compiler.
 
     `compile: true`, Triton and vLLM compile kernels in the process that uses them.
     """

@@ -44,7 +44,7 @@ def recipe(tmp_path) -> Callable[..., Recipe]:
 
 @pytest.fixture
 def make_plan(store) -> Callable[..., Plan]:
-    """Provide a function that plans a recipe against the store, as if no stage read files or hubs outside it."""
+    """Provide a function that plans a recipe against the store, as if no stage had inputs outside the store."""
 
     def make(recipe: Recipe, **options) -> Plan:
         return plan(recipe, {name: {} for name in recipe.stages}, store.index(), **options)

@@ -1,4 +1,4 @@
-"""Fixture that registers a second serving engine, which no other code names."""
+"""Fixture that registers a second serving engine for tests, of which our own code knows nothing."""
 
 import pytest
 

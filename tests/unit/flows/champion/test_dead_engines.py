@@ -25,7 +25,7 @@ def registry(tmp_path, monkeypatch) -> Registry:
 
 @pytest.fixture
 def gate(tmp_path) -> Path:
-    """Provide a file that delays the start of every model which names it, until the file is deleted."""
+    """Provide a gate file: a registered model that names it starts serving only after the file is deleted."""
     (tmp_path / "gate").touch()
     return tmp_path / "gate"
 

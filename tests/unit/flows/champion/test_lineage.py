@@ -49,7 +49,7 @@ class Silent:
 
 @pytest.fixture
 def night(store, tmp_path):
-    """Provide a function that stores the artifacts of a fake pipeline run, and a cache folder of file contents.
+    """Provide a function that stores a fake pipeline run's artifacts, and the folder that caches its input files.
 
     The function takes row files, learning rate, score and task file.
     """

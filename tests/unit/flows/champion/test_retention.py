@@ -22,7 +22,7 @@ DAY_MS = 86_400_000
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """Provide a temporary lifecycle home, which contains the store of the other fixtures."""
+    """Provide a temporary lifecycle home around the store in which other fixtures put artifacts."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     for variable in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)

@@ -175,7 +175,7 @@ def test_a_refusal_reads_the_same_whether_it_is_fresh_or_found_cached(refused, s
 
 @pytest.fixture
 def shown():
-    """Provide a function that feeds records one by one to the plain-text view, and returns its lines without times."""
+    """Provide a function that shows a refresh's successive records in the plain-text view, and returns the lines."""
 
     def shown(*steps):
         stream, seen, left = io.StringIO(), threading.Event(), list(steps)
@@ -223,7 +223,7 @@ def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, sho
 
 
 def test_what_a_stage_and_the_program_after_its_commit_say_last_is_shown(record, shown, tmp_path):
-    """The live view shows the last messages of a stage, and of the program that runs after its result is stored.
+    """The live view shows the last messages of a stage and of the program that follows it.
 
     The folders of the stage and of the program are moved or removed before the view looks again.
     """

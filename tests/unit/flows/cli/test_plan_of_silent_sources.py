@@ -42,7 +42,7 @@ def refusing():
 
 @pytest.fixture
 def each_attempt_ends(monkeypatch):
-    """Raise the planner's time limit, so that each attempt at asking a hub ends at its own, longer limit.
+    """Raise the planner's time limit, so that a request to a silent hub times out before the plan does.
 
     On a busy machine, the plan would otherwise be over before the attempt had failed with a reason.
     """

@@ -1,4 +1,4 @@
-"""A stage with `layout: auto` gets the fastest parallel layout that fits, and the version that this layout has."""
+"""`layout: auto` becomes the fastest parallel layout that fits, with the artifact version of that layout."""
 
 import json
 

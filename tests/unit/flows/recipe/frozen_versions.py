@@ -110,9 +110,9 @@ def changes(kind: str) -> Iterator[tuple[int, str, object]]:
 
 
 def frozen() -> dict:
-    """Return the contents of `frozen_versions.json`: base configs of each stage kind, with digests for each change.
+    """Return the contents of `frozen_versions.json`: example configs of each stage kind, and digests.
 
-    A row is `[base's number, path, value, version, resume key]`.
+    A row of digests is `[number of the example config, path of the changed field, value, version, resume key]`.
     """
     kinds = {}
     for kind in KINDS:
@@ -124,7 +124,7 @@ def frozen() -> dict:
 
 
 def write(path: Path) -> None:
-    """Write `frozen_versions.json` with a line for each config, so that its diff names the changed ones."""
+    """Write `frozen_versions.json` with one config a line, so that a diff shows which configs changed."""
     lists = {
         f"{kind} {name}": ",\n".join(f"   {json.dumps(row)}" for row in rows)
         for kind, held in frozen().items()

@@ -30,7 +30,7 @@ HELD = json.loads(FROZEN.read_text())
 
 
 def rows_of(kind):
-    """Yield each frozen config of a stage kind with its recorded version, resume key and name of the test case."""
+    """Yield each config in `frozen_versions.json` with its frozen artifact version, its resume key and a test name."""
     bases = HELD[f"{kind} bases"]
     for base, path, value, *digests in HELD[f"{kind} digests"]:
         yield config_of(kind, bases[base], path, value), digests, f"base {base}, {path} = {json.dumps(value)}"

@@ -231,7 +231,7 @@ def make_row():
 
 @pytest.fixture
 def make_trial(tmp_path):
-    """Provide a function that makes a trial run of a parallel layout with given step times.
+    """Provide a function that makes the record and metrics of a parallel layout's trial run with given step times.
 
     The loss of step n is 1 / n.
     """

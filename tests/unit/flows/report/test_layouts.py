@@ -1,4 +1,4 @@
-"""Reports that compare parallel layouts: training steps that count, the table of layouts, and the bar charts."""
+"""Reports that compare parallel layouts omit warm-up and profiled steps, and have a table and bar charts."""
 
 import shutil
 from dataclasses import replace

@@ -28,7 +28,7 @@ NOTHING_HELD_OUT = "`held_out`: a fraction of 0.001 of 1 groups"
 
 @pytest.fixture
 def run_of(tmp_path, monkeypatch, request):
-    """Provide a function that makes a pipeline run whose curate stage rejects its result, having held out no rows."""
+    """Provide a function that makes a pipeline run whose curate stage rejects its result for lack of held-out rows."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": "short"}) + "\n" for _ in range(3)))
     tree = {

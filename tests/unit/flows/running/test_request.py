@@ -1,4 +1,4 @@
-"""Planning errors contain no secrets, and a stage that is cached can be planned without its programs."""
+"""Planning errors contain no secrets, and a cached stage can be planned even if its programs are not installed."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class BusyError(Exception):
-    """Error raised instead of waiting when a device slot is not free."""
+    """Error raised by a test as soon as a stage would have to wait for a free device."""
 
 
 def busy():

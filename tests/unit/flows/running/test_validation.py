@@ -204,7 +204,7 @@ UNSEEN = {"stage": "sft", "field": "data.dataset", "message": "training rows aft
 
 
 def hanging(work, found=None):
-    """Start a fake check of later stages' inputs, which has written its first results and does not end."""
+    """Start a fake check of later stages' inputs that never ends; it has already written the given results."""
     if found:
         (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:

@@ -44,7 +44,7 @@ def record():
 
 @pytest.fixture
 def in_copy(home, monkeypatch):
-    """Provide a function that copies the lifecycle home, and makes the copy the current one."""
+    """Provide a function that copies the lifecycle home, and sets `$LIFECYCLE_HOME` to the copy."""
 
     def copy():
         shutil.copytree(home, home.with_name("copy"))

@@ -1,4 +1,4 @@
-"""The supervisor that keeps our servers running, tested with real processes and a small server."""
+"""The supervisor restarts dead servers of a lifecycle home, tested with real processes and a small server."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def said(tmp_path):
 
 
 def ask(port):
-    """Return the test server's process id, and the key in its environment, as the server itself answers."""
+    """Return the test server's process id, and the secret in its environment, as the server reports them over HTTP."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
         pid, key = answer.read().decode().split()
     return int(pid), key
@@ -86,7 +86,7 @@ def kept(folder, port, program=SERVER, **fields):
 
 @contextmanager
 def keeping(tmp_path, program=SERVER, environment=None, **fields):
-    """Run the program that restarts a dead server; yields the program's process and the server's port."""
+    """Run the program that restarts a dead server, and yield the program's process and the server's port."""
     with listener() as public:
         port = public.getsockname()[1]
         one = kept(tmp_path, port, program, **fields)
@@ -230,7 +230,7 @@ def test_systemd_is_told_when_all_answer_that_the_supervisor_lives_and_when_it_s
 
 @contextmanager
 def supervised(tmp_path):
-    """Run the supervisor of a lifecycle home with one test server; yields the home's lock and the server's port."""
+    """Run the supervisor with one test server, and yield the lifecycle home's lock and the server's port."""
     home, folder = tmp_path / "home", tmp_path / "server"
     folder.mkdir()
     public = listener()

@@ -1,4 +1,4 @@
-"""The worker plans scheduled runs again after the clock was set back, and removes folders of killed runs."""
+"""The worker for schedules plans runs again after the clock was set back, and removes folders of killed runs."""
 
 import subprocess
 import time

@@ -51,7 +51,7 @@ def answer(question):
 
 
 def row(seconds):
-    """Compute for the given CPU seconds under a limit of 0.1 s, and return whether the work finished."""
+    """Compute for a number of CPU seconds under a time limit of 0.1 s, and return whether the computation finished."""
     end_s = time.process_time() + seconds
 
     def work():

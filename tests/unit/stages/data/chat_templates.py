@@ -28,7 +28,7 @@ BOTH = (("bos_token", "<s>"), ("eos_token", "</s>"))
 
 @dataclass(frozen=True)
 class Published:
-    """Chat template of a published model, with the texts that may stand right before and right after an answer."""
+    """Chat template of a published model, with the texts that the template writes right before and after an answer."""
 
     source: str
     before: tuple[str, ...]

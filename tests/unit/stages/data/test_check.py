@@ -1,4 +1,4 @@
-"""Problems in a stage's data are found within seconds, even in large data."""
+"""The check before training finds bad rows in a stage's dataset within seconds, even if the dataset is large."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def processes_with(word):
 
 @pytest.fixture
 def program(tmp_path, tokenizer_folder, write_rows):
-    """Provide command and environment of a program that tokenizes in two processes, and a mark to find these.
+    """Provide a program that tokenizes in two processes: command, environment, and a mark to find the processes by.
 
     Its processes are found by the mark, which their environment contains.
     """

@@ -47,7 +47,7 @@ def little_time(monkeypatch):
 
 @pytest.fixture
 def small_limits(little_memory, little_time):
-    """Lower the limits of memory and time, for tests in which either may be reached first."""
+    """Lower the memory limit and the time limit of chat template rendering, for tests that may reach either one."""
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(s
 
 
 def test_each_conversation_has_limits_of_its_own(small_limits):
-    """The limits of memory and time apply to each conversation by itself.
+    """The memory and time limits of rendering apply to each conversation, not to all conversations together.
 
     Renders 100 conversations that each take half of the memory limit, and together far more than the time limit.
     """

@@ -155,7 +155,7 @@ def by_definition(kept: dict[str, Tensor], gradient: Tensor, name: str, step: in
 def test_parameters_side_by_side_get_the_bits_of_each_alone(
     settings: LowPrecisionSettings, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters that are updated together get the same bits as each parameter alone.
+    """AdamW on several parameters at once gives the same bits as AdamW on each parameter alone.
 
     Covers odd sizes, buckets that cut parameters, one weight kept in fp32, and one without a gradient in two steps.
     """
@@ -188,7 +188,7 @@ def test_parameters_side_by_side_get_the_bits_of_each_alone(
 
 
 RANK, NUM_PROCESSES = 2, 3
-"""Process rank and number of processes, the same in all tests here, since DTensor caches the shards of one rank."""
+"""Process rank and number of processes of all tests in this file, since DTensor caches the shards of one rank."""
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> None:
-    """A shard of a parameter gets the same bits as its part of the whole parameter.
+    """AdamW gives a shard of a parameter the same bits as it gives that part of the whole parameter.
 
     Covers the last process's shards: three rows, one element, none.
     """

@@ -1,4 +1,4 @@
-"""The check of a sharded model, made on a copy of its modules, leaves no gathered weights in memory."""
+"""The check that a sharded model predicts like the unsharded one leaves no gathered weights in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix rows that are read from a model's files equal Transformers' weights, for every kind of layer."""
+"""Shards of weights that are read from a model's files equal Transformers' weights, for every kind of layer."""
 
 from __future__ import annotations
 

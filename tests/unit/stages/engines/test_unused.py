@@ -55,7 +55,7 @@ def make_batch(seed: int) -> Batch:
 
 
 def test_text_trains_a_model_with_a_tower_over_several_micro_batches(one_process: None, tmp_path: Path) -> None:
-    """Text trains a vision-language model over several micro-batches, and its vision tower stays unchanged.
+    """Training a vision-language model on text alone leaves its vision tower unchanged, over several micro-batches.
 
     In bf16, with gradients accumulated whole, and with weight decay, which would move weights of zero gradient, too.
     """

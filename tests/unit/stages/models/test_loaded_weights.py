@@ -107,7 +107,7 @@ def in_layer(name: str) -> str:
 
 
 def dtypes(prefix: str, module: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes of a module's own weights, as its forward pass sees them."""
+    """Return the dtype of each weight and buffer of a module during its forward pass, by name."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return {f"{prefix}.{name}": value.dtype for name, value in own if "inv_freq" not in name}
 

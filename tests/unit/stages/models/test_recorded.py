@@ -1,4 +1,7 @@
-"""Recorded predictions of a model are compared with its present ones; old records allow fewer comparisons."""
+"""Predictions recorded with a trained model are compared with later ones of the same model.
+
+Older records, which lack some figures, allow fewer comparisons.
+"""
 
 import json
 

@@ -64,7 +64,7 @@ for name, has_plugin in zip(sys.argv[1::2], sys.argv[2::2]):
 
 @pytest.fixture(scope="module")
 def known_to_torch() -> list[str]:
-    """Provide the types of the devices in our table that torch knows."""
+    """Provide the names of those of our device types (CPU, CUDA, …) that the installed torch knows."""
     # Each in a process of its own: a renamed place stays renamed, and torch looks for its module from then on.
     asked = [word for kind in DEVICE_TYPES for word in (kind.torch_type, "plugin" if kind.plugin else "")]
     done = subprocess.run([sys.executable, "-c", ASK_TORCH, *asked], cwd=ROOT, stdout=subprocess.PIPE, text=True)

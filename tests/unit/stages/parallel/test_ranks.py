@@ -1,4 +1,4 @@
-"""Processes of a stage meet where no outsider can connect, and the first one that fails ends all others."""
+"""Processes of a stage find one another on an address closed to outsiders, and the first to fail ends all others."""
 
 import os
 import signal

@@ -171,7 +171,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 
 
 def test_megatron_has_factors_for_all_that_it_joins():
-    """Megatron's fused QKV has as many adapter parameters with queries alone as with queries, keys and values.
+    """LoRA on Megatron's fused QKV has as many parameters for queries alone as for queries, keys and values.
 
     It has one adapter, whose rows for keys and values stay 0 if only queries are adapted.
     """

@@ -132,7 +132,7 @@ def test_the_rest_after_a_break_comes_from_where_it_broke_off(hub: HubServer) ->
 @pytest.mark.parametrize("how", ["short", "with a length"])
 @pytest.mark.parametrize("read", [whole, middle])
 def test_an_answer_longer_than_its_file_is_refused(read: Callable, how: str, hub: HubServer) -> None:
-    """An answer that is longer than its file is refused, with a Content-Length header and without."""
+    """A hub's response that is longer than the requested file is refused, with a Content-Length header and without."""
     about = pointer(hub, LARGE)
     longer = Fault("/cdn/", send_instead=LARGE + b'{"text": "more"}\n')
     if read is middle:

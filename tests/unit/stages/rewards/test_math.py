@@ -30,7 +30,7 @@ ENDLESS_TO_READ = r"$\binom{1000000000}{500000000}$"
 
 @pytest.fixture(scope="module")
 def scored() -> dict[tuple[str, str], float]:
-    """Provide the scores of all test answers, from one process that also had to abort an endless comparison."""
+    """Provide the math reward's score of every answer in these tests, one of which needs an endless comparison."""
     asked = [*RIGHT, (ENDLESS, "1"), *WRONG, *NONE]
     warnings: list[str] = []
     completions = [Completion("", text, 1, reference, {}, PlainText("", "")) for text, reference in asked]

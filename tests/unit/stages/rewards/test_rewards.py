@@ -1,4 +1,4 @@
-"""Each reward function returns its documented number, and refuses what it cannot score, with a reason."""
+"""Each reward function returns its documented score, and reports why it cannot score a completion."""
 
 import json
 import os

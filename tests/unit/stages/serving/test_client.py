@@ -1,4 +1,4 @@
-"""Our client of a serving engine reports malformed answers as errors, such as a healthy vLLM never gives."""
+"""The client of a serving engine reports malformed responses as errors. A healthy vLLM never sends these."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Answers of a serving engine are read in every HTTP/1.1 framing: whole, cut off, and on reused connections."""
+"""The proxy reads an engine's HTTP responses in every HTTP/1.1 framing, also on broken or reused connections."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

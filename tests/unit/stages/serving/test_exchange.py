@@ -23,7 +23,7 @@ DONE = "data: [DONE]"
 
 
 def read(chunks: list[bytes], **options: bool) -> tuple[Exchange, bytes]:
-    """Feed an answer's chunks to an `Exchange`; returns the exchange, and the bytes that the client got."""
+    """Return the proxy's `Exchange` after it has read a response's chunks, and the bytes that the client gets."""
     exchange = Exchange({"stream": True}, **options)
     exchange.begin(200, "text/event-stream", None)
     passed = b"".join(map(exchange.passed, chunks))

@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 
 
 class Engine:
-    """Fake engine that answers each request, or closes the connection instead where `closes` says so.
+    """Fake engine that answers each request, or closes the connection without an answer if the test says so.
 
     closes: whether to close the connection at a request, by the number of the connection and that of its request, both
     from 1.
@@ -46,7 +46,7 @@ class Engine:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Accept connections one after the other, since these tests use only one at a time."""
+        """Accept one connection after the other in the fake engine, since these tests never use two at once."""
         for connection_number in range(1, 100):
             try:
                 connection, _ = self._listener.accept()
@@ -70,7 +70,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _kept_for_long(monkeypatch):
-    """Keep idle connections for longer than a busy machine takes between two requests."""
+    """Keep the proxy's idle connections to its engine for longer than a busy machine takes between two requests."""
     monkeypatch.setattr(engine_connections, "KEEP_ALIVE_S", 600.0)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism gives each token to one rank, with equal work on all ranks, and can be inverted."""
+"""Context parallelism puts each token on one rank, with equal work on all ranks, and can be undone."""
 
 from __future__ import annotations
 

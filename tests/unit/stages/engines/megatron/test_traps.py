@@ -78,7 +78,7 @@ def adapter_on(layer, rows, columns):
 
 
 def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
-    """LoRA factors are parameters of the layer that uses them, since Megatron could otherwise use stale ones.
+    """LoRA factors belong to the layer that uses them, since Megatron could otherwise use outdated values.
 
     When gathering overlaps with compute, Megatron waits in hooks of the module that owns the parameters.
     """

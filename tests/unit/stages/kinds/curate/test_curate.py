@@ -1,4 +1,4 @@
-"""The curate stage reads all row formats, reports figures, and refuses bad input with an error that names it."""
+"""The curate stage reads all row formats, reports statistics, and names the bad row or field in errors."""
 
 import csv
 import gzip

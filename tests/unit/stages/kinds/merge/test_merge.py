@@ -68,7 +68,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Seed torch at the moment when PEFT merges adapters with DARE, so that both drop the same random elements.
+    """Seed torch when PEFT begins a DARE merge, so that PEFT drops the same random elements as our merge.
 
     PEFT draws the new adapter's initial weights before DARE's kept elements.
     """

@@ -1,4 +1,4 @@
-"""Mistakes in promotion configs are found before anything runs; names of stages do not affect the version."""
+"""Mistakes in promotion configs are found before anything runs. Stage names do not affect a promotion's version."""
 
 from pathlib import Path
 

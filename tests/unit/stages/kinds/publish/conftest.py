@@ -1,4 +1,4 @@
-"""Fixtures for publishing promoted models from this process."""
+"""Fixtures with a promoted model in a temporary store, which tests publish from their own process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def promoted(tmp_path: Path) -> Publish:
-    """Provide a function that stores a promoted model and plans its publication. `number` distinguishes several."""
+    """Provide a function that stores a promoted model, and plans the publish stage for it."""
 
     def make(to: str, number: int = 1, champion=(), mark: str = "first", **options) -> Publishing:
         folder = tmp_path / f"refresh-{number}"

@@ -142,7 +142,7 @@ def test_no_token_stands_in_what_is_kept(promoted, hub):
 
 
 def question(refresh) -> StageInput:
-    """Return the input of the check, made before promotion, that the model can be published."""
+    """Return the publish stage's input for the check, before promotion, that its target can be written to."""
     planned = refresh.planned
     return StageInput(
         name="publish",

@@ -85,7 +85,7 @@ def data_keys(folder):
 
 
 def prepared_key(folder):
-    """Return the cache key under which a dataset would be tokenized, and the key computed directly."""
+    """Return the cache key of a dataset's tokenized rows as training computes it, and the expected one."""
     config = DataConfig.model_validate({"dataset": "rows"})
     (portion,) = portions(config)
     file = folder / "train.jsonl"
@@ -106,7 +106,7 @@ def prepared_key(folder):
 
 
 def reference_keys(folder):
-    """Yield the cache keys of reference log-probabilities, one for each change that a method makes to batches."""
+    """Yield the cache key of reference log-probabilities for each way in which a training method alters batches."""
     engine = SimpleNamespace(
         **{"compute_dtype": torch.bfloat16, "data_rank": 0, "data_parallel_size": 1},
         **{"broadcast_from_rank0": lambda value: value, "document_log_probabilities": lambda batch: torch.zeros(4)},

@@ -17,7 +17,7 @@ ROWS = [*({"text": f"1 + {number} = 2"} for number in range(3)), {"text": "1 + 1
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StageResult]:
-    """Provide the results of three training steps on unpacked batches of all four rows, one of them much longer."""
+    """Provide the results of three training steps without packing, on four rows of which one is much longer."""
     folder = tmp_path_factory.mktemp("measured")
     artifacts = make_artifacts(folder)
     (artifacts["problems"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -47,7 +47,7 @@ def opened():
 
 
 def once(inputs, *names):
-    """Return the expected counts of opened configs: one for each named model."""
+    """Return the expected number of reads of each named model's `config.json`, which is 1, by path."""
     return {str(inputs[name] / "model" / "config.json"): 1 for name in names}
 
 
@@ -72,7 +72,7 @@ def test_each_config_is_read_once_in_a_training(tmp_path, inputs, opened):
     ],
 )
 def test_each_config_is_read_once_before_a_model_samples(tmp_path, inputs, opened, monkeypatch, method, fields, models):
-    """Methods that sample also read each model's config once, counted up to the first step.
+    """Training methods that sample completions also read each model's config only once before the first step.
 
     A step would need a serving engine.
     """

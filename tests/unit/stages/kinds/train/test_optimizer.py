@@ -1,4 +1,4 @@
-"""Optimizers that conflict with other fields are refused; the default optimizer changes no artifact version."""
+"""Optimizers that conflict with other config fields are refused. Naming the default optimizer changes no version."""
 
 from __future__ import annotations
 

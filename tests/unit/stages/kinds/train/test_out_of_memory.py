@@ -11,7 +11,7 @@ from tests.train_stage import make_config
 
 
 def message_of(config, predicted_gib=None):
-    """Return our message for a memory allocation that torch refuses."""
+    """Return the out-of-memory error message for an allocation that torch refuses under a train config."""
     with pytest.raises(ResourceError) as refused, explained_out_of_memory(config, predicted_gib):
         torch.empty(2**60, dtype=torch.uint8)
     return str(refused.value)

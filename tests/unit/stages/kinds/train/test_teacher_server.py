@@ -26,7 +26,7 @@ MODEL = "wise"
 
 
 def said_of(document: list[int], place: int) -> dict[str, float]:
-    """Return the fake log-probabilities at a token of a document: the top three and, as from vLLM, the token itself."""
+    """Return a fake teacher's log-probabilities of its top three tokens and, as vLLM does, of the actual token."""
     likeliest = {f"token_id:{100 * place + rank}": -0.5 - rank for rank in range(3)}
     return {f"token_id:{document[place]}": -9.0, **likeliest}
 

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluated(server: Judge, model: Path, tmp_path: Path):
-    """Provide a function that runs an evaluation by this judge, and returns its result and work folder."""
+    """Provide a function that runs an evaluation with a fake judge model, and returns its result and work folder."""
     (tmp_path / "sets").mkdir()
     (tmp_path / "sets" / "helpful.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 

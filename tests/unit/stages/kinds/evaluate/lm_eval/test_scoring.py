@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_tasks(folder: Path) -> Iterator[Path]:
-    """Provide the task folder, to which a test may add tasks; they are removed afterwards."""
+    """Provide the folder of lm-eval tasks, and remove the tasks that a test has added to it."""
     tasks = folder / "tasks"
     before = set(tasks.iterdir())
     yield tasks

@@ -93,7 +93,7 @@ def make_trainer(folder, config):
 
 
 def said_by_server(model):
-    """Return noisy log-probabilities of each completion's tokens, as from a sampling server; one of them is missing."""
+    """Return a sampling server's noisy log-probabilities for each completion's tokens, None for one token."""
     batch = make_batch(GrpoConfig())
     with torch.no_grad():
         values = log_probabilities(model, batch)[batch.signal.has_target]

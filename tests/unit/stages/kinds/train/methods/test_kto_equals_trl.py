@@ -52,7 +52,7 @@ def make_trainer(folder, rows, **fields):
 
 
 def in_one_row(folder, documents, labels):
-    """Return a dataset of one packed row from documents, given as token ids with a mask of the answer, and labels."""
+    """Return a dataset with one packed row of KTO documents, each with an answer mask and a good/bad label."""
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=True)
     units = [

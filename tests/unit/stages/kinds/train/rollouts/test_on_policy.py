@@ -33,7 +33,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def problems(artifacts: dict[str, Path], folder: Path, row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the problems found before training by on-policy distillation on copies of a row."""
+    """Return the problems that the check before training finds for on-policy distillation on copies of one row."""
     (folder / "texts" / "data").mkdir(parents=True)
     (folder / "texts" / "data" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     distill = {"lmbda": 0.5, "loss_top_k": 4, "sampling": {"max_completion_length": 8}}
