@@ -58,7 +58,7 @@ def explanations(node):
 
 @cache
 def found_in(folder):
-    """Return counts of style problems in a folder by name, and the places of unclear beginnings and worn phrases."""
+    """Count style problems in a folder's Python files, and list the places of unclear docstrings and worn phrases."""
     counts, places, num_lines, num_imports = Counter(), {"riddles": [], "worn phrases": []}, 0, 0
     for file in sorted((ROOT / folder).rglob("*.py")):
         if file == Path(__file__):

@@ -136,7 +136,7 @@ def test_the_table_leaves_no_line_behind_when_somebody_presses_ctrl_c(record, ty
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Provide a function that makes the record of a refused promotion, made in this pipeline run or an earlier one."""
+    """Provide a function that makes the record of a refresh whose refusal to promote is new or cached."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
     (tmp_path / "result.json").write_text(json.dumps(said))

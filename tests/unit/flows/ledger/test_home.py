@@ -1,4 +1,4 @@
-"""The lifecycle home is `$LIFECYCLE_HOME`, else a folder `.lifecycle` in this or a parent folder of the project."""
+"""The lifecycle home is `$LIFECYCLE_HOME`, else `.lifecycle` in the current folder or one above it in the project."""
 
 import os
 

@@ -200,12 +200,12 @@ LAYOUTS = {
     },
     HOSTILE: {},
 }
-"""Parallel layouts of a comparison with their measured metrics; the last layout could not run."""
+"""Parallel layouts of a fake comparison with their measured metrics; the last layout could not run."""
 
 
 @pytest.fixture
 def comparison(night, tmp_path):
-    """Provide the record of a comparison of the `LAYOUTS`, in which each layout that ran was tried for an hour."""
+    """Provide the record of a comparison of parallel layouts, in which each layout that ran was tried for an hour."""
     layouts = tuple(
         LayoutEntry(text=text, engine="fsdp", num_devices=n, global_batch_size=8, params={}, tags={})
         for n, text in enumerate(LAYOUTS, 1)

@@ -1,4 +1,4 @@
-"""Invalid schedules are refused before any request to a server."""
+"""Schedules that are invalid, or that never start a run, are refused before any request to Prefect's server."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Interface of stage processes: the identity and inputs of a config, and the files of a work folder."""
+"""Interface of stage processes: a config's inputs, the fields that decide its version, and the work folder's files."""
 
 import importlib
 import inspect

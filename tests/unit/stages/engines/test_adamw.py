@@ -230,7 +230,7 @@ def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> No
 
 
 class Launches(TorchDispatchMode):
-    """PyTorch dispatch mode that counts operations on `meta` tensors, and the most bytes of their results at a time."""
+    """PyTorch dispatch mode that counts operations on `meta` tensors, and the peak bytes that their results take."""
 
     VIEWS = ("view", "split", "slice", "detach", "select", "alias", "unbind", "empty")
 

@@ -75,7 +75,7 @@ def weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
 
 def sharded(**changes: Any) -> Change:
-    """Return a change to a model folder that splits its weights into two shards with an index file.
+    """Return a function that splits a model folder's weights into two shards with an index file.
 
     `changes` edit the index's `weight_map`.
     """

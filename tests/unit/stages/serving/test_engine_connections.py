@@ -18,7 +18,7 @@ from stages.serving.engine_connections import (
 PATIENCE_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
 KEPT = [OK + b"Content-Length: 2\r\n\r\nab"]
-"""Raw answer after which the fake engine keeps the connection open; it closes the connection after all others."""
+"""Response after which the fake engine keeps the connection open; after other responses, it closes the connection."""
 
 
 def with_engine(sent: list[bytes], trial: Callable[[EngineConnections], Awaitable[None]]) -> None:

@@ -110,7 +110,7 @@ Trial = Callable[[Model, Model, EngineAddress, Proxy, httpx.AsyncClient], Awaita
 
 @pytest.fixture
 def in_front_of_two(tmp_path) -> Callable[[Trial], None]:
-    """Provide a function that runs a trial with a proxy before the engine `old`, and a second engine `new`."""
+    """Provide a function that runs a trial with the engine `old` behind a proxy, and the engine `new` to replace it."""
 
     async def run(trial: Trial) -> None:
         old, new = Model("old"), Model("new")

@@ -27,7 +27,7 @@ ANSWER = {"role": "assistant", "content": "Hello, jo@example.org."}
 
 
 def exchange(asked: dict, *answers: dict, reason: str = "stop") -> Exchange:
-    """Return the record of a request and its answer; several answer texts are streamed as parts."""
+    """Return the proxy's record of a request and its response, which is streamed if several texts are given."""
     found = Exchange(asked, keeps_content=True)
     key, kind = ("delta", "text/event-stream") if len(answers) > 1 else ("message", "application/json")
     found.begin(200, kind, None)

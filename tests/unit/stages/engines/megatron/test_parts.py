@@ -67,7 +67,7 @@ def test_the_pieces_of_all_parts_cover_each_weight_once(rule, count):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
 def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
-    """Ranges of a flattened shard map to the same weight elements as the shard itself.
+    """Ranges of Megatron's flattened shards map to the same elements of the model's weights as whole shards.
 
     Megatron's distributed optimizer cuts flattened shards anywhere, here into three uneven ranges.
     """

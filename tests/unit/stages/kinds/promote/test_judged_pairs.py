@@ -80,7 +80,7 @@ def write_answers(folder: Path, answers: Sequence[str], question: str = "Questio
 
 @pytest.fixture
 def promote(server: Judge, tmp_path: Path):
-    """Provide a function that runs the promote stage on given answers; it returns result, verdict and work folder."""
+    """Provide a function that runs a promotion on given answers, and returns result, decision and work folder."""
 
     def promote(ours: Sequence[str], theirs: Sequence[str] | None, *, same: bool = False, **said: Any):
         write_model(tmp_path / "model", "candidate")

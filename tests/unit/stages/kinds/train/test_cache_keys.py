@@ -1,4 +1,4 @@
-"""Cache keys may not change, so that a new version reuses tokenized data and other results in the cache.
+"""Cache keys may not change, so that a new release of this software reuses tokenized data in existing caches.
 
 If the cached result of the same input changes, change a version or a field among the parts of its key, and let
 `python -m tests.unit.stages.kinds.train.test_cache_keys` write `frozen_cache_keys.json` again.
