@@ -62,7 +62,7 @@ class Refresh:
         return order.job
 
     def run(self, **options: Any) -> Built:
-        """Run all three stages; return the outcome of the SFT stage."""
+        """Run the two download stages and the SFT stage; return the outcome of the SFT stage."""
         built: dict[str, Built] = {}
         for name in SOURCES:
             built[name] = run_stage(self.stages[name], built, self.store, Notes())

@@ -36,7 +36,10 @@ NUM_SESSIONS = 20
 
 
 def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
-    """Return an empty model registry whose models the tiny engine serves, one start at a time."""
+    """Return an empty model registry for tests, whose models the tiny engine serves.
+
+    Only one engine can start at a time.
+    """
     (folder / "starting").touch()
     settings = {**own_mlflow(folder), "VLLM_API_KEY": KEY, "TINY_STARTING": str(folder / "starting")}
     for name, value in settings.items():
@@ -47,7 +50,7 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """Store a model artifact for the tests' tiny engine, and return the model's entry for the model registry.
+    """Store a model artifact for the tests' tiny engine, and return its `Registration` for the model registry.
 
     files: further files of the model, by name.
     """
@@ -77,7 +80,7 @@ def kill_engine(serving: Serving) -> None:
 
 
 def load_of(client: httpx.Client) -> Load:
-    """Return load-test clients that ask one question per session, and count the answers by model version."""
+    """Return concurrent clients that ask one question per session, and count the answers by model version."""
     return Load(partial(ask, client), NUM_CLIENTS)
 
 
@@ -151,12 +154,12 @@ class Followed:
         wait_for(is_settled, what="the end of what is under way")
 
     def versions(self) -> set[str]:
-        """Send requests to the proxy in several sessions, and return the model versions that answered."""
+        """Send requests of several chat sessions to the proxy, and return the model versions that answered."""
         return {ask(self.client, number) for number in range(NUM_SESSIONS)}
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Run the follower's checks in a thread, as `serve --follow` does, until the `with` block ends."""
+        """Follow the registry's aliases in a thread, as `serve --follow` does, until the `with` block ends."""
         is_enough = threading.Event()
         outcome = in_background(lambda: self._go_on(is_enough))
         try:

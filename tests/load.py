@@ -42,7 +42,7 @@ class Load:
             thread.join()
 
     def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
-        """Wait until two more answers for each client have arrived, or a request has failed.
+        """Wait until two more answers per client have arrived (on average), or a request has failed.
 
         With `answer`, only answers equal to it count.
         """

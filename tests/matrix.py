@@ -32,7 +32,7 @@ class Capability:
     gpu: tuple[str, ...] = ()
     """Test files that prove the capability on a GPU."""
     not_run: str = ""
-    """Parts of a capability that are implemented but covered by no test."""
+    """Description of what the capability includes but no test covers, for the README's support matrix."""
 
 
 CAPABILITIES = (
@@ -169,7 +169,7 @@ class Run:
     card: str | None = None
     """Name of the machine's GPU; None for a run on a CPU."""
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
-    """Counts of passed, skipped and failed tests, by file."""
+    """Numbers of passed, skipped and failed tests in the recorded run, by test file."""
 
     def counts(self, paths: Iterable[str]) -> Counter[str]:
         """Return the sum of passed, skipped and failed tests of the files at or below the given paths."""
@@ -221,7 +221,7 @@ def recorded() -> list[Run]:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Return a test run as JSON, which `recorded` reads.
+    """Return a test run as JSON, as `matrix.json` records it for the README's support matrix.
 
     Each test file has a line with the numbers of passed, skipped and failed tests.
     """

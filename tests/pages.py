@@ -57,7 +57,7 @@ SHOWN = re.compile(
 MEASURED = re.compile(r"(\d{4}-\d\d-\d\d)(?:: (.+))?")
 END_OF_OUTPUT = "-- here ends the output of a command of a page --"
 NO_ANSWER = "no answer within"
-"""Message of `lifecycle plan` on a busy machine that did not answer in time; the command is then repeated."""
+"""Text in the output of `lifecycle plan` if it timed out on a busy machine; the command is then repeated."""
 NUM_TRIES = 10
 ENGINES_ON = {
     "qwen2.5-7b": [8],
@@ -75,7 +75,7 @@ LEARNERS = {
 
 
 def shown_in(page: Path) -> list[re.Match[str]]:
-    """Return the generated blocks of a Markdown page as matches with the groups `kind`, `argument` and `body`."""
+    """Return the generated blocks of a Markdown page as regex matches with the groups `kind`, `argument` and `body`."""
     return list(SHOWN.finditer(page.read_text(encoding="utf-8")))
 
 
@@ -115,7 +115,10 @@ def commands_of(console: str) -> list[str]:
 
 
 def commands_measured(shown: re.Match[str]) -> list[str]:
-    """Return the commands of a block or table whose output was measured on a stated date; they are not run again."""
+    """Return the commands whose output a documentation block shows as measured on a stated date.
+
+    These are not run again.
+    """
     said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
     return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
 
@@ -162,7 +165,7 @@ def blocks(path: str) -> Iterator[str]:
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """Return the names of a config's own fields, inherited ones last.
+    """Return the field names of a config class: its own fields, then inherited ones.
 
     The field `kind` and those that all `execution` blocks share are left out.
     """
@@ -290,7 +293,7 @@ WRITERS = {
 
 
 def stale_lines(body: str, output: str) -> list[str]:
-    """Return the lines of a shown output that its command no longer prints, ignoring numbers.
+    """Return the lines that a page shows as a command's output but the command no longer prints, ignoring numbers.
 
     Of a line with `…`, only the text before it is compared.
     """
@@ -309,7 +312,7 @@ def _shape(line: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the generated parts of the documentation's pages, or check outputs that were measured."""
+    """Rewrite the generated blocks of documentation pages, or rerun measured commands and print which lines changed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", nargs="?", const="", metavar="WORDS")
     parser.add_argument("--page", type=Path, help="Markdown page to rewrite or check (default: all pages)")

@@ -37,7 +37,7 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
 
 
 def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
-    """Return a recipe that promotes a model after an evaluation. Each `mark` gives a different model."""
+    """Return a recipe that evaluates and then promotes a model. Each `mark` gives a different model."""
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},

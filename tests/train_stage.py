@@ -132,7 +132,7 @@ def ranks_of(parent: int) -> list[int]:
 
 
 def _warm(config: TrainConfig) -> tuple[str, str]:
-    """Return the program that runs a train stage on the config's engine when forked, and its environment as JSON."""
+    """Return the program to fork for a train stage on the config's engine, and the program's environment as JSON."""
     program = f"tests.warm_{'megatron_' * (config.engine == 'megatron')}stage"
     return program, json.dumps({**local.environment(config), "OMP_NUM_THREADS": "1"})
 

@@ -66,7 +66,7 @@ def make_model(folder: Path, words: list[str]) -> None:
 
 
 def base_rows(words: list[str]) -> bytes:
-    """Return the JSONL rows from which every shard of the dataset is made; the caller makes each shard distinct."""
+    """Return JSONL rows of random text that fill one shard of the dataset. The caller makes each shard distinct."""
     draw = random.Random(1)
     rows, num_bytes = [], 0
     while num_bytes < SHARD_BYTES:
@@ -120,7 +120,7 @@ def anonymous_kib(pid: int) -> int:
 
 
 def main() -> None:
-    """Measure time and memory for every dataset size named on the command line."""
+    """Measure a train stage's duration and peak memory on a dataset of each size named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("sizes_gb", metavar="GB", type=float, nargs="*", default=DEFAULT_GB)
     parser.add_argument("--linked", action="store_true")

@@ -35,7 +35,7 @@ PART_LIMIT_S = 175
 CPU_LIMIT_S = 600
 """Time limit in seconds of each part of the benchmark on a CPU, where it only proves that the programs run."""
 LEAST_S = 20
-"""Remaining seconds of the benchmark's time limit below which no further part is started."""
+"""Seconds that must remain of the benchmark's time limit for another part to be started."""
 MOST_PLACES = 3
 """Largest number of layouts tried for one training run; the next is tried only when one runs out of memory."""
 
@@ -53,7 +53,7 @@ class Part:
     compile: bool = False
     precision: str = "bf16"
     place: int = 0
-    """Position of the layout to use among those predicted to fit, fastest first. It grows when a layout runs out of
+    """Index of the layout to use among those predicted to fit, fastest first. It grows when a layout runs out of
     memory."""
 
     @property
@@ -129,7 +129,7 @@ def ordered(device: str) -> list[Part | str]:
 
 
 def name_of(what: Part | str) -> str:
-    """Return the name of a test, rate or training run as the result table shows it."""
+    """Return the name of a test, rate or training run in the GPU benchmark's result table."""
     return what.name if isinstance(what, Part) else what
 
 
@@ -231,7 +231,7 @@ class Run:
                 started.stop()
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a result to the results files; they are replaced atomically, so that a kill loses no earlier result."""
+        """Add a result to the benchmark's files, replacing them atomically, so that a kill loses no earlier result."""
         self.rows = [other for other in self.rows if other["part"] != row["part"]] + [row]
         for file, text in ((self.file, json.dumps(self.rows, indent=1)), (self.out / "gpu.md", table(self.rows))):
             half = file.with_suffix(".half")
@@ -249,7 +249,7 @@ def _lacking(what: Part | str) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the results as a Markdown table: a line for each training run, then the tests and rates."""
+    """Return the GPU benchmark's results in Markdown: a table of training runs, then a table of tests and rates."""
     lines = [
         "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print the planner's step time errors for each source of published runs.
+    """Print the planner's errors in predicting step time, by source of the published runs.
 
     Each line also has the rank correlation of predicted and measured times within a group of layouts, and the regret of
     choosing the layout predicted to be fastest.

@@ -25,7 +25,8 @@ SOURCES = {
 }
 """Short names of the publications that training runs come from, by a text that occurs in the column `source`."""
 FIRST_BF16_DAY = "02-28"
-"""Date (month-day) of BLOOM's first bf16 run; bf16 runs also accumulate gradients in fp32, 4 more bytes a parameter."""
+"""Date (month-day) of BLOOM's first bf16 run. Runs from then on also accumulate gradients in fp32, 4 more bytes a
+parameter."""
 CONTRADICTION = 1.25
 """Largest accepted ratio between a run's published step time and the step time that its published TFLOP/s imply. Runs
 beyond it contradict themselves and are left out."""
@@ -35,7 +36,7 @@ STATED_SOFTWARE = {
     "fused cross-entropy": {"fused_cross_entropy": True},
     "no TP, gradient or p2p overlap": {"overlaps_layers": False, "overlaps_gradients": False},
 }
-"""Settings of a run's training program that follow from certain words in the column `note`."""
+"""Settings of a run's training program, by the words in the CSV column `note` that imply them."""
 ALLOCATED = "max allocated"
 """Words in the column `note` of runs whose published memory counts tensors only, without the driver and idle memory."""
 RESERVED = "max reserved"
@@ -54,12 +55,12 @@ class Measured:
     memory_gib: float | None
     out_of_memory: bool
     table: str | None = None
-    """Name of the held-out table that a run comes from, to which no planner constant was fitted; None for runs of
-    `data/`."""
+    """Name of the held-out table that the run comes from, to which the planner was not fitted. None for runs of the
+    built-in tables in `data/`."""
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Key that is equal for runs of one model, batch, cluster and program version under different layouts."""
+        """Grouping key of runs that have the same model, batch, cluster and program version but different layouts."""
         run = self.run
         told_source = run.cells.get("source") if self.table else None
         return (
@@ -78,7 +79,7 @@ class Measured:
 
     @property
     def is_seen(self) -> bool:
-        """Return whether the run's measurements were known when the planner's constants were fitted."""
+        """Return whether the measurements of this published run were known when the planner's constants were fitted."""
         if self.table == "mlperf":
             return self.run.cells["source"].split("@")[0].split()[-1] in SEEN_SUBMITTERS
         return self.table != "bridge" or self.run.workload.precision != "fp4"
@@ -106,7 +107,7 @@ def all_runs() -> list[Measured]:
 
 
 def runs_of(table: Path) -> list[Measured]:
-    """Return the published runs of one CSV table; a run's source is its kind of training, device and precision."""
+    """Return the published runs of one CSV table. Each run's `source` names kind of training, device and precision."""
     found, name = [], table.stem.removesuffix("_layouts")
     for run in read_table(table)[1]:
         if isinstance(run, PublishedRun) and run.cells["iter_time_s"]:

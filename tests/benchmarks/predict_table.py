@@ -26,7 +26,7 @@ PREDICTED = ("pred_step_time_s", "pred_memory_gb", "pred_tok_s_gpu", "pred_oom",
 
 
 def main() -> None:
-    """Read the command line, write the table with predictions, and print the assumptions that were made."""
+    """Write the CSV table given on the command line with predictions added, and print the assumptions made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, metavar="CSV")
     parser.add_argument(
@@ -55,7 +55,7 @@ class Summary:
     num_rows: int
     num_predicted: int
     assumed: tuple[tuple[str, int], ...]
-    """Assumptions made for empty cells, each with the number of rows that it concerns, most frequent first."""
+    """Assumptions made for empty cells of the CSV table, most frequent first, each with the number of affected rows."""
     unknown: tuple[tuple[int, str], ...]
     """Line number of each row whose run cannot be predicted, with the reason."""
 

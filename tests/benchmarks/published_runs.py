@@ -57,7 +57,7 @@ FIRST_RECORDED_MIXTURES = (26, 6)
 """First version (26.06) of NVIDIA's Megatron-Bridge whose fp8 recipes for mixtures of experts capture a whole step as a
 CUDA graph and overlap token dispatch with compute (scripts/performance/configs of its repository)."""
 UNFUSED, FIRST_FLASH = ("unfused", "eager", "core", "none"), ("flash1", "flash-1", "fa1")
-"""Words in the column `kernel` that mean unfused attention, and words that mean the first FlashAttention."""
+"""Words in the CSV column `kernel` that mean unfused attention, and words that mean FlashAttention 1."""
 BEFORE_FLASH = Software(
     flash_attention=False,
     dropout=True,
@@ -90,7 +90,7 @@ RATED_W = {"h100-80gb": 700, "h200": 700}
 RATE_BY_POWER = 0.58
 """Exponent with which sustained FLOP/s grow with board power, from the pairs MI300X/MI325X and MI350X/MI355X."""
 USABLE_MEMORY = 0.99
-"""Usable share of a GPU's memory: GiB that programs can use for each GB that the GPU's name states."""
+"""GiB of a GPU's memory that programs can use, for each GB in the GPU's name."""
 OTHER_SIZE = 0.1
 """Smallest relative difference at which a memory size in the column `gpu` replaces the GPU's built-in size."""
 
@@ -132,7 +132,7 @@ class Cells:
         return int(value)
 
     def stated(self, column: str, *in_note: str) -> str:
-        """Return a CSV cell in lower case; if it is empty, the value of `key=value` in the column `note`; else ""."""
+        """Return a CSV cell in lower case; if it is empty, the value that `note` states as `key=value`, or ""."""
         if text := self.text(column):
             return text.lower()
         for key in in_note:
@@ -264,7 +264,7 @@ def _shape(cells: Cells) -> ModelShape:
 
 
 def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
-    """Return a known model's shape with the sizes that the published run states instead of its usual ones."""
+    """Return a known model's shape, but with the sizes (layers, heads and so on) that the published run states."""
     columns = {"num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn_size": "ffn"}
     stated: dict[str, Any] = {field: value for field, column in columns.items() if (value := cells.number(column))}
     if vocab := cells.number("vocab"):
@@ -382,7 +382,7 @@ def _made_to_fit(run: PublishedRun) -> PublishedRun:
 
 
 def _relieved(run: PublishedRun, num_layers: int, is_near: bool) -> PublishedRun:
-    """Return the run with activations of `num_layers` layers recomputed, or offloaded to the host if `is_near`."""
+    """Return the run with `num_layers` layers' activations recomputed, or offloaded to fast host memory (`is_near`)."""
     if not num_layers:
         return run
     share = num_layers / run.shape.num_layers

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Return two ratios of tokens/s per core: of two processes that train together to those of one process.
+    """Measure training on one process and on two; return two ratios of their tokens/s per core.
 
     The first ratio divides by one process that trains alone, the second by one while another, independent one trains
     beside it.

@@ -44,7 +44,10 @@ END_OF_CHUNKS = b"0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one round: requests/s, time to the first token, and the proxy's CPU time for each request."""
+    """Measurements of one round of the proxy benchmark: requests/s, latency, and the proxy's CPU time per request.
+
+    Latency is the time to the first token.
+    """
 
     requests_per_s: float
     ttft_p50_ms: float
@@ -96,7 +99,10 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Stand-in for vLLM that needs hardly any CPU time: it streams vLLM's events to all clients in lockstep."""
+    """Stand-in for vLLM in the proxy benchmark that streams tokens to all clients with hardly any CPU time.
+
+    All clients get their tokens at the same pace.
+    """
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 

@@ -111,7 +111,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
 
 
 def trl_s(folder: Path, part: str, processes: int) -> float:
-    """Return the seconds that TRL's trainer takes to prepare the same chats."""
+    """Return the seconds that TRL's trainer takes to tokenize and pack the benchmark's chats."""
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer
 

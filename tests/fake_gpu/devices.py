@@ -91,7 +91,7 @@ def _without_backend(new_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that reads tensor values, so that it computes with real tensors while others are fake."""
+    """Wrap a function that reads tensor values, so that it gets real tensors although all other tensors are fake."""
 
     def with_values(*arguments: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
@@ -111,7 +111,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (dist, "all_gather_object", _all_gather_object),
     (dist, "new_group", _without_backend(dist.new_group)),
 )
-"""Replacements, while GPUs are fake, of all functions that need tensor values, files or a device."""
+"""Replacements of functions that need tensor values, files or a device, in force while GPUs are fake."""
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ALLOCATED_BYTES = 512
-"""Size in bytes to whose multiples CUDA's allocator rounds up each allocation."""
+"""Granularity of CUDA's allocator in bytes: it rounds the size of each allocation up to a multiple."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
-"""Number returned when a program reads a fake tensor's value, by type of number. It is finite, can be a divisor, and is
-a gradient norm that needs no clipping."""
+"""Value that a program gets when it reads a fake tensor as a Python number, by type. It is finite, can be a divisor,
+and is a gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")

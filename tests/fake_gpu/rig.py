@@ -39,7 +39,7 @@ class Case:
     layout: dict[str, Any]
     engine: EngineName = "fsdp"
     num_layers: int | None = 4
-    """Number of the model's layers; None: as many as the published model has."""
+    """Number of the model's layers. None means as many as the published model has."""
     micro_batches: int = 1
     documents: int = 1
     """Number of documents of equal length packed into each row."""
@@ -73,7 +73,7 @@ class Report:
 
     shape: ModelShape
     layout: Layout
-    """Parallel layout of the training step; the planner has chosen the values that the case leaves `auto`."""
+    """Parallel layout of the training step, in which the planner has chosen all values that are `auto`."""
     peak_bytes: int
     bytes_at_peak: dict[str, int]
     """Bytes at the memory peak by class of tensors: parameters, gradients, optimizer and others."""
@@ -85,7 +85,7 @@ class Report:
     """Number of collective calls by kind of collective and number of ranks."""
     kernels: dict[str, int]
     predicted_gib: dict[str, float]
-    """GiB that the planner predicts for the rank, by class of memory, without the CUDA runtime's."""
+    """Memory in GiB that the planner predicts for the rank, by class, without the CUDA runtime's memory."""
 
     @property
     def predicted_ratio(self) -> float:
@@ -189,4 +189,5 @@ CASES = {
     "megatron, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron", options=LORA),
     "megatron, 1,024 ranks": Case("llama3-70b", {"dp_shard": 128, "tp": 8}, engine="megatron", num_layers=1),
 }
-"""Training steps that nightly tests run: layers as wide as those of published models, but few layers."""
+"""Training steps that nightly tests run on fake GPUs, by name. The models' layers are as wide as published ones, but
+few."""

@@ -34,7 +34,7 @@ PIPELINE = Case(
 DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
 """Names of nightly cases in which FSDP2 trains all weights of a dense model."""
 PREDICTED = ("megatron, pipeline", "megatron, context")
-"""Names of nightly cases whose memory the planner predicts within 10%; in others it predicts too much."""
+"""Names of nightly cases whose memory the planner predicts within 10%. For the other cases it predicts too much."""
 
 
 @pytest.mark.nightly

@@ -67,7 +67,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
-    """Provide a function that makes the record of a fault in a stage, a line of `make faults` if the test passes."""
+    """Provide a function that records a fault in a stage; `make faults` prints the record if the test passes."""
 
     def make(name: str, stage: str) -> Fault:
         one = Fault(name, stage)
@@ -79,7 +79,10 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """Provide the record of a test's only fault, for the table of `make faults`; the test sets its name and stage."""
+    """Provide the record of the fault that a test causes, for the table of `make faults`.
+
+    The test sets its name and stage.
+    """
     return new_fault(request.node.name, "")
 
 

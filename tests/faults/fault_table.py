@@ -22,7 +22,7 @@ class Fault:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Measure how long the `with` block takes, as the seconds until the fault is `detected` or `recovered` from."""
+        """Record the duration of the `with` block as the seconds until the fault was `detected` or `recovered` from."""
         began_s = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began_s

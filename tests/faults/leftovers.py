@@ -107,7 +107,7 @@ def _environment(pid: int) -> str:
 
 
 def _tokens(environment: str) -> list[str]:
-    """Return the tokens in a process's environment by which our supervisor and servers mark their child processes."""
+    """Return the tokens in a process's environment variables that mark it as a child of our supervisor or servers."""
     variables = (line.partition("=") for line in environment.split("\0"))
     return [value for name, _, value in variables if name.endswith("_TOKEN") and name.startswith("LIFECYCLE") and value]
 

@@ -26,9 +26,9 @@ from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from tests.promotion import NAME, commit, offer
 
 LATEST = 1.5
-"""Time of the latest kill as a multiple of a promotion's normal duration; it comes after the promotion's end."""
+"""Time of the latest kill, in units of a promotion's normal duration: some kills come after the promotion's end."""
 Standing = tuple[str | None, str | None]
-"""Type of the version numbers of champion and previous champion; None where the registry has none."""
+"""Type of a pair of version numbers: champion and previous champion. Each is None if the registry has none."""
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
@@ -68,7 +68,7 @@ def roll_back() -> None:
 
 
 def promotion_of(mark: str, champion: str | None) -> Callable[[], None]:
-    """Store a candidate with a verdict that it beats the champion; return a function that completes its promotion."""
+    """Store a candidate that was found better than the champion; return a function that completes its promotion."""
     store = Store(store_root())
     planned, upstream = offer(store, mark, [1.0] * 10, max_regression_standard_errors=None)
     verdict = Verdict(outcome="promoted", name=NAME, champion_version=champion, against=None, missed=())

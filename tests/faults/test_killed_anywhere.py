@@ -67,7 +67,7 @@ def read(path: Path) -> bytes:
 
 
 def recover(store, stage, ranks, undisturbed, fault) -> None:
-    """Run a disturbed refresh again, and check that it resumes and gives the same digests as an undisturbed one.
+    """Run a refresh again after a fault, and check that it resumes and gives the same digests as without the fault.
 
     Finished stages must be cached.
     """

@@ -190,7 +190,7 @@ def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
 
 
 def drawn_order(chance: random.Random) -> list[str]:
-    """Return all kinds of process in the random order in which they are to be killed."""
+    """Return the kinds of processes that the test kills, in random order."""
     kinds = list(STAGE_OF)
     for kind in ALWAYS_THERE:
         kinds.insert(chance.randint(0, len(kinds)), kind)

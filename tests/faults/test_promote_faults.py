@@ -65,7 +65,7 @@ def become_champion(registry: Registry, digest: str) -> str:
 
 
 def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
-    """Promote a candidate with a fault before the registration; check the error, and return the promotion's artifact.
+    """Promote a candidate while a fault occurs before its registration; check the error, and return the artifact.
 
     fault: PROMOTION_FAULT of `crashing_promotion.py`. error: pattern of the expected message.
     """

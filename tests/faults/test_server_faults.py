@@ -67,7 +67,7 @@ def check_started_again(home, name, before):
 
 
 def is_served(home, name):
-    """Return whether a server answers at its known address, waiting up to `PATIENCE_S` for the answer."""
+    """Return whether a server of the lifecycle home answers at its known address within `PATIENCE_S` seconds."""
     path = {"prefect": "/api/health"}.get(name, "/health")
     with suppress(OSError), urllib.request.urlopen(home.address(name) + path, timeout=PATIENCE_S) as answer:
         return answer.status == 200

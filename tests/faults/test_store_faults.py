@@ -162,7 +162,10 @@ def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, f
 
 @needs_root
 def test_garbage_is_collected_on_a_disk_without_any_room(tmp_path, fault):
-    """Garbage collection works on a disk too full for its trash folder, as the error of a full disk advises."""
+    """Garbage collection frees space on a full disk without room for its trash folder.
+
+    The full-disk error advises to run it.
+    """
     fault.name, fault.stage = "disk full while garbage is collected", "none"
     store = Store(tmp_path / "disk" / "store")
     with small_disk(tmp_path / "disk", 4):

@@ -24,7 +24,7 @@ def test_that_leaves_a_daemon():
 
 
 FEW = {(signal.SIGINT, 2), (signal.SIGTERM, 0), (signal.SIGKILL, 0)}
-"""Cases that `make test` runs: each signal, with pytest-xdist workers and without. The other cases are nightly."""
+"""Pairs of signal and number of pytest-xdist workers that `make test` covers; the other pairs are nightly."""
 
 
 @pytest.mark.parametrize(

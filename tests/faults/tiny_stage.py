@@ -179,7 +179,7 @@ def server_killed():
 
 
 def kills_server():
-    """Act as a stage that kills the server of an upstream serve stage and asks for a retry, or else succeeds."""
+    """Act as a stage that kills its upstream serve stage's server and asks for a retry, or succeeds if it has none."""
     leases = json.loads((WORK / "config.json").read_text())["leases"].values()
     for lease in leases:
         os.kill(lease["pid"], signal.SIGKILL)

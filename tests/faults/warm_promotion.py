@@ -23,7 +23,7 @@ from stages.core.process_tree import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "WARM_PROMOTION"
-"""Name of the environment variable with the path of the socket on which the forking process listens."""
+"""Environment variable that names the Unix socket of the process from which promotions are forked."""
 MAX_BYTES = 1 << 17
 IMPORTED = (
     "mlflow.store.model_registry.sqlalchemy_store",
@@ -53,7 +53,10 @@ def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
 
 
 def ask() -> NoReturn:
-    """Have the promotion that this process was started for run in a fork, and exit with the fork's exit code."""
+    """Run this process's promotion in a fork of the process that has imported MLflow.
+
+    Exits with the fork's exit code.
+    """
     die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[ADDRESS])
@@ -81,7 +84,7 @@ def answer(listener: socket.socket) -> NoReturn:
 
 
 def run(arguments: list[str], environment: dict[str, str], output: int) -> NoReturn:
-    """Run a promotion with these arguments and environment in the forked process, and exit."""
+    """Run a promotion with the given arguments and environment in this forked process, then exit."""
     code: Any = 1
     try:
         os.dup2(output, 1)

@@ -87,7 +87,7 @@ def check_requests(year: Year) -> None:
 
 
 def check_artifacts(year: Year) -> None:
-    """Check that all artifacts are undamaged, and each model is the one that a night's training rows must give."""
+    """Check that no artifact is damaged, and each model has the weights that some night's training rows give."""
     verified = json.loads(year.home.does("verify", "--json"))
     assert not verified["damaged"], f"seed {year.seed}: {verified}"
     made = {expected_text(year.home, night.number) for night in year.nights}
@@ -116,7 +116,7 @@ def check_growth(year: Year) -> None:
 
 
 def check_against_fresh(year: Year) -> None:
-    """Check that a new lifecycle home makes the same artifacts, and runs commands hardly faster than the old one."""
+    """Check that the year's lifecycle home makes the same artifacts as a new one, with hardly slower commands."""
     fresh = YearHome(year.home.folder.with_name("fresh"), year.clock)
     fresh.folder.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Events of the simulated year that happen before certain nights: upgrades, backups, absence, full disks."""
+"""Events before certain nights of the simulated year: upgrades, backups, a month of stopped servers, full disks."""
 
 import json
 import shutil
@@ -16,9 +16,9 @@ from year_nights import Life, Year
 from year_operator import NAME, until
 
 EARLIER = ("a2e81ef", "62a051a", "eeeaaca")
-"""Earlier commits of this project that the lifecycle home is upgraded from, oldest first. They date from before reports
-and states of promotion verdicts; before stages kept artifacts that a check rejects; before lifecycle homes
-recognized copies of themselves."""
+"""Commits of earlier versions of this project that the lifecycle home is upgraded from, oldest first. The first is
+older than reports and Prefect states of promotion decisions; the second is older than storing artifacts that a check
+rejects; the third is older than lifecycle homes that recognize copies of themselves."""
 CHAIN = "chain"
 TRAINED_WITHIN_S = 120.0
 FULL_FOR_S = 20.0
@@ -48,7 +48,7 @@ def following() -> list[str | None]:
 
 
 def upgrade(commit: str | None) -> Deed:
-    """Return an event that upgrades the lifecycle home: stop the servers, switch the code, start the servers."""
+    """Return an event that upgrades the simulated lifecycle home: servers stop, the code is switched, servers start."""
 
     def deed(year: Year) -> None:
         year.home.does("down")

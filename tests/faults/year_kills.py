@@ -13,7 +13,7 @@ from stages.core.process_tree import living_processes
 LOOK_EVERY_S = 0.05
 LONGEST_WAIT_S = 25.0
 LATEST_S, LATEST_OF_SHORT_S = 5.0, 0.3
-"""Longest delay in seconds between seeing a process and killing it, in general and for short-lived processes."""
+"""Longest delays in seconds from seeing a process to killing it: for long-lived and for short-lived processes."""
 KINDS: dict[str, Callable[[list[str]], bool]] = {
     "prefect": lambda command: "flows.servers.guarded" in command and "prefect" in command,
     "mlflow": lambda command: "flows.servers.guarded" in command and "mlflow" in command,
@@ -52,7 +52,7 @@ def draw(chance: random.Random, night: int, kinds: list[str]) -> Kill:
 
 
 def processes(folder: str, kind: str) -> list[int]:
-    """Return the ids of living processes of a kind whose environment names this folder."""
+    """Return the ids of living processes of one kind, such as `worker`, whose environment contains `folder`."""
     of_kind = KINDS[kind]
     return [pid for pid in living_processes() if of_kind(command_of(pid)) and folder in environ_of(pid)]
 

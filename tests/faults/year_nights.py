@@ -38,7 +38,7 @@ class Night:
     kill: Kill | None = None
     ended_s: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict)
-    """Bytes in each folder of the lifecycle home after the night."""
+    """Size in bytes of each folder of the lifecycle home after the simulated night."""
 
     @property
     def summary(self) -> str:
@@ -154,12 +154,12 @@ def sizes(home: Path) -> dict[str, int]:
 
 
 def rows_of(folder: Path, night: int) -> bytes:
-    """Return the content of all files of training rows that existed in a given night, joined."""
+    """Return the training rows that exist in a simulated night: the content of all their files, joined."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("*.jsonl")) if int(path.stem[-3:]) <= night)
 
 
 def expected_text(home: YearHome, night: int) -> str:
-    """Return the answer of a model trained in this night, which depends only on base model and training rows."""
+    """Return the answer that a simulated night's model must give. It depends only on base model and training rows."""
     base = (home.folder.parent / "base" / "model.safetensors").read_bytes()
     return year_engine.says(trained(base, rows_of(home.rows, night)))
 

@@ -59,7 +59,7 @@ class YearHome(WorkerHome):
         year_engine.install(self.folder.parent / "vllm")
 
     def begin(self, webhook: str, keep: dict[str, Any]) -> None:
-        """Start the servers, and set the retention policy, the notifications and the schedule."""
+        """Start the servers of the simulated year, and configure retention, notifications and the nightly schedule."""
         self.folder.mkdir()
         (self.folder / "retention.yaml").write_text(json.dumps({"keep": keep}))
         self.does("up")
@@ -69,7 +69,7 @@ class YearHome(WorkerHome):
         self.does("schedule", str(self.recipe_file), "--cron", CRON, "--timezone", ZONE)
 
     def refresh(self) -> str:
-        """Run the recipe by hand, whether its model is promoted or not; return the refresh's name."""
+        """Run the recipe by hand, and return the refresh's name. A model that is not promoted counts as success."""
         done = self.does("run", str(self.recipe_file), "--json", codes=(0, NotPromotedError.exit_code))
         return json.loads(done)["refresh"]
 
@@ -106,7 +106,7 @@ class YearHome(WorkerHome):
         return datetime.fromisoformat(run["expected_start_time"])
 
     def unfinished(self) -> list[str]:
-        """Return descriptions of the refreshes that run or are due within the hour, for a message."""
+        """Return a line for each refresh that runs or is due within the hour; none if the lifecycle home is idle."""
         soon = (self.clock.now() + timedelta(hours=1)).isoformat()
         busy = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         due = {"state": {"type": {"any_": ["SCHEDULED"]}}, "next_scheduled_start_time": {"before_": soon}}

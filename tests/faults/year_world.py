@@ -62,7 +62,7 @@ class Unit:
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.command, self.environment, self.log = command, environment, log
         self.restarts_s: list[float] = []
-        """Times of the restarts that the test asked for, in seconds (monotonic clock)."""
+        """Times at which the test itself restarted the process, in seconds (monotonic clock)."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep)
         self._thread.start()

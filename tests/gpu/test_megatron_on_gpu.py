@@ -37,7 +37,7 @@ def train(work: Path, artifacts: dict[str, Path], engine: str, precision: str, *
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def expected(request, tmp_path_factory, artifacts) -> tuple[str, list[float]]:
-    """Provide a precision and the FSDP engine's losses in it on one device, to compare Megatron's with."""
+    """Provide a precision, and losses of the FSDP engine in it on one device, which Megatron must match."""
     return request.param, train(tmp_path_factory.mktemp("fsdp") / "work", artifacts, "fsdp", request.param)
 
 

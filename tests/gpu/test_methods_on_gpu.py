@@ -40,7 +40,7 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
 def adapted(
     tmp_path_factory: pytest.TempPathFactory, artifacts: dict[str, Path]
 ) -> dict[str, tuple[Path, list[float]]]:
-    """Provide the work folder and the losses of a training that learned an adapter, by engine."""
+    """Provide the work folder and the losses of a training of an adapter, for each engine."""
     found = {}
     for engine in ENGINES:
         work = tmp_path_factory.mktemp(engine) / "work"

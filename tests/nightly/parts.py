@@ -28,7 +28,7 @@ FRESH_DAYS = 7
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the nightly tests that runs separately: files or folders below `tests/`, except those in `but`."""
+    """Part of the nightly tests that runs separately: test files or folders, without those listed in `but`."""
 
     name: str
     proves: str

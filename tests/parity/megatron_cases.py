@@ -136,7 +136,7 @@ class Case:
 
     @property
     def everything_decays(self) -> bool:
-        """Return whether weight decay also applies to norms and biases, as in the cases with "single" data."""
+        """Return whether weight decay applies to norms and biases, too: it does in the cases with "single" data."""
         return self.data == "single"
 
     @property
@@ -293,7 +293,7 @@ def global_batches(data: str) -> list[list[Row]]:
 
 
 def train_config(case: Case) -> dict[str, Any]:
-    """Return the fields of the train stage's config for a case."""
+    """Return the train stage's config of a test case as a dict."""
     return {
         "kind": "train",
         "engine": "megatron",

@@ -49,7 +49,8 @@ from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 LEAST_LEARNED = 1e-4
 """Smallest maximum of |B| that each trained LoRA factor B must reach, so that a factor left at 0 is noticed."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
-"""Largest tolerated difference to plain Transformers: absolute, but relative for the gradient norm."""
+"""Largest tolerated differences between Megatron and plain Transformers. They are absolute, but relative for the
+gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def table(groups: dict[str, list[Comparison]]) -> str:
-    """Return a Markdown table with the largest differences to plain Transformers for each group of layouts."""
+    """Return a Markdown table: for each group of layouts, the largest differences of results to plain Transformers."""
     lines = [f"| layouts | cases | {' | '.join(LIMITS)} |", f"| --- | ---: |{' ---: |' * len(LIMITS)}"]
     for name, members in sorted(groups.items()):
         largest_of_group = [max(member.differences[limit] for member in members) for limit in LIMITS]
@@ -100,7 +101,7 @@ def table(groups: dict[str, list[Comparison]]) -> str:
 
 
 def group(case: Case) -> str:
-    """Return the group of layouts to which a case belongs, as the title of a table line."""
+    """Return the title of a test case's line in the result table, which names its group of layouts."""
     degrees = case.layout.keys() - {"micro_batch_size", "sequence_parallel", "recompute"}
     if case.adapter:
         return f"adapters, {'TP, PP, VPP, CP, DP, EP, ETP and products' if degrees else 'one process'}"

@@ -1,4 +1,4 @@
-"""Test program that trains a few steps by several methods on the Megatron engine, like `methods_program.py`."""
+"""Test program that trains a few steps by several methods on the Megatron engine; `ranks.py` forks its ranks."""
 
 from __future__ import annotations
 

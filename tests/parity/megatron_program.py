@@ -47,14 +47,15 @@ class Result:
     greedy: Tensor
     """Most probable token at each position of the first row before training, int64 [sequence]."""
     gradients: dict[str, Tensor]
-    """Gradients of the first global batch by Hugging Face name, before training. An adapter's are those after all
-    steps, since its A have none before B has learned."""
+    """Gradients of the first global batch before training, by the weights' Hugging Face names. Gradients of an adapter
+    are those after all steps, since its LoRA A gets none while B is still 0."""
     losses: list[float]
     grad_norms: list[float]
     evaluation_loss: float
     """Loss on the first global batch after all training steps."""
     continued_loss: float
-    """Loss on the first global batch of a new engine that starts from the exported adapter, if SFT trained one."""
+    """Loss on the first global batch after a new engine has loaded the exported adapter, in cases that train one with
+    SFT."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 

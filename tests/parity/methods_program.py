@@ -97,7 +97,10 @@ def train(
     taught: list[Batch] | None = None,
     grpo: GrpoLoss | None = None,
 ) -> list[dict[str, Any]]:
-    """Train each step on the same rows, evaluate on them, and return the outcomes of the steps and the evaluation."""
+    """Train all steps on the same rows, then evaluate on them.
+
+    Returns the outcome of each step and of the evaluation.
+    """
     batches = taught or micro_batches(engine, config, dataset)
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]

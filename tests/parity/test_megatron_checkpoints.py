@@ -58,7 +58,7 @@ LATER_EXPERTS = [{**SP, "dp_shard": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 
 
 @pytest.fixture(scope="module")
 def losses(megatron_ranks, tmp_path_factory):
-    """Provide losses after a checkpoint by case, of the run that saved it and of the runs that resumed from it."""
+    """Provide the losses after a checkpoint: of the run that saved it, and of those that resumed from it, by case."""
     folder = tmp_path_factory.mktemp("checkpoints")
     make_models(folder / "models")
     checkpoints = {name: str(folder / name) for name in JOURNEYS}
@@ -82,7 +82,10 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """Return a checkpoint's keys, without the learning rate and the like, which only FSDP's optimizer writes."""
+    """Return a checkpoint's keys without those of optimizer parameter groups, such as the learning rate.
+
+    Only FSDP's optimizer writes these.
+    """
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

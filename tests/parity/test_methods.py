@@ -33,7 +33,7 @@ ROW_TOKENS, LEARNING_RATE, EPSILON, SEED = 24, 5e-3, 1e-3, 3
 PAIRS = [[(7, 5), (6, 6)], [(12, 12)], [(4, 8), (5, 6)], [(10, 14)]]
 """Lengths in tokens of each row's chosen and rejected documents, which begin with a prompt of two tokens."""
 ANSWERS = [[(7, True), (6, False), (5, True)], [(20, False)], [(9, True), (11, False)], [(24, True)]]
-"""Lengths in tokens and labels (good or bad) of each row's documents. Two documents fill a row alone."""
+"""Lengths in tokens and labels (good or bad) of the documents in each row. Two of the documents fill a row alone."""
 METHODS = {
     "dpo": {"method": "dpo", "dpo": {"rpo_alpha": 0.5, "ld_alpha": 0.3}},
     "dpo-free": {"method": "dpo", "dpo": {"loss_type": ["ipo", "sft"], "loss_weights": [1, 2], "reference": "none"}},

@@ -32,7 +32,7 @@ MODELS = ("untied", "moe")
 MOMENTUM, NUM_ITERATIONS = 0.95, 5
 SAVED_AFTER = 2
 DIFFERENCE = 2e-6
-"""Tolerance of weights after three optimizer steps."""
+"""Largest tolerated difference between compared weights after three optimizer steps."""
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 LOW_PRECISION = {
     "moments": {"optimizer": MOMENTS},

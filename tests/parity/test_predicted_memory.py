@@ -25,7 +25,8 @@ MODELS = {
     "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,
                   "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 32},
 }  # fmt: skip
-"""Config fields of models with 135 and 205 million parameters: 0.5 and 0.8 GiB in fp32."""
+"""Config fields of the test's Llama and Qwen3-MoE models, with 135 and 205 million parameters (0.5 and 0.8 GiB in
+fp32)."""
 EXPERT_CASES = {
     "experts, fsdp": (1, {"adapter": {"rank": 8}}),
     "experts, megatron EP2": (

@@ -1,4 +1,4 @@
-"""Stand-in for the stage process of a candidate's model or evaluation. Run: `candidate_stage.py WORK`.
+"""Stand-in for the stage process that downloads or evaluates a candidate model. Run: `candidate_stage.py WORK`.
 
 It writes a model, or an evaluation of which `limit` answers are right.
 """

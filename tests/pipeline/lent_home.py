@@ -15,7 +15,10 @@ OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "ser
 
 
 class LentHome(Home):
-    """Owner of the shared lifecycle home, which starts, empties and stops it. Tests make a `Home` of its folder."""
+    """Lifecycle home that test files share, with methods to start, empty and stop it.
+
+    Tests make a `Home` of its folder.
+    """
 
     def begin(self) -> None:
         self.folder.mkdir()

@@ -12,7 +12,7 @@ from stages.core.contract import StageInput
 from tests.candidates import write_evaluation
 
 RIGHT = 60
-"""Number of right answers, of 100, in the made-up evaluation of the champion that a promotion repeats."""
+"""Number of right answers, of 100, that the champion gets when a promotion evaluates it again (made up)."""
 
 
 def prompt_of(config: dict[str, object]) -> str:

@@ -41,7 +41,7 @@ class PostgreSql:
         return f"{USER}:{self.password}@127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the server, and wait until it accepts connections."""
+        """Start the PostgreSQL server, and wait until it accepts connections."""
         settings = ["listen_addresses=127.0.0.1", f"port={self.port}", "unix_socket_directories=", "fsync=off"]
         settings += ["dynamic_shared_memory_type=mmap"]  # a killed one leaves nothing in /dev/shm
         flags = [flag for setting in settings for flag in ("-c", setting)]

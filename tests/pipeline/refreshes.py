@@ -32,7 +32,7 @@ class Home:
         return subprocess.run([LIFECYCLE, *arguments], env=self.environment, text=True, capture_output=True)
 
     def lifecycle_beside(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a `lifecycle` command outside the repository, so that Python cannot import the real `stages`."""
+        """Start a `lifecycle` command outside the repository, where Python imports the stand-in package `stages`."""
         return subprocess.Popen(
             [LIFECYCLE, *arguments],
             env=self.environment,
@@ -191,7 +191,7 @@ def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo
 
 
 def check_nothing_was_lost(home: Home, mark: str, done: dict[str, Any]) -> None:
-    """Run a disturbed refresh again, and check that all stages are cached and recorded once in Prefect and MLflow."""
+    """Run a refresh again after a fault; all its stages must be cached, and recorded once in Prefect and MLflow."""
     code, again = home.run(home.folder.parent / f"{mark}.yaml")
     assert (code, set(states(again).values())) == (0, {"cached"})
     versions = {name: entry["version"] for name, entry in done["stages"].items()}

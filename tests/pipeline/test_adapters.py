@@ -1,4 +1,4 @@
-"""Stages of an adapter's life, from training to the merged model, write and check the right files or fail clearly."""
+"""Stages that train, continue and merge an adapter write the right files, or fail with a clear error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def merged(inputs, work, **fields):
 
 @pytest.fixture(scope="module")
 def tuned(artifacts, tmp_path_factory):
-    """Provide the work folder of an SFT stage that trained an adapter of `sft`, for stages that continue it."""
+    """Provide the work folder of an SFT stage that trained an adapter of `sft`, from which other stages continue."""
     work = tmp_path_factory.mktemp("tuned") / "tuned-0123456789ab"
     run_stage(work, artifacts, make_config(model="sft", adapter=ADAPTER, steps=12))
     return work
@@ -268,7 +268,7 @@ def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(prec
 
 
 def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
-    """A warning names an adapted layer that gets no gradient: v_proj, since o_proj's weights are nearly 0."""
+    """Training warns of an adapted layer that gets no gradient, here v_proj, because o_proj's weights are nearly 0."""
     base = shutil.copytree(artifacts["sft"], tmp_path / artifacts["sft"].name)
     weights = load_file(base / "model" / "model.safetensors")
     weights["model.layers.1.self_attn.o_proj.weight"].fill_(1e-45)

@@ -1,4 +1,4 @@
-"""A promotion evaluates the champion again, once, if the candidate's evaluation had other questions."""
+"""A promotion evaluates the champion again, once, if its evaluation had other questions than the candidate's."""
 
 import json
 from pathlib import Path

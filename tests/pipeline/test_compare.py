@@ -43,7 +43,7 @@ def recipe(home):
 
 @pytest.fixture(scope="module")
 def compared(home, recipe):
-    """Provide the JSON output of `lifecycle compare` for two layouts that run and two that cannot."""
+    """Provide the JSON output of `lifecycle compare` for two layouts that run and two that cannot run."""
     layouts = home.folder.parent / "layouts.txt"
     layouts.write_text(f"# two that run\n{BASELINE}\n{SHARDED}\n")
     measuring = ["--steps", str(NUM_STEPS), "--warmup", str(NUM_WARMUP_STEPS), "--rounds", str(NUM_ROUNDS)]

@@ -43,7 +43,7 @@ QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temp
 LONG = {**QUESTION, "prompt": "What is 12 + 34? " * 9}
 NUM_ASKERS = 3
 NUM_USERS = 4
-"""Number of user ids that each client sends in turn; the challenger answers half of the users."""
+"""Number of users whose ids each client sends in turn. Requests of half of the users go to the challenger."""
 PAUSE_S = 0.1
 """Pause in seconds between a client's requests, which leaves the starting server CPU time."""
 
@@ -60,7 +60,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def registration(seed: int) -> Registration:
-    """Store a tiny model and its serve stage as artifacts; return the model's entry for the model registry."""
+    """Store a tiny model and its serve stage as artifacts; return the model's `Registration` for the model registry."""
     serving = {"max_model_len": SERVING["max_model_len"], "enforce_eager": True}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [str(seed)]},
@@ -217,7 +217,7 @@ def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: 
 
 
 def adapter_registration(seed: int) -> Registration:
-    """Store an adapter of the tiny model (seed 0) and its serve stage; return the adapter's entry for the registry."""
+    """Store an adapter of the tiny model (seed 0) and its serve stage; return its `Registration` for the registry."""
     training = {"kind": "train", "method": "sft", "adapter": {}, "seed": seed}
     tree = {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": ["0"]},

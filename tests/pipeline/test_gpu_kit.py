@@ -17,7 +17,7 @@ KIT = ROOT / "deploy/requirements/gpu-kit.in"
 
 
 def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
-    """The GPU tests run, here on a CPU, with only the kit's packages and those of the GPU machine."""
+    """The GPU tests need only the packages of `make gpu-kit` and of the GPU machine; here they run on a CPU."""
     kit = [line for line in KIT.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     site = tmp_path / "site"
     site.mkdir()

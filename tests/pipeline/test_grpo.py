@@ -175,7 +175,7 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, top_p: float
 ) -> None:
-    """Groups of completions without a reward difference are sampled again from the same distribution.
+    """GRPO samples again, from the same distribution, where all completions of a prompt got the same reward.
 
     The reward is rarely given, so that one draw of completions is not enough, and the temperature is not 1.
     """

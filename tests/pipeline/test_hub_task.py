@@ -112,7 +112,7 @@ def test_samples_of_another_commit_than_was_planned_are_not_scored(hub: HubServe
 
 
 def checked(expected: dict[str, object]) -> tuple[int, str]:
-    """Check in a new process that the hub still has the planned dataset; return exit code and last error line.
+    """Check in a new process that the hub's dataset is still as planned; return exit code and last error line.
 
     Libraries read HF_ENDPOINT only once in a process.
     """

@@ -33,7 +33,10 @@ REPEATED_WITHIN_S = 35.0
 
 @pytest.fixture
 def receiver():
-    """Provide the port of an HTTP server, and the list of JSON objects that it received (None for a ping)."""
+    """Provide a notification receiver: the port of an HTTP server, and the list of JSON bodies received.
+
+    The list has None for a ping.
+    """
     received = []
 
     class Receiver(BaseHTTPRequestHandler):

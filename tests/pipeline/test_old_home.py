@@ -18,7 +18,7 @@ from refreshes import Home, states
 OLD_HOME = Path(__file__).with_name("old_home.tar.xz")
 MADE_AT = "/srv/lifecycle"
 OTHER_PROGRAMS = re.compile(r"content of \w+_version|version of .*")
-"""Pattern of the reasons to rebuild a stage that only say that program versions changed, here or upstream."""
+"""Pattern of reasons to rebuild a stage that name only changed program versions, its own or upstream ones."""
 TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.4.6"}
 """Library versions on which the cache keys of the old lifecycle home's tokenized datasets depend."""
 

@@ -21,8 +21,8 @@ from tests.forked_stages import warm_parent
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
 KL_BOUNDS = {"awq": 0.02, "gptq": 0.02, "int8": 0.002, "fp8": 0.01}
-"""Largest accepted KL divergence by method, in nats per token. The bounds are twice those of round-to-nearest, and far
-below those of 3 bits."""
+"""Largest accepted KL divergence of the quantized model from the original, by method, in nats per token. The bounds are
+twice the divergence of round-to-nearest, and far below that of 3 bits."""
 
 SERVED_SHAPES = [
     (input_size, output_size, group_size)

@@ -25,7 +25,8 @@ METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
 MIXTURES = ("qwen3_moe", "mixtral", "phimoe", "glm4_moe")
 KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
-"""Largest accepted KL divergence of models with random weights by method, in nats per token."""
+"""Largest accepted KL divergence of a quantized model from its original with random weights, by method, in nats per
+token."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
 """Parts of the names of weight matrices that quantization leaves as they are."""
 
@@ -85,7 +86,7 @@ BY_DAY = {
 """Architectures that `make test` quantizes, by method; the others are nightly. All are quantized with AWQ, whose
 scaling differs most between them; the other methods take turns."""
 PAIRS = [*itertools.product(DENSE, METHODS), *itertools.product(MIXTURES, METHODS.keys() - {"int8"})]
-"""Tested pairs of architecture and method, without int8 experts, which Transformers cannot read."""
+"""Tested pairs of architecture and quantization method. MoE with int8 is left out: Transformers cannot read it."""
 QUANTIZED = [
     pytest.param(family, method, marks=() if family in BY_DAY[method] else pytest.mark.nightly)
     for family, method in sorted(PAIRS)

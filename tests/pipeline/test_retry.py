@@ -33,7 +33,7 @@ def tags(run):
 
 
 def check_attempts(home, name, refresh, expected):
-    """Check that MLflow shows every try of the failed stage as a child of the refresh's only run, which is finished."""
+    """Check that MLflow has a run for each try of a failed stage, below the single finished run of the refresh."""
 
     def ended_runs():
         runs = home.attempts(f"base-{name}")

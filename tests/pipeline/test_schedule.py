@@ -100,7 +100,7 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """One of several runs that were due while the servers were down starts; the others are marked as missed."""
+    """Of several runs that were due while the servers were down, only one starts; the others are marked as missed."""
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
@@ -164,7 +164,7 @@ def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, n
 
 
 def test_a_run_whose_process_failed_before_the_ledger_and_could_not_say_so_begins_again(worker_home, nightly):
-    """A run whose process failed before its refresh began, without a report, is started again.
+    """A scheduled run whose process failed before the refresh began, without reporting it, is started again.
 
     On a full disk neither the ledger nor the run's end in Prefect may be written.
     """
@@ -226,7 +226,7 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
 
 
 def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
-    """Runs that a worker had taken end as removed when their schedule is removed.
+    """A run that a worker has taken ends as Removed if its schedule is removed before the refresh begins.
 
     One run's process has not begun; the other's has begun, but not its refresh.
     """

@@ -1,4 +1,4 @@
-"""Adapters that one real vLLM serves with their base model, each under its own name, give the answers of PEFT.
+"""A real vLLM that serves a base model and its adapters, each under its own name, answers as PEFT does.
 
 Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
 here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
@@ -119,7 +119,7 @@ def result(root: Path) -> Iterator[StageResult]:
 
 @pytest.fixture(scope="module")
 def client(result: StageResult) -> Client:
-    """Provide a client of the served base model; `replace(client, model=…)` asks an adapter instead."""
+    """Provide a client of the served base model; `replace(client, model=…)` makes a client of an adapter."""
     assert result.lease
     return Client(result.lease.url, API_KEY, "sft")
 
@@ -226,7 +226,7 @@ def samples(root: Path, work: str) -> list[dict[str, Any]]:
 
 
 def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageResult, references: Any) -> None:
-    """An evaluation asks the imported adapter that it names, though the server also has one that was trained here."""
+    """An evaluation gets its answers from the adapter that it names, not from another one on the same server."""
     tokenizer = AutoTokenizer.from_pretrained(root / "sft" / "model")
 
     def text(name: str, prompt: Any) -> str:

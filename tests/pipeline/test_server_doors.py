@@ -103,7 +103,7 @@ def test_no_spelling_of_a_path_leads_past_the_key(home, server, path):
 
 
 def test_prefects_api_is_described_to_nobody_without_the_key(home):
-    """Without the key, Prefect's API schema shows one route only, which describes the server to its pages."""
+    """Without the key, Prefect's API schema shows one route only, from which Prefect's web pages read settings."""
     status, text = ask(home, "prefect", path="/openapi.json", key=False)
     assert (status, set(json.loads(text)["paths"])) == (200, {"/ui-settings"})
     assert ask(home, "prefect", path="/api/openapi.json", key=False)[0] == 401
@@ -199,7 +199,7 @@ def test_a_web_socket_of_another_page_is_refused(home):
 
 
 def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
-    """Only the servers listen, and on the loopback only.
+    """The servers of a lifecycle home listen only on the loopback, at their known addresses.
 
     The worker has a second socket of Prefect, where processes of its flows identify themselves by a token.
     """

@@ -29,7 +29,7 @@ def artifacts(folder):
 
 @pytest.fixture(scope="module")
 def local(folder, artifacts):
-    """Provide the outcome of the SFT stage on two local processes, to compare that of a Slurm job with."""
+    """Provide the outcome of the SFT stage on two local processes, which a Slurm job must match."""
     return Refresh(folder / "local", artifacts, {"checkpoint_every_steps": 4}, **FIELDS).run()
 
 

@@ -26,13 +26,13 @@ def train(work: Path, inputs: dict[str, Path]) -> None:
 
 
 def trained(weights: bytes, rows: bytes) -> bytes:
-    """Return weights that depend on base model and training rows only, so that tests know what each night must make."""
+    """Return a stand-in model's weights, which tests can predict: they depend on base model and training rows only."""
     values = [byte / 256 for byte in hashlib.sha256(rows).digest()[:NUM_VALUES]]
     return weights[: -4 * NUM_VALUES] + struct.pack(f"<{NUM_VALUES}f", *values)
 
 
 def right_answers(rows: bytes) -> int:
-    """Return a model's number of right answers: few if its number of training rows is a multiple of 3, else many."""
+    """Return how many answers of a stand-in model are right: few if it has a multiple of 3 training rows, else many."""
     return BAD if rows.count(b"\n") % 3 == 0 else GOOD
 
 
