@@ -222,7 +222,7 @@ def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDoc
 
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
-    """Select from a document's token predictions those at positions that training learned (its targets)."""
+    """Select, of all token predictions of a document, those of the tokens that count in the training loss."""
     places = [place for place, target in enumerate(document.targets) if target >= 0]
     greedy = [row.greedy[place] for place in places] if row.greedy else ()
     return Predicted([row.log_probabilities[place] for place in places], greedy)

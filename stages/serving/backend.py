@@ -36,7 +36,7 @@ class EngineAddress:
     named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
-        """Return an aiohttp connector that opens a new connection for each request.
+        """Return an aiohttp connector to the engine, which opens a new connection for each request.
 
         A kept connection could be closed by the engine just when a request is sent on it.
         """

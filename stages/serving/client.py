@@ -37,7 +37,7 @@ BASE_BYTES = 2**20
 TOKEN_BYTES = 512
 """Upper bound of the JSON bytes of one token in an answer: some 100 characters of up to 6 bytes each."""
 DEFAULT_TOKENS = 128 * 1024
-"""Number of answer tokens that the size limit assumes for a request without `max_tokens`."""
+"""Number of answer tokens by which a response's size is limited if its request sets no `max_tokens`."""
 
 
 HEALTH_TIMEOUT_S = 5.0
@@ -116,7 +116,10 @@ class Client:
         return list(self.predictions([token_ids])[0].log_probabilities)
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return, for token sequences, ln p of every token but the first, and the likeliest token at its position."""
+        """Return the server's ln p of each given token, and the likeliest token at its position.
+
+        The first token of a sequence has no prediction.
+        """
         return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
     def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
@@ -157,7 +160,10 @@ class Client:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
-        """Return the log-probabilities and likeliest tokens of an echoed prompt, for every token but the first."""
+        """Return the server's ln p of each token of an echoed prompt, and the likeliest token at its position.
+
+        The first token has no prediction.
+        """
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 

@@ -33,7 +33,7 @@ class Endpoint:
 
     @property
     def asked_folder(self) -> Path:
-        """Folder of the queried model or adapter, which holds the chat template of its training."""
+        """Folder of the model or adapter that the stage queries; it also holds the chat template used in training."""
         return self.spec.folders[self.spec.served_name]
 
     def await_model(self) -> ServedModel:

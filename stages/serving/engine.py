@@ -69,8 +69,8 @@ class LaunchSpec(StrictModel):
     )
     num_tried: int = Field(
         0,
-        description="Number of servers that a user tries at the same time, this one included: they start fast and "
-        "share the GPUs. 0 for any other server.",
+        description="Number of servers that a user starts together for a short trial, this one included. They start "
+        "fast and share the GPUs. 0 for a server that is no trial.",
     )
     serving: ServingConfig
     engine: str = "vllm"
@@ -258,8 +258,9 @@ class Engine(Protocol):
         """
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return, for token sequences, ln p of every token but the first, and the likeliest token at its position.
+        """Return the server's ln p of each given token, and the likeliest token at its position.
 
+        The first token of a sequence has no prediction.
         The likeliest tokens are left out if the engine gives no token ids.
         """
 

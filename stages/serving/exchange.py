@@ -22,7 +22,7 @@ CLIENT_CLOSED = 499
 """HTTP status under which the proxy counts requests whose client disconnected, as nginx does."""
 MAX_COUNT = 2**53
 END_BYTES = 3
-"""Longest end-of-event marker of a server-sent event stream, without its last byte, in bytes."""
+"""Number of last bytes of a chunk in which an end-of-event marker may have begun: the longest marker less one byte."""
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Choice of an answer as an assistant message in the form of OpenAI's API."""
+        """Assistant message in OpenAI's form, built from one choice of an answer."""
         calls = [
             {
                 "type": "function",
@@ -107,7 +107,7 @@ class Exchange:
         return [choice.finish_reason for choice in self.choices.values() if choice.finish_reason]
 
     def begin(self, status: int, content_type: str, encoding: str | None) -> None:
-        """Record the answer's status and headers once they have arrived from the engine."""
+        """Record the status and headers of the engine's response, before its body arrives."""
         self._answer_status = status
         if status >= 400:
             self.status = status
@@ -161,7 +161,7 @@ class Exchange:
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
-        """Read token counts and content from an answer or event.
+        """Collect token counts, finish reasons and content from a parsed answer or streamed event.
 
         Invalid ones are ignored, and still reach the client.
         """

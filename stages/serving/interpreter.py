@@ -68,7 +68,7 @@ class InstalledPackage:
 
 @cache
 def find_package(command: Path, package: str) -> InstalledPackage:
-    """Return a package of the environment of `command`, found by its metadata, since an import could take seconds.
+    """Find a package in the Python environment of a command, by its metadata instead of a slow import.
 
     Raises PackageNotFoundError, which is not cached: the environment may still be made.
     """
@@ -116,7 +116,7 @@ def _exceptions(lines: Sequence[str], generic: Collection[str]) -> Iterator[str]
 
 
 def _continuation(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the indented lines that continue an error message of several lines, such as pydantic's."""
+    """Yield the indented lines of a log that continue a multi-line error message, such as pydantic's."""
     for line in lines[:MAX_CONTINUATION_LINES]:
         if not line.startswith(" ") or line.lstrip().startswith(("File ", "For further information")):
             return

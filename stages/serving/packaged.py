@@ -207,9 +207,9 @@ class Sglang(PackagedEngine):
         return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return log-probabilities of given tokens without the likeliest tokens, whose ids SGLang does not report.
+        """Return the log-probabilities of given tokens, without the likeliest token at each position.
 
-        SGLang names them by their texts, which several tokens may share.
+        SGLang names the likeliest tokens by their texts, which several tokens may share.
         """
         reports = zip(rows, client.echoed(rows), strict=True)
         return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]

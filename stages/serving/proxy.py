@@ -139,7 +139,7 @@ class Proxy:
         return before
 
     def set_canary(self, canary: Canary | None) -> None:
-        """Send a share of the new requests to a canary, or with None to no canary."""
+        """Send a share of the new requests to a canary; None removes the canary."""
         with self._lock:
             self._canary = canary
             self.tallies_of_canary = Tallies()
@@ -393,7 +393,7 @@ def _path(request: web.BaseRequest) -> str:
 
 
 def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.StreamResponse:
-    """Return a response to the client with the status and headers of the engine's answer."""
+    """Create the proxy's response to a client, with the status and headers that the engine sent."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed(answer.headers))
     if version:
         response.headers[VERSION_HEADER] = version.version

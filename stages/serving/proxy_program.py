@@ -21,8 +21,8 @@ from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
-"""Time in seconds that running answers get after SIGTERM, as long ones take minutes; without any, the proxy ends at
-once."""
+"""Time in seconds that running answers get after SIGTERM, since long ones take minutes. Without running answers, the
+proxy ends at once."""
 
 
 def main() -> None:

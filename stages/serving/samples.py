@@ -37,14 +37,15 @@ MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
 """Largest number of sampled conversations that wait to be written; further ones are dropped."""
 NUM_FILES = 8
-"""Approximate number of files at the disk limit; then the oldest file is removed for each new one."""
+"""Approximate number of files that share the disk limit for sampled conversations. At the limit, each new file replaces
+the oldest one."""
 FILE_AGE_S = 3600.0
 OPEN_PREFIX = "."
 NAME = "requests-"
 
 
 class Samples:
-    """Writer of sampled conversations: a context that stores a share (0 to 1) of those served, in its own thread.
+    """Context manager that stores a share (0 to 1) of the served conversations as dataset rows, in its own thread.
 
     max_bytes: limit for all files together; the oldest are removed for new ones.
     random_seed: seed of the choice; None for another choice every time.

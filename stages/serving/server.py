@@ -182,7 +182,7 @@ def api_key() -> str:
 
 @contextlib.contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """Provide `folder`, emptied and readable only by this user, and remove it in the end."""
+    """Create an empty folder that only this user can read, and remove it when the context ends."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     try:
@@ -193,7 +193,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide an engine's address in two forms: as the engine names it, and as this process names it.
+    """Provide the address at which an engine listens, in two forms: for the engine's process and for ours.
 
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """

@@ -44,7 +44,7 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Register a request that may have to wait for an engine; returns an object that waits and limits the time.
+        """Create the state of one request, which may have to wait until an engine runs.
 
         num_bytes: size of the request's body.
         """

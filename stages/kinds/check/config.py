@@ -23,8 +23,8 @@ class CheckConfig(StageConfig):
 
     kind: Literal["check"] = "check"
     stages: tuple[StageInput, ...] = Field(
-        description="Stages whose inputs are checked. Where an input model is not built yet, the model that it will "
-        "be trained from stands in."
+        description="Stages whose inputs are checked. If an input model is not built yet, the check uses the model "
+        "that it will be trained from."
     )
 
 

@@ -223,7 +223,7 @@ class BenchmarkTasks(StrictModel):
 
 
 class Decontaminate(StrictModel):
-    """Decontamination: drops rows that contain benchmark questions, so that benchmark scores do not measure memory."""
+    """Decontamination: drops rows with benchmark questions, so that benchmark scores do not measure memorization."""
 
     words: int = Field(
         13, ge=5, le=50, description="Length in words of the n-grams that a row may not share with a benchmark sample."

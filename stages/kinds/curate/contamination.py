@@ -23,11 +23,12 @@ from stages.kinds.curate.config import Decontaminate
 from stages.kinds.curate.words import Hashes, hashes_of, runs_of, words_of
 
 SHORTEST_RUN = 8
-"""Length in words of the shortest n-grams that are searched within a row's texts, as in Brown et al. 2020."""
+"""Fewest words of an n-gram that is searched in rows to find benchmark questions, as in Brown et al. 2020."""
 SHORTEST_WHOLE = 4
 """Fewest words of a benchmark question that is compared as a whole with a row's questions and with its full text."""
 FEWEST_ITEMS = 10
-"""Fewest samples of a task for which n-grams that most samples share are ignored as the task's own instructions."""
+"""Smallest number of samples of a task for its shared n-grams to be ignored as instructions. N-grams in more than half
+of the samples are shared."""
 SHOWN_CHARACTERS = 100
 
 
@@ -53,7 +54,7 @@ class Benchmarks:
         self._names: list[str] = []
         self._whole: dict[int, int] = {}
         self.num_too_short = 0
-        """Number of benchmark samples with fewer than `SHORTEST_WHOLE` words, which are too short to search for."""
+        """Number of benchmark samples that are not searched for in rows, because all their texts are too short."""
         self.num_common = 0
         """Number of n-grams that are ignored since most samples of their task contain them."""
         runs: dict[int, list[tuple[Hashes, NDArray[np.int64]]]] = defaultdict(list)

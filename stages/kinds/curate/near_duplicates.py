@@ -28,7 +28,8 @@ NUM_HASHES = 128
 FOUND = 0.995
 """Smallest probability with which MinHash bands find a pair of rows that has the requested similarity."""
 ESTIMATE_MARGIN = 0.2
-"""Amount by which MinHash may underestimate a similarity before a pair is skipped: over 4 standard deviations."""
+"""Margin by which MinHash may underestimate a pair's similarity before the exact comparison is skipped. It is over 4
+standard deviations."""
 CHUNK_RUNS = 4096
 SEED = 0
 
@@ -77,7 +78,7 @@ class Sets:
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
     def add(self, runs: Hashes) -> None:
-        """Append the n-gram hashes and the MinHash signature of the next row."""
+        """Append the next row's n-gram hashes and MinHash signature to the files."""
         self._end += len(runs)
         self._files[RUNS].write(runs.tobytes())
         self._files[ENDS].write(np.uint64(self._end).tobytes())
@@ -139,8 +140,9 @@ class Comparison:
         return np.array([groups.find(row) for row in range(len(self._ends))], np.int64)
 
     def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
-        """Merge a row's group with the groups of all similar earlier rows that share a MinHash band with the row.
+        """Merge a row's near-duplicate group with those of all similar earlier rows.
 
+        Only rows that share a MinHash band with the row are compared.
         The next rows of each band are compared together, twice as many in each round: those of the row's own group are
         passed over, which after the first rounds are most.
         """
@@ -164,7 +166,7 @@ class Comparison:
             places, num_rows = left, 2 * num_rows
 
     def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of `rows` the first row with exactly the same n-gram set."""
+        """Return for each given row the first row with exactly the same set of n-grams."""
         sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
         digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
         _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
@@ -188,7 +190,7 @@ class Comparison:
         return predecessors
 
     def _alike(self, number: int, candidates: Iterator[int]) -> list[int]:
-        """Return the candidate rows whose MinHash signatures allow the requested similarity, in ascending order."""
+        """Return, in ascending order, candidate rows that may be similar enough to a row, as MinHash estimates."""
         found = np.unique(np.fromiter(candidates, np.int64))
         if not len(found):
             return []
@@ -205,7 +207,7 @@ class Comparison:
 
 
 def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Yield earlier rows that share a MinHash band with a row and repeat no other row.
+    """Yield earlier rows that share a MinHash band with a row and are no duplicates themselves.
 
     Links to rows that do repeat one are shortened on the way.
     """
@@ -246,7 +248,10 @@ class _Groups:
         self._first[high] = low
 
     def before(self, band: int, row: int, number: int) -> int:
-        """Return the nearest earlier row that shares a row's MinHash band but not the group of `number`; else -1."""
+        """Return the nearest row before `row` with its values in a MinHash band but outside the group of `number`.
+
+        -1 if there is none.
+        """
         group = self.find(number)
         other = self._beyond(band, row) if self.find(row) == group else int(self._links[band][row])
         while other >= 0 and self.find(other) == group:
@@ -254,7 +259,7 @@ class _Groups:
         return other
 
     def _beyond(self, band: int, row: int) -> int:
-        """Return the nearest earlier row that shares a row's MinHash band but not its group; else -1.
+        """Return the nearest earlier row of another group that has the same values in a MinHash band; -1 if none.
 
         Skipped links are shortened.
         """

@@ -22,7 +22,7 @@ class Report:
     """Counts and examples of the rows that a curation reads and drops. Memory does not grow with the number of rows."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
-        """Create a report that writes each dropped row to `stream` as a line of JSON.
+        """Create a curation report, which writes each dropped row to `stream` as a line of JSON.
 
         Keys: `dataset`, `file`, `line` or `row`, `step`, `reason`.
         """

@@ -43,8 +43,7 @@ class DownloadConfig(FetchedConfig):
     )
     stream: Annotated[bool, AddedLater()] = Field(
         False,
-        description="Do not copy a dataset from hf://, s3://, gs:// or az://; later stages read it from there "
-        "piece by piece.",
+        description="Do not copy a dataset from hf://, s3://, gs:// or az://; later stages stream it from there.",
     )
     trust_remote_code: bool = Field(
         False, description="Keep Python files that come with a model; by default they are left out."
@@ -93,7 +92,7 @@ class DownloadConfig(FetchedConfig):
         return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the config for the cache key, without a file's path or a hub's branch.
+        """Return the download's config for the cache key, without a file's path or a hub's branch.
 
         The resolved revision identifies the content instead.
         For a dataset that stays where it is, the place counts as well.

@@ -14,7 +14,7 @@ from stages.rollouts.prompts import read_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
-    """Return the first prompts with their right answers, and counts of all prompts, to show a user."""
+    """Return a preview of a generate stage's prompts: the first ones with their right answers, and counts of all."""
     config = GenerateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)

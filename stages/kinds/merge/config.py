@@ -46,7 +46,7 @@ class MergeConfig(StageConfig):
         None, description="Share of each adapter's elements that the methods ties and dare_… keep, between 0 and 1."
     )
     seed: Annotated[NonNegativeInt, AddedLater()] = Field(
-        0, description="Random seed by which dare_… chooses the elements that it keeps."
+        0, description="Random seed of the methods dare_…, which keep randomly chosen elements."
     )
     max_difference: PositiveFloat = Field(
         0.05,

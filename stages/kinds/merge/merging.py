@@ -133,8 +133,9 @@ def _write(changes: Changing, base: Path, trained: Path, context: StageContext) 
 
 
 def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
-    """Fail the stage if rounding undid every change to the weights; warn of single weights that did not change.
+    """Fail the merge stage if rounding undid every change to the weights.
 
+    Warn if only some weight matrices did not change.
     changed: share of changed elements by weight name.
     A layer that learned little may be lost in rounding without harm: how much is lost in all, the comparison measures.
     """

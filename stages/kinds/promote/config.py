@@ -211,6 +211,6 @@ def _model_of(stage: str, stages: Mapping[str, StageConfig]) -> str:
 
 
 def _served_by(server: str, stages: Mapping[str, StageConfig]) -> list[str]:
-    """Return the stages of the model and adapters that a serve stage serves."""
+    """Return the names of the stages that made the model and the adapters that a serve stage serves."""
     references = stages[server].references()
     return [name for field, name in references.items() if field == "model" or field.startswith("adapters.")]

@@ -79,7 +79,10 @@ class Difference:
 
     @property
     def regression_standard_errors(self) -> float:
-        """Amount by which the candidate is worse, in standard errors of the difference; negative if it is better."""
+        """Regression of the candidate's score against the other model's, in standard errors of the difference.
+
+        Negative if the candidate is better.
+        """
         worse = -self.difference if self.higher_is_better else self.difference
         if abs(worse) <= TOLERANCE:
             return 0.0

@@ -35,7 +35,7 @@ from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
 LOGPROB_DIFFERENCE = "max_abs_logprob_difference"
-"""Name of the metric for how far log-probabilities are from those that training recorded."""
+"""Name of the metric: largest difference between a model's log-probabilities and those recorded in its training."""
 THROUGHPUT_PREFIX = "output_tokens_per_s_concurrency_"
 
 
@@ -77,7 +77,7 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
 def _opponent(
     config: PromoteConfig, context: StageContext, champion: Champion | None
 ) -> tuple[str | None, Sequence[Path]]:
-    """Return the name and the evaluations of the model to compare with: the recipe's baselines, else the champion's."""
+    """Return the name and evaluations of the candidate's opponent: the recipe's baselines, else the champion."""
     if config.baselines:
         return ", ".join(config.baselines), _folders(context, config.baselines)
     if champion is None or not config.compares:

@@ -138,7 +138,9 @@ class Champion(StrictModel):
     """
 
     version: str = Field(description="Version number of the champion in MLflow's registry.")
-    same_model: bool = Field(description="True if the candidate has the same content as this champion.")
+    same_model: bool = Field(
+        description="True if the candidate is the same model as this champion, by the digest of its content."
+    )
     evaluations: tuple[Path, ...]
 
 

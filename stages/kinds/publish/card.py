@@ -95,7 +95,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Row of the model card about one stage between the base model and the published model."""
+    """Table row of the model card that describes one stage between the base model and the published model."""
 
     label: str
     kind: str
@@ -105,7 +105,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class LossRow:
-    """Row of the model card with a metric of how far a quantized or merged model is from the model before it."""
+    """Table row of the model card: one metric of how much quantization or merging changed a model."""
 
     label: str
     name: str

@@ -24,7 +24,10 @@ def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield errors of a publish stage's target with the config field, or a text if the target does not answer now."""
+    """Yield the reasons why a publish stage's target would not accept files, each with its config field.
+
+    An error is final; a text says why the target could not be checked now.
+    """
     config = PublishConfig.model_validate(stage_input.config)
     if config.dry_run:
         return

@@ -25,7 +25,8 @@ class PublishConfig(StageConfig):
 
     kind: Literal["publish"]
     promotion: Annotated[str, Reference(("verdict",))] = Field(
-        description="Promote stage whose candidate is published; a candidate that was not promoted is not."
+        description="Promote stage whose candidate is published. Nothing is published if the candidate was not "
+        "promoted."
     )
     to: Annotated[str, AfterValidator(lambda text: str(parse_address(text)))] = Field(
         description=f"Place to publish to: {forms()}."
@@ -44,7 +45,7 @@ class PublishConfig(StageConfig):
         return 0
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield reasons why the target cannot be published to from here, such as a missing token.
+        """Yield reasons why this machine cannot publish to the target, such as a missing token.
 
         Of a stage on a cluster only the store is checked, which the cluster shares; its environment and other folders
         are checked there by the stage itself.

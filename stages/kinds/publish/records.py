@@ -1,4 +1,4 @@
-"""Records that a publication reads: of the promotion, its model, and all artifacts that the model was made from.
+"""Artifact records that a publish stage reads: of the promotion, its model, and all artifacts the model was made from.
 
 A stage gets the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
 another by kind and version, also where an artifact was built under another name.
@@ -20,7 +20,7 @@ from stages.core.fields import Product
 
 FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
 VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
-"""Names of the promote stage's result tags and report file, from which publishing reads the promotion's outcome."""
+"""Names in a promotion's artifact by which publishing reads the decision: two result tags, and the report file."""
 
 
 class _Recorded(BaseModel):
@@ -30,7 +30,7 @@ class _Recorded(BaseModel):
 
 
 class UpstreamEntry(_Recorded):
-    """Reference to an artifact from which another one was built."""
+    """Reference in an artifact's `record.json` to another artifact from which it was built."""
 
     kind: str
     version: str
@@ -73,7 +73,10 @@ class Made:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of the stage that made the artifact, defaults included, without `execution`, references and paths."""
+        """Config of the stage that made the artifact, defaults included.
+
+        `execution`, names of input stages and paths are left out.
+        """
         config = self.record.identity.get("config")
         return config if isinstance(config, dict) else {}
 
@@ -101,12 +104,12 @@ class Inputs:
         self._made = {(one.record.kind, one.record.version): one for one in self.named.values()}
 
     def upstream(self, made: Made, *fields: str) -> list[Made]:
-        """Return the artifacts to which the given config fields of an artifact's stage refer."""
+        """Return those direct inputs of an artifact that its stage's config names in the given fields."""
         entries = made.record.upstream.items()
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
     def lineage(self, made: Made) -> list[Made]:
-        """Return all artifacts that an artifact was made from, each once.
+        """Return an artifact and all artifacts that it was made from, directly or indirectly, each once.
 
         Inputs come before what uses them, and the artifact itself is last.
         """

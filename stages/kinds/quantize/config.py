@@ -194,7 +194,10 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return facts outside the artifact store for the cache key; for K-quants they include llama.cpp's version."""
+        """Return cache key entries that neither config nor input artifacts determine, such as llama.cpp's version.
+
+        llama.cpp's version counts only for K-quants, which its library writes.
+        """
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 

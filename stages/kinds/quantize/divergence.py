@@ -38,7 +38,7 @@ class TokenDivergence:
 
 @dataclass
 class Divergence:
-    """Sums of KL divergence, losses and equal greedy choices of a model and its quantized copy."""
+    """Running sums of KL divergence, losses and equal greedy choices, to compare a model with its quantized copy."""
 
     num_tokens: int = 0
     kl_nats: float = 0.0
@@ -47,7 +47,8 @@ class Divergence:
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
     from_training: Differences | None = None
-    """Differences from the log-probabilities that training recorded; None if the unquantized model has no record."""
+    """Differences between the quantized model's log-probabilities and those that training recorded. None if the
+    unquantized model has no record."""
 
     def metrics(self) -> dict[str, float]:
         """Return KL divergence, perplexities and share of equal greedy choices as MLflow metrics, by metric name."""

@@ -282,7 +282,11 @@ def _sources(
 def _stored_as(
     name: str, target: str, shape: tuple[int, ...], config: Mapping[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
-    """Return the GGUF type of a tensor. name: in the model folder; target: in the GGUF file."""
+    """Return the GGUF type in which the quantized file stores a tensor.
+
+    name: of the tensor in the model folder.
+    target: its name in the GGUF file.
+    """
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     if matches(name.removesuffix(".weight"), quantization.ignore):

@@ -29,9 +29,9 @@ from stages.models.loading import model_without_weights
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
-"""Pattern of one expert's layer in a model file, in Transformers' mapping of weight names."""
+"""Pattern of the weight name of one expert layer in model files, as Transformers' weight conversions write it."""
 MERGED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-"""Layers of one expert that Transformers merges into each expert tensor, in order, by the tensor's name."""
+"""Layers of an expert (such as `gate_proj`) that Transformers joins into one tensor, in order, by the tensor's name."""
 NUM_NAMED = 3
 
 
@@ -214,7 +214,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
-    """Return a linear layer's sizes under the name that its weight has in files."""
+    """Return a linear layer's sizes, and the name under which model files store its weight."""
     (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
     return Projection(stored.removesuffix(".weight"), output_size, input_size)
 

@@ -90,7 +90,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """Return the pairs of layers that AWQ, or SmoothQuant for int8, may scale against each other.
+    """Return the pairs of layers between which AWQ (or SmoothQuant, for int8) may move scale factors.
 
     Raises ModelError if there are none for AWQ.
     """
@@ -252,8 +252,9 @@ def _serving_dtype(source: Path) -> torch.dtype:
 
 
 def _complete_config(folder: Path, dtype: torch.dtype, ignored: set[str]) -> None:
-    """Set the dtype in the quantized model's config, and list the ignored layers by module name and by name in files.
+    """Correct the quantized model's `config.json`: its dtype, and its list of layers that stay unquantized.
 
+    The list has their module names and their names in files.
     llm-compressor writes the source's config, which may say float32; vLLM computes in what it says, and looks ignored
     layers up by their names in files.
     """

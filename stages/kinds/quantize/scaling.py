@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 PROBE_TOKENS = 8
 POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
-"""Scale factors for testing a pair of layers: powers of two, by which scaling is exact in floating point.
+"""Factors by which layers are scaled to test whether a model's results stay the same. They are powers of two, by which
+scaling is exact in floating point.
 
 The period divides no size of a head: each channel of a head has another factor than the same one of the next head.
 """
@@ -31,8 +32,9 @@ The period divides no size of a head: each channel of a head has another factor 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Source layer and the layers that read its output; scaling them against each other leaves results unchanged.
+    """Source layer and the layers that read its output, which AWQ or SmoothQuant may scale against each other.
 
+    Scaling the source up and its readers down, or the reverse, leaves the model's results unchanged.
     All are module names.
     source: a norm, or a linear layer whose last outputs are read.
     readers: all that reads them.
@@ -59,7 +61,7 @@ class _Calls:
 
 
 def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list[Scaling]:
-    """Return the pairs of layers that AWQ or SmoothQuant may scale against each other.
+    """Return the pairs of layers between which AWQ or SmoothQuant may move a scale factor for each channel.
 
     At least one reader of each pair is `quantized` (module names); each set of readers is in one pair, with a norm if
     possible.
@@ -97,7 +99,7 @@ def _watch(model: nn.Module, tokens: Tensor) -> _Calls:
 
 
 def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield each norm with the linear layers that read its output, as candidates for scaling."""
+    """Yield each norm with the linear layers that read its output, as candidates for AWQ or SmoothQuant to scale."""
     modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
     for name in calls.order:
         if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
@@ -112,7 +114,7 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
 
 
 def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield pairs of linear layers in one module, as candidates for scaling against each other.
+    """Yield pairs of linear layers in one module, as candidates for AWQ or SmoothQuant to scale against each other.
 
     The first has as many outputs as the second has inputs, or more, of which the last are read.
     """
@@ -167,7 +169,10 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
 
 
 def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that scaling a pair changes: weight and bias of the source, weights of the readers."""
+    """Yield the tensors that change when the outputs of `source` are scaled and its `readers` compensate for it.
+
+    These are the weight and bias of the source, and the weights of the readers.
+    """
     yield source.weight
     if isinstance(getattr(source, "bias", None), Tensor):
         yield source.bias
@@ -175,7 +180,10 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the name of the smallest module that contains all named modules and was called in the forward pass."""
+    """Return the name of the smallest module around the given layers on which scaling them can be tested.
+
+    It was called in the recorded forward pass, so that its inputs are known.
+    """
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

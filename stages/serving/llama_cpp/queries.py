@@ -72,16 +72,18 @@ def meta_of(client: Client) -> Meta:
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
-    """Return ln p and the likeliest token at each position of token sequences but the first.
+    """Return the server's ln p of each given token, and the likeliest token at its position.
 
+    The first token of a sequence has no prediction.
     Raises ServerError if the server gives none.
     """
     return [_of_row(client, row) for row in rows]
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Return the token ids of each text, asked from the engine directly, since the proxy has no such route.
+    """Return the token ids of each text, requested from the llama.cpp engine itself.
 
+    The proxy does not forward this route.
     The texts may hold special tokens.
     add_special: whether to add the special tokens around a text.
 

@@ -74,7 +74,7 @@ REFUSED = {**{name: f"it is set by the recipe's other fields: {where}" for name,
 ELSEWHERE = re.compile(
     r".*_(plugin|cls|class|path|dir|file|url|endpoint)|inductor_passes|model|tokenizer|(.*_)?revision|custom_class"
 )
-"""Pattern of keys and methods in an option's value that refer to code, files or models outside the artifact."""
+"""Pattern of keys and methods in a vLLM option's value that refer to code, files or models outside the artifact."""
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """Pattern of the dotted name of a Python object, which vLLM's `compilation-config` would import as its `backend`."""
 PARSER = "tool-call-parser"
@@ -133,7 +133,7 @@ def _written(name: str, value: JsonValue) -> list[str]:
 
 
 def _elsewhere(value: JsonValue) -> Iterator[str]:
-    """Yield the keys and methods in an option's value that refer to something outside the artifact.
+    """Yield the keys and methods in a vLLM option's value that name code, files or models outside the artifact.
 
     Lists, nested objects and JSON strings are searched too.
     """

@@ -45,7 +45,7 @@ CPU_KV_CACHE_GIB = 4.0
 vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest.
 """
 GPU_SHARE = 0.9
-"""Share of a GPU's memory for all servers that a user tries at the same time."""
+"""Share of a GPU's memory for all servers that a user starts together for a trial."""
 QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",

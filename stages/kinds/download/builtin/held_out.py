@@ -13,7 +13,7 @@ from stages.hubs.builtin.addition import split_problems, write_rows
 
 
 def write_held_out(path: Path) -> None:
-    """Write each held-out problem as a line of JSON with `question` and `answer`."""
+    """Write the held-out problems of the quickstart's addition task as lines of JSON with `question` and `answer`."""
     write_rows(path, ({"question": problem.question, "answer": problem.answer} for problem in split_problems().test))
 
 

@@ -114,7 +114,7 @@ class ModelScopeRepository:
             self._hub.create_commit(self._name, KIND, actions, "Publish a promoted model", DEFAULT_REVISION)
 
     def _uploaded(self, name: str, file: LocalFile) -> dict[str, Any]:
-        """Upload a large file to the hub's storage; return the commit's entry for the file.
+        """Upload a large file to the hub's storage; return the entry by which a ModelScope commit names the file.
 
         A small file's content is in the entry.
         """

@@ -99,7 +99,10 @@ class OciRegistry:
         return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
-        """Return None: a new manifest lists all files, so no outdated file of an earlier publication can remain."""
+        """Return None: publishing to an OCI registry leaves no outdated files that would have to be found.
+
+        The new manifest lists all files.
+        """
         return None
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:

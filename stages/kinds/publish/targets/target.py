@@ -78,7 +78,7 @@ class Target(Protocol):
         """Return the target's files with checksums, as the target states them or as computed from its content."""
 
     def read_text(self, name: str) -> str | None:
-        """Return the text of a small file at the target, such as an earlier publication's list of checksums."""
+        """Return the text of a small published file, such as an earlier publication's list of checksums."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
         """Upload missing files to the publishing target, and delete outdated files there.
