@@ -60,7 +60,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Results:
-    """Scores and samples that an evaluation gives, in the schema that this module describes.
+    """Scores and samples of an evaluation, in the schema of lm-eval's results.
 
     scores: content of `scores.json`.
     samples: task → rows.
@@ -117,7 +117,7 @@ class Harness(Protocol):
         """Yield problems of an evaluation's settings, as `field: problem, and what to do`."""
 
     def resolve_outside(self, evaluation: Evaluation, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return what else determines the scores besides recipe and artifacts, such as commits of datasets on a hub.
+        """Return facts besides recipe and artifacts that determine the scores, such as commits of datasets on a hub.
 
         May ask the network; with limit_s, once, for this long. Raises EvaluationError for tasks that do not exist, or
         have code that is not trusted; DownloadError or TransientError if a hub gives no answer.
@@ -130,7 +130,10 @@ class Harness(Protocol):
         """
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether the evaluation may give a score, `TASK.METRIC` or `TASK.FILTER.METRIC`; True if unknown."""
+        """Return whether the evaluation can produce a score; True if unknown.
+
+        score: `TASK.METRIC` or `TASK.FILTER.METRIC`.
+        """
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""

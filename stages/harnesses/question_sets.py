@@ -91,7 +91,7 @@ def question_text(document: Document) -> str:
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """Return hashes of a question's row, prompt and right answer, which match samples of two evaluations.
+    """Return hashes of a question's row, prompt and right answer, by which the samples of two evaluations are matched.
 
     They do not depend on a model's chat template.
     """

@@ -47,7 +47,7 @@ FCNTL_COMMANDS = (
     *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
 )
-"""Commands of the system call fcntl that the sandbox permits, besides F_SETFL without O_ASYNC.
+"""Commands of the system call fcntl that the sandbox permits. It also permits F_SETFL without the flag O_ASYNC.
 
 Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) make the kernel send signals, SIGKILL included, to any process of the
 user.
@@ -63,7 +63,7 @@ WRITING = os.O_ACCMODE | NAMELESS
 """Flags of the system call open(2) that the sandbox checks; a nameless file (O_TMPFILE) would escape the limits on its
 folder."""
 READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
-"""Flags that the sandbox checks when a file is opened to read: Landlock before Linux 6.2 does not refuse truncation."""
+"""Flags of open(2) that the sandbox checks for reading: O_TRUNC too, as Landlock before Linux 6.2 allows truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -140,9 +140,9 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_DEVICE = 1 << 11
 READING = EXECUTE | READ_FILE | READ_FOLDER
 NUM_RIGHTS = (0, 13, 14, 15, 15, 16)
-"""Number of Landlock's rights on files, by Landlock's version; later versions have as many as the last."""
+"""Number of file access rights in each version of Landlock, from version 0; later versions have as many as the last."""
 NETWORK_VERSION, SCOPE_VERSION = 4, 6
-"""First versions of Landlock that restrict network connections, and signals to other processes."""
+"""First versions of Linux's Landlock that can restrict network connections (4) and signals to other processes (6)."""
 BIND_AND_CONNECT = 0b11
 ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 

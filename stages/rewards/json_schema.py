@@ -12,7 +12,7 @@ from stages.rewards.reward import AskingReward, Completion
 LIMIT_S = 2.0
 """Seconds of CPU time for checking one completion against a JSON Schema."""
 GRACE_S = 2.0
-"""Seconds beyond LIMIT_S after which the process that checks a completion is killed."""
+"""Seconds beyond the CPU time limit (`LIMIT_S`) after which the process that checks a completion is killed."""
 
 
 class JsonSchemaReward(AskingReward):

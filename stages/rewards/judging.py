@@ -10,7 +10,7 @@ from stages.core.errors import DataError, LifecycleError
 from stages.rewards.reward import Completion, Reward, RewardContext, Scores
 
 Named = tuple[str, Completion]
-"""Description of a completion for error messages, such as its dataset row, and the completion itself."""
+"""Pair of a completion's description for error messages, such as its dataset row, and the completion itself."""
 
 
 @dataclass(frozen=True)

@@ -80,5 +80,8 @@ class MathReward(AskingReward):
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
     def _answer(self, program: Program, **question: str | None) -> Any:
-        """Ask the math program about a completion or a right answer. Raises TimeoutError."""
+        """Ask the math program to compare a completion with the right answer, or to parse a right answer.
+
+        Raises TimeoutError.
+        """
         return program.ask_hostile(question, self.timeout_s + GRACE_S)

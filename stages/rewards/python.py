@@ -21,7 +21,7 @@ from stages.rewards.reward import Completion, CompletionReward, RewardContext, S
 
 
 class PythonReward(CompletionReward):
-    """Value of a function in the recipe's Python file: `score(prompt, completion, reference, row) -> float`."""
+    """Number that the recipe's Python function returns: `score(prompt, completion, reference, row) -> float`."""
 
     type: Literal["python"]
     file: OutsidePath = Field(
@@ -90,7 +90,7 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Ask the reward function's process, and return its answer.
+        """Return the result of `answered`, a request to the process that runs the reward function.
 
         Raises DataError for an error, and for no answer in time.
         """

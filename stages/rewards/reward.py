@@ -45,8 +45,8 @@ Raises DataError at the completion that cannot be judged.
 """
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
-"""Function that returns why no answer to a dataset row could be judged, or None if it could. Arguments: the row's right
-answer, and the row."""
+"""Function that checks whether an answer to a dataset row could be judged. It gets the row's right answer and the row,
+and returns the reason why not, or None."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class Reward(StrictModel, ABC):
 
     @contextlib.contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield the function `row_problem`, which checks rows. Programs that it needs stay open for many rows."""
+        """Yield the reward's function that checks dataset rows (`row_problem`).
+
+        Programs that it needs stay open for many rows.
+        """
         yield self.row_problem
 
     def custom_code(self) -> str | None:
@@ -106,7 +109,7 @@ class Reward(StrictModel, ABC):
 
 
 class CompletionReward(Reward):
-    """Base class of rewards that judge each completion by itself, without the stage's artifacts or folder."""
+    """Base class of rewards that judge each completion by itself, without the stage's inputs or folder."""
 
     @abstractmethod
     def score(self, completion: Completion) -> float:

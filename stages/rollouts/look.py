@@ -45,5 +45,5 @@ def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
 
 
 def _answer(reference: str) -> ShownDocument:
-    """Return the right answer in the form that previews show; the model is never given its tokens."""
+    """Return a prompt's right answer as text for a preview; its token count is 0, since the model never sees it."""
     return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(Piece(text=reference),))

@@ -38,7 +38,7 @@ class AskedPrompt:
     token_ids: list[int]
 
     def completion(self, text: str, num_tokens: int) -> Completion:
-        """Return a model's answer to this prompt in the form that rewards judge."""
+        """Return a model's answer together with this prompt and its dataset row, in the form that rewards judge."""
         asked = self.prompt
         return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
@@ -95,7 +95,10 @@ class _Rows:
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
     ) -> None:
-        """Create the maker of prompts. checks: each reward's check of rows, by the reward's name."""
+        """Create the reader that makes prompts from dataset rows.
+
+        checks: each reward's check of rows, by the reward's name.
+        """
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer

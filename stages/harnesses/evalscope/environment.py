@@ -59,7 +59,7 @@ def version_to_be_made() -> str:
 
 @functools.cache
 def check_can_be_made(pins: Path, folder: Path) -> None:
-    """Raise ResourceError if EvalScope could not be installed: without uv, right to write, or package registry."""
+    """Raise ResourceError if EvalScope cannot be installed: uv, write permission or a package registry is missing."""
     pin = _pin(pins)
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
@@ -128,7 +128,7 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
 
 
 def _mode_of_ours() -> int:
-    """Return the permissions of the project's own Python environment, which EvalScope's gets as well.
+    """Return the file permissions of the project's Python environment, to give EvalScope's the same.
 
     So those who can read the one can read the other, whichever user's stage installs it.
     """

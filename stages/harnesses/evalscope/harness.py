@@ -48,7 +48,7 @@ class EvalScope(QuestionSetHarness):
         return iter(())
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether a task may give a score. EvalScope's own benchmarks may give any metric."""
+        """Return whether an EvalScope task can produce a score; EvalScope's own benchmarks may give any metric."""
         sets = question_sets(evaluation)
         own = (task for task in evaluation.tasks if task not in sets)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)

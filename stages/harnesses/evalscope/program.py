@@ -53,7 +53,7 @@ class QuestionSet(DefaultDataAdapter):
 
 
 def main() -> None:
-    """Run the tasks of an EvalScope request.
+    """Read the evaluation request, a JSON file, and run its tasks in EvalScope.
 
     Raises EvalScope's errors: a sample that fails must not count as a score of 0.
     """

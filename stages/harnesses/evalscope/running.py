@@ -37,7 +37,8 @@ SHOWN_CHARACTERS = 500
 
 USABLE = ("success", "fallback")
 SUBSET_SIZE = 1_000_000
-"""Distance between the first sample numbers of a benchmark's subsets, so that a `limit` does not change the numbers."""
+"""Offset between the sample numbers of a benchmark's subsets: sample i of subset k has number k × 1000000 + i. So a
+`limit` does not change the numbers."""
 
 
 def evaluated(

@@ -27,19 +27,22 @@ from stages.harnesses.scores import score_metrics
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
-"""Number of samples of each task that a rehearsal renders, which takes tenths of a second."""
+"""Number of samples of each lm-eval task that are rendered to find mistakes early, which takes tenths of a second."""
 MADE_UP_ANSWER = "0"
 """Made-up answer that most tasks can score, since it is a number, JSON and a word at once."""
 MADE_UP_LOG_PROBABILITY = -1.0
 
 
 class MadeUpModel(LM):
-    """Stand-in for a model, which gives the same answer always; it refuses requests that no server would take."""
+    """Fake model that gives every question the same answer, to test tasks without a server.
+
+    It refuses requests that no server would take.
+    """
 
     tokenizer_name = "none"
 
     def __init__(self, template: ChatTemplate | None) -> None:
-        """Create the stand-in with the chat template of the model to evaluate; None if that is not known yet."""
+        """Create the fake model. template: chat template of the model to evaluate; None if it is not known yet."""
         super().__init__()
         self._template = template
 
@@ -98,7 +101,7 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
 
 
 def _template_of(model: Path) -> ChatTemplate | None:
-    """Return the model's chat template; None for a tokenizer with code of its own, which only the server runs."""
+    """Return the model's chat template; None for a tokenizer with its own Python code, which only the server runs."""
     try:
         return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE).template
     except ModelError:

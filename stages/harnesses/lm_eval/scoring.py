@@ -44,7 +44,7 @@ from stages.serving.served_models import ServedModel
 
 MAX_TRIES = 3
 MAX_SHOWN = 400
-"""Largest number of characters that an error message quotes from lm-eval or lists of a task's columns."""
+"""Largest number of characters that an error message quotes, such as of lm-eval's own error or a task's columns."""
 END_MARK = "qprobetext "
 """Marker put after a given beginning of an answer, to find where that text ends in the rendered prompt. The marker's
 space shows whether the chat template trims texts."""
@@ -52,7 +52,7 @@ LM_EVAL_JINJA = lm_eval.utils.env
 """Jinja environment in which lm-eval renders task templates, with access to all of Python."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
-"""Task-file field for each method of lm-eval's tasks that reads a dataset split, by the method's name, for error
+"""Task-file field, such as `test_split`, by the lm-eval method that reads the split, such as `test_docs`. For error
 messages."""
 
 Report = Callable[[int, int], None]
@@ -332,7 +332,7 @@ def evaluate_tasks(
 
 
 def _seed(evaluation: Evaluation, default: int) -> int:
-    """Return the recipe's seed of an evaluation, or else lm-eval's default, which differs by purpose."""
+    """Return the recipe's evaluation seed, or else `default`, the seed that lm-eval itself gives a random generator."""
     return default if evaluation.seed is None else evaluation.seed
 
 

@@ -44,7 +44,7 @@ class Function(str):
 
     @property
     def module_file(self) -> str:
-        """Python file of the function, relative to the task file that names it."""
+        """Python file that defines the function, as a path relative to the task file that names the function."""
         return self.rpartition(".")[0].replace(".", "/") + ".py"
 
 

@@ -69,7 +69,7 @@ class TaskSelection:
 
 
 def select_tasks(names: tuple[str, ...], folder: Path | None) -> TaskSelection:
-    """Find the tasks that a recipe names.
+    """Find the lm-eval tasks that a recipe names, in the user's task folder or among lm-eval's own.
 
     Raises EvaluationError for a bad folder, and for an unknown name, with the closest names.
     """
@@ -91,7 +91,7 @@ def check_trusted(selection: TaskSelection) -> None:
 
 
 def hub_datasets(selection: TaskSelection) -> frozenset[HubDataset]:
-    """Return the hub repositories of the datasets from which the selected tasks and the task folder's take samples."""
+    """Return the dataset repositories from which the selected tasks and all tasks in the user's folder take samples."""
     local = selection.folder or TaskFolder(Path())
     elsewhere = {*selection.names, *local.members_elsewhere} - local.names
     defining = _defining(elsewhere, folder=None)
@@ -143,7 +143,7 @@ def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path
 
 
 def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
-    """Return whether tasks, groups or tags of these names may give a score, `TASK.METRIC` or `TASK.FILTER.METRIC`.
+    """Return whether these tasks, groups or tags can produce the score `TASK.METRIC` or `TASK.FILTER.METRIC`.
 
     True where files do not tell: scores of groups, of tasks written in Python, of tasks that do not exist.
     """
@@ -165,7 +165,7 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
 
 
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
-    """Return the metrics that tasks in the user's folder, among `names`, ask lm-eval for, by task."""
+    """Return the metrics that the named tasks in the user's folder ask lm-eval for, by task."""
     local = {file for file, _ in _local_tasks(folder)}
     metrics_by_task: dict[str, list[str]] = {}
     for file, config in _defining(names, folder):

@@ -75,7 +75,7 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
 def first_problems(
     config: TrainFields, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
 ) -> Iterator[str]:
-    """Yield problems of the adapter's target layers and the datasets' first rows, for files on this machine."""
+    """Check the adapter's target layers and the datasets' first rows, if on this machine; yield the problems."""
     if config.adapter and (folder := find_model()):
         try:
             if (folder / CONFIG_FILE).is_file():

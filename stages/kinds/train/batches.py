@@ -58,8 +58,9 @@ class TrainingData(Protocol):
     def lengths(self) -> Lengths | None: ...
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
-        """Return this training data with the teacher's token probabilities, if the method has a teacher. Collective.
+        """Return the training data with the teacher's token probabilities added, if the method has a teacher.
 
+        Collective.
         The teacher's model is loaded before the model that learns. teacher_lifetime: closes a teacher that is also
         asked during training.
         """
@@ -103,9 +104,9 @@ class Batches(Protocol):
         """
 
     def recorded(self) -> RecordedBatch:
-        """Return a few documents whose log-probabilities are stored with the trained model.
+        """Return a few documents whose log-probabilities are stored with the trained model, for checks in later stages.
 
-        Later stages must reproduce them.
+        Later stages must reproduce these log-probabilities.
         """
 
     def close(self) -> None:
@@ -152,7 +153,7 @@ class RowBatches:
     held_out: BatchSource | None
     data: DataConfig
     untrained: torch.Tensor | None = None
-    """Untrained model's log-probabilities of the targets in the batch that `recorded` returns, float32 [targets]."""
+    """Untrained model's log-probabilities of the targets that are stored with the trained model, float32 [targets]."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         return [self.training.batch(rows) for rows in self.order.micro_batches(step)]
@@ -170,9 +171,10 @@ class RowBatches:
 
 
 def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
-    """Group rows, in order, into at most MOST_BATCHES micro-batches of at least BATCH_TARGETS targets.
+    """Group dataset rows, in order, into the few micro-batches from which EVA initialises an adapter.
 
-    EVA initialises an adapter from them. Raises DataError when all rows together have fewer than `least_targets`.
+    There are at most MOST_BATCHES of them, each with at least BATCH_TARGETS targets.
+    Raises DataError when all rows together have fewer than `least_targets`.
     """
     batches: list[Batch] = []
     together: list[int] = []

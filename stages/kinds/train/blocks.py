@@ -167,11 +167,11 @@ Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]
 """Positive learning rate or clipping threshold. The least is 1e-12, at which an update of an fp32 weight of 0.01 is
 already lost in rounding."""
 Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP32]
-"""Positive number that is added to a denominator in fp32, such as Adam's epsilon."""
+"""Number type of config fields that are added to an fp32 denominator, such as Adam's epsilon; always positive."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
 """Number of passes over the training data, fractions allowed; use `steps` for a few optimizer steps."""
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Number of rows in a global batch; published runs use some ten thousand at most."""
+"""Number type of the global batch size, in rows; published runs use some ten thousand rows at most."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 """Seed of a random generator, in the range that torch accepts."""
 

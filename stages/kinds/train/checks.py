@@ -51,8 +51,8 @@ OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in 
 """Fields of `serving:` that have an effect only where the stage starts the sampling server itself."""
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-"""Adapter fields that choose the layers. Like the fields in `SAME`, they must stay the same when training continues an
-existing adapter."""
+"""Adapter fields that choose the layers; they must not change when training continues an existing adapter. The same
+holds for the fields in `SAME`."""
 
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
@@ -67,7 +67,10 @@ def config_errors(config: TrainFields) -> Iterator[list[str]]:
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the first conflict: too long a warm-up, too large a weight decay, or `keep: best` without evaluations."""
+    """Yield an error if warm-up exceeds the training, weight decay is too large, or `keep: best` lacks evaluations.
+
+    Only the first error is yielded.
+    """
     steps, warmup_steps = config.steps, config.warmup_steps
     if steps is not None and warmup_steps > steps:
         yield (
@@ -260,7 +263,7 @@ def _adamw_errors(config: TrainFields) -> Iterator[str]:
 
 
 def layout_problems(config: TrainFields) -> Iterator[str]:
-    """Yield reasons why the recipe's layout cannot work, whatever the model."""
+    """Yield conflicts of the recipe's parallel layout with engine, batch size or number of processes."""
     if not isinstance(config.layout, AutoLayout):
         yield from layout_errors(config.engine, config.layout, config.constraints)
 

@@ -16,7 +16,7 @@ from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
 
 LAYOUT_PROBLEM = "layout"
-"""Error type of pydantic's validation errors about a parallel layout, by which they are recognised."""
+"""Type name of pydantic's validation errors about a parallel layout, so that code can recognise them."""
 
 
 class TrainConfig(TrainFields):
@@ -112,8 +112,9 @@ class TrainConfig(TrainFields):
         return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the fields that must be equal to resume a training: those of the cache key but engine and layout.
+        """Return the config fields that must be equal to resume a training.
 
+        They are those of the cache key except engine and layout.
         Any engine and layout can load a checkpoint.
         """
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}

@@ -41,7 +41,8 @@ class TrainFields(MethodFields):
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
         None,
-        description="Stage that provides the base model, where `model` is an adapter; default: found through `model`.",
+        description="Stage that provides the base model, where `model` is an adapter; default: the base model of that "
+        "adapter.",
     )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
         None,
@@ -160,8 +161,9 @@ class TrainFields(MethodFields):
 
     @property
     def _packed_rows(self) -> int:
-        """Packed rows of one optimizer step; for sampled completions, estimated from their greatest length.
+        """Number of packed rows in one optimizer step.
 
+        For methods that sample, it is estimated from `max_completion_length`.
         Prompts do not count.
         """
         if self.rollouts is None:
@@ -181,11 +183,11 @@ class TrainFields(MethodFields):
 
     @property
     def constraints(self) -> RunConstraints:
-        """Batch size, sequence length and numbers of nodes and processes that a layout must fit, whatever the model."""
+        """Limits that a parallel layout must fit: batch size, sequence length, numbers of nodes and processes."""
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     def data_from(self, start: Path) -> DataConfig:
-        """Return the `data` config, with the chat template of the adapter in `start` if the recipe names none.
+        """Return the `data` config; if it names no chat template, with that of the adapter that training starts from.
 
         start: folder of the artifact that training starts from.
         """

@@ -44,7 +44,7 @@ class Journal:
         if is_main_process():
             remove_cut_off_line(context.work / METRICS_FILE)
         self.rows = [{"step": logged.step, **logged.values} for logged in MetricSeries(context.work).steps()]
-        """Metrics that all attempts have logged, including this one: a dictionary for each training step."""
+        """Metrics logged by this and all earlier attempts of the stage: a dictionary for each logged training step."""
         self._last_logged_step = max((int(row["step"]) for row in self.rows), default=0)
         self._last_progress_s = 0.0
         self._attempt: list[Metrics] = []
@@ -55,7 +55,7 @@ class Journal:
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a training step; warn of much communication, and once of a teacher's poor top k."""
+        """Log a training step's metrics; warn of much communication, or if a teacher's top k covers too little."""
         self._attempt.append(metrics)
         if step > self._last_logged_step:
             self._context.log_metrics(step, metrics)
@@ -98,7 +98,10 @@ class Journal:
         self._context.milestone(message)
 
     def summary(self) -> Metrics:
-        """Return this attempt's final metrics: medians of `PER_STEP` after 3 steps, last values of the others."""
+        """Return this attempt's final metrics: the median of metrics measured at every step, the last value of others.
+
+        Medians are of the metrics in `PER_STEP`, without the first 3 steps.
+        """
         if not self._attempt:
             return {}
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
@@ -116,7 +119,7 @@ SERIES = {"loss": "training", "evaluation_loss": "held out"}
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the loss curves in a journal's `rows` over the training steps, as a PNG file."""
+    """Draw training and held-out loss over the training steps, as a PNG file. rows: a journal's metrics by step."""
     from matplotlib import artist
 
     # Matplotlib builds a docstring of all setters for each class at import, which takes longer than the picture.

@@ -279,7 +279,7 @@ class LossByDataset:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of the loss's own metrics, then of each dataset's."""
+        """Return the names of all metrics: the loss's over all rows, then those of each mixture dataset."""
         own = self.loss.metric_names
         return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
 

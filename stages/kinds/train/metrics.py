@@ -23,8 +23,8 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""Largest number of training processes for which the memory of each one is logged at every step. At the end of the run
-it is logged for any number."""
+"""Largest number of training processes for which the memory of each one is logged at every step. With more processes,
+it is logged only at the end of the run."""
 FORGET_PEAK = "5"
 """Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
@@ -96,7 +96,7 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the counter of peak memory, so that `peak_memory` measures training and not the reading of the model.
+    """Reset the peak counter of GPU memory (host memory on a CPU), so that reading the model does not count.
 
     On a CPU this needs Linux; elsewhere it does nothing.
     """
@@ -109,8 +109,9 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
-    """Return in GiB the peak memory, since the model was read, of the process that used most. Collective.
+    """Return the highest peak of GPU memory (host memory on a CPU) of a training process, in GiB. Collective.
 
+    It counts from the end of reading the model.
     With `every_rank`, each process's peak as well.
     """
     used_bytes = host_peak_bytes() if device.type == "cpu" else peak_bytes(device)

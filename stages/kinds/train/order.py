@@ -52,7 +52,7 @@ class DataOrder:
 
     @property
     def slots(self) -> MixtureOrder:
-        """Sequence of row numbers from which the training steps take their global batches in turn."""
+        """Order in which training visits the rows of one dataset or a mixture; each step takes the next rows."""
         return self.mixture or MixtureOrder((self.num_rows,), (1.0,), self.seed)
 
 
@@ -96,7 +96,10 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
 
 
 def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
-    """Return each dataset's share and number of passes after the first `num_slots` rows of a mixture, as metrics."""
+    """Return, as metrics, each mixture dataset's share and number of passes so far.
+
+    num_slots: number of rows that training has visited.
+    """
     if not training.members:
         return {}
     times = slots.times(num_slots)

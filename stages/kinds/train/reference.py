@@ -37,7 +37,7 @@ class ReferenceRows:
     """Reference log-probabilities in nats, float32 [documents], sums over a document's targets."""
 
     def attach(self, batch: Batch, documents: NDArray[np.int64]) -> Batch:
-        """Return the batch with the reference log-probabilities of these documents."""
+        """Return the batch with the reference log-probabilities of its documents added."""
         positions = np.searchsorted(self.documents, documents)
         return batch.with_reference(torch.from_numpy(self.log_probabilities[positions]))
 

@@ -130,8 +130,9 @@ class RowData:
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
-        """Return the first micro-batches in the order of training, the same on all processes, for EVA.
+        """Return the first micro-batches of the training data, from which EVA initialises an adapter.
 
+        They are the same on all processes.
         Raises DataError as the function of this name does.
         """
         training, order = self.prepared.training, self._order(0, 1)

@@ -258,7 +258,7 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
-    """Record in the trained model's folder whether it learned from chats, and the chat template with its date."""
+    """Record in the trained model's folder whether it learned from chats, and its chat template and date."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
     note_trained_on(folder, conversations=data.conversations, template_date=own_date)
     if config.data.chat_template:

@@ -45,16 +45,17 @@ if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
-"""Text with several languages and code, to detect that two tokenizers differ: few would split it into equal tokens."""
+"""Text by which different tokenizers are detected: it has several languages and code, so few tokenizers split it
+equally."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 Document = Sequence[int]
 ShareOf = Callable[[int], list[Batch]]
 """Function that returns the micro-batches of a data-parallel rank; every process can call it for any rank."""
 BuildEngine = Callable[[TrainConfig, ModelFacts], Engine]
-"""Function that builds an engine with a model, from a training config and the model's facts."""
+"""Function that builds a training engine with its model, from a training config and the model's `ModelFacts`."""
 RowsOf = tuple[PackedDataset, Sequence[int]]
-"""Dataset with the numbers of some of its rows, sorted and without repetitions."""
+"""Pair of a dataset and the sorted, distinct numbers of some of its rows."""
 NUM_NAMED = 3
 
 
@@ -171,7 +172,10 @@ class Teacher(Protocol):
     def identity(self) -> dict[str, JsonValue]: ...
 
     def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
-        """Load the teacher, and free it when the context ends; not called where everything is cached. Collective."""
+        """Load the teacher, and free it when the context ends. Collective.
+
+        Skipped where all of the teacher's tokens are cached.
+        """
 
 
 class OpenTeacher(Protocol):
@@ -188,7 +192,10 @@ class OpenTeacher(Protocol):
 
 
 def record_dtype(number: int) -> np.dtype[np.void]:
-    """Return the dtype of a teacher's answer at a target: int32 tokens [number], float32 log-probabilities [number]."""
+    """Return the NumPy dtype of one target's likeliest tokens and their log-probabilities.
+
+    Both have `number` values: int32 tokens, float32 log-probabilities in nats.
+    """
     return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
 
 
@@ -206,7 +213,7 @@ class TeacherRows:
     is_whole_vocabulary: bool
 
     def attach(self, batch: Batch, rows: Sequence[int]) -> Batch:
-        """Return the batch, made of these dataset rows, with the teacher's likeliest tokens at its targets."""
+        """Return the batch with the teacher's likeliest tokens, read from the cache, added at its targets."""
         starts = self.starts
         places = np.searchsorted(self.rows, rows)
         pieces = [self.records[starts[place] : starts[place + 1]] for place in places]
@@ -287,7 +294,7 @@ class ServedTeacher:
 
     @contextmanager
     def opened(self, context: StageContext, watchdog: Watchdog) -> Iterator[OpenTeacher]:
-        """Yield the teacher's server as a loaded teacher, since there is no model to load."""
+        """Yield the teacher's server through the interface of a loaded teacher (`OpenTeacher`); no model is loaded."""
         yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
@@ -351,7 +358,10 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class OpenServer:
-    """Teacher's server in use; implements `OpenTeacher`. Both methods raise the errors of `ServedTeacher.likeliest`."""
+    """Connection to the teacher's server; implements `OpenTeacher`.
+
+    Both methods raise the errors of `ServedTeacher.likeliest`.
+    """
 
     teacher: ServedTeacher
     context: StageContext
@@ -368,9 +378,9 @@ class OpenServer:
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
 
     def of_share(self, share_of: ShareOf, data_rank: int, num_shares: int) -> list[NDArray[np.void]]:
-        """Ask the teacher's server on rank 0 about the documents of all processes; files pass the answers on.
+        """Return the teacher's tokens for this process's share; rank 0 asks the server for all shares and writes files.
 
-        The other processes read them. So processes that split one model get identical values.
+        The other processes read the files. So processes that split one model get identical values.
         """
         files = [self.context.scratch / "teacher" / f"share-{number}.npy" for number in range(num_shares)]
         if is_main_process():
@@ -386,7 +396,10 @@ class OpenServer:
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Return the teacher's likeliest tokens at all targets of the batches, in order, from one set of requests."""
+        """Return the teacher's likeliest tokens at all targets of the batches, in order.
+
+        The server is asked for all of them together.
+        """
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, record_dtype(self.teacher.number))
@@ -398,7 +411,10 @@ def _num_targets(batch: Batch) -> int:
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
-    """Yield the tokens of each document that has targets, with a mask of the positions (but the last) that have one."""
+    """Yield each document that has targets, as tokens and a mask of the positions whose next token is a target.
+
+    The mask has [tokens - 1].
+    """
     borders = np.cumsum(batch.documents.lengths)[:-1].tolist()
     tokens = torch.tensor_split(batch.inputs.input_ids.flatten(), borders)
     is_target = torch.tensor_split(batch.signal.has_target.flatten(), borders)

@@ -24,7 +24,7 @@ from stages.core.files import write_atomically
 GRACE_S = 5.0
 """Seconds between a watchdog's dump of stacks and the end of its process, in which the other processes dump theirs."""
 LOOK_EVERY_S = 1.0
-"""Longest sleep of the watchdog between checks: the next activity may have a shorter time limit."""
+"""Longest interval between two checks by the watchdog, in seconds, so that short time limits are enforced."""
 STDERR = 2
 STEP_TIMES = 3
 """Multiple of the longest recent training step beyond which a step counts as hanging."""

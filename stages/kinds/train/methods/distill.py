@@ -145,7 +145,10 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """Append the log-probability of all tokens beyond the top k together, at least log ε of fp32: [..., k + 1]."""
+    """Append, as one more token, the log-probability of all tokens beyond the top k together: [..., k + 1].
+
+    It is at least log ε of fp32.
+    """
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)

@@ -210,5 +210,8 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Sort the values of pairs, [pairs], ascending within each packed row. rows: row number of each pair, ascending."""
+    """Sort values of pairs in ascending order within each packed row, for the AOT losses. values: [pairs].
+
+    rows: row number of each pair, ascending.
+    """
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

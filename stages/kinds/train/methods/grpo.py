@@ -136,7 +136,7 @@ class GrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count what losses and metrics are means over: completions, their tokens, and tokens that a server scored."""
+        """Count what loss and metrics are averaged over: completions, tokens, and tokens with server probabilities."""
         assert signal.rollouts is not None
         served = signal.rollouts.server_log_probabilities
         return {
@@ -245,7 +245,10 @@ def _on_tokens(values: Tensor, signal: Signal) -> Tensor:
 
 
 def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's contribution to a mean over tokens, or over completions for `values` [documents]."""
+    """Return the micro-batch's contribution to a mean over tokens, or over completions.
+
+    values: one number for each token [rows, sequence], or for each completion [documents].
+    """
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])

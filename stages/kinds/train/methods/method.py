@@ -57,7 +57,7 @@ class TeacherTokens:
 
 @dataclass(frozen=True)
 class OnPolicySteps:
-    """Training steps that learn from the model's own answers to the prompts of dataset rows, instead of the rows."""
+    """Training steps that learn from the model's own answers to the rows' prompts, not from the rows' answers."""
 
     share: float
     """Average share of steps that learn from the model's own answers."""
@@ -88,7 +88,7 @@ class Method:
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
     """Request for a teacher's likeliest tokens at every target; None for a method without a teacher."""
     on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
-    """Training steps that learn from the model's own answers, scored by a teacher instead of rewards; None for a method
+    """Description of the training steps that learn from the model's own answers, scored by a teacher. None for a method
     without such steps."""
     needs_rollouts: bool = False
     """True if the method learns only from sampled answers that rewards judge; its options are then `RolloutOptions`."""
@@ -111,7 +111,8 @@ class Method:
     headline: tuple[str, ...] = ()
     """Names of the method's metrics that are shown first in a run's results."""
     is_null_in_identity: bool = False
-    """True if cache keys of stages with other methods contain `NAME: null`, which keeps the keys of existing stages.
+    """True if the cache keys of stages that use other methods contain this method's name, with the value null. This
+    keeps the keys of existing stages.
 
     A new method must leave this False, so that the versions of existing stages stay as they are.
     """

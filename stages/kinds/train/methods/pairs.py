@@ -23,7 +23,7 @@ NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tok
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """Return the micro-batch's contributions to the metrics of pairs.
+    """Return the micro-batch's contributions to mean rewards, reward margin and preference accuracy of answer pairs.
 
     chosen, rejected: rewards of the answers, float32 [pairs].
     """

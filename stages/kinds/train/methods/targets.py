@@ -45,7 +45,7 @@ class ChosenPrompts:
     """
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with targets at prompts too, and `target_weights` that are 0 at prompts."""
+        """Return the batch of pairs with preferred prompts as targets too; `target_weights` are 0 at prompts."""
         following = batch.inputs.input_ids.roll(-1, 1)
         ids = batch.documents.ids
         has_next = (ids == ids.roll(-1, 1)) & (batch.inputs.position_ids.roll(-1, 1) > 0)

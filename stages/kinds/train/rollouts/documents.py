@@ -145,7 +145,7 @@ def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, 
 
 
 def completion_packing(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> Packing:
-    """Return the sizes by which prompts and completions are packed, from the training's config and the model."""
+    """Return the options for packing prompts with completions, such as sequence length and micro-batch size."""
     return Packing(
         config.data.sequence_length,
         most_tokens(config, options, model),

@@ -22,7 +22,7 @@ class SampleFile:
     """File `completions.jsonl`, where people can read completions of all attempts; written on rank 0 only."""
 
     def __init__(self, context: StageContext) -> None:
-        """Open the file of earlier attempts in the scratch folder; the stage's artifact gets a hard link to it."""
+        """Open `completions.jsonl` of earlier attempts in the scratch folder, and hard-link it into the artifact."""
         self._file = context.scratch / COMPLETIONS_FILE
         self._has_written = False
         shown: Path = context.work / COMPLETIONS_FILE
@@ -32,7 +32,7 @@ class SampleFile:
         shown.hardlink_to(self._file)
 
     def write(self, step: int, lines: Iterable[dict[str, object]]) -> None:
-        """Append sampled completions to the file, with their training step; steps must rise within an attempt.
+        """Append a training step's sampled completions to `completions.jsonl`. Within an attempt, steps must rise.
 
         The first sampling of an attempt replaces the lines that a killed attempt wrote from this step on.
         """
@@ -43,7 +43,10 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Remove the lines of `step` and later training steps in place: the artifact has a hard link to the file."""
+        """Delete the lines of `step` and later training steps from `completions.jsonl`.
+
+        The file is truncated in place, since the artifact has a hard link to it.
+        """
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))

@@ -83,7 +83,7 @@ class Round:
 
     @property
     def completions(self) -> list[Completion]:
-        """Completions of all groups, one group after the other."""
+        """Sampled completions of all prompts in the round, prompt by prompt."""
         return [one for group in self.groups for one in group.completions]
 
     def write(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class RoundPlan:
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Return which part of a round's completions a training step learns from, counted from 0.
+        """Return the index, from 0, of the part of a sampling round's completions that a training step learns from.
 
         A round has `steps_per_generation` parts.
         """

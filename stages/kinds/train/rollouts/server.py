@@ -69,7 +69,7 @@ class SamplingServer(Protocol):
 
 
 class Host(Protocol):
-    """Protocol of the way to a sampling server: start one as a process, or connect to one that the recipe names.
+    """Provider of the sampling server (protocol): starts a process, or connects to a server that the recipe names.
 
     remedy: what is done about a server that failed, in messages.
     """
@@ -85,7 +85,7 @@ class Host(Protocol):
         """
 
     def prepare(self, folder: Path) -> None:
-        """Prepare a folder of weights so that the sampling server can load it. The caller owns the folder.
+        """Prepare a folder of weights, in place, so that a running sampling server can load it.
 
         Raises as `opened` does.
         """
@@ -98,7 +98,7 @@ class RolloutServer:
     """
 
     def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
-        """Store how to open the sampling server, without opening it.
+        """Store how to start or connect to the sampling server; it opens when it gets the first weights.
 
         is_adapter: whether the weights are an adapter's.
         """
@@ -135,7 +135,7 @@ class RolloutServer:
             shutil.rmtree(before, ignore_errors=True)
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
-        """Send requests to the sampling server, and pass each answer to `keep` with its request and number.
+        """Send requests to the sampling server, and call `keep` with the number, the request and the response of each.
 
         Raises ServerError for a request that is refused, TransientError when the server fails repeatedly.
         """
@@ -168,7 +168,7 @@ class RolloutServer:
                 self._restart(error)
 
     def close(self) -> None:
-        """Stop the sampling server, or let go of one that others started."""
+        """Stop the sampling server; one that others started keeps running."""
         self._stack.close()
         self._server = None
 
@@ -261,7 +261,7 @@ def own_gpus(num_wanted: int) -> dict[str, str]:
 
 
 def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """Return `variable` with the devices that follow those of this node's training processes.
+    """Return `variable` (such as CUDA_VISIBLE_DEVICES) with the devices that this node's training processes leave free.
 
     Without a value in the environment there are `num_devices`. Raises ResourceError for fewer than wanted.
     """
@@ -289,8 +289,9 @@ Two engines' kernels differ by some 1e-5 in fp32 and some 0.01 in bf16; weights 
 
 @dataclass(frozen=True)
 class Probe:
-    """Fixed completions by which sampling server and training engine are compared: the first that were sampled.
+    """Completions on which the log-probabilities of sampling server and training engine are compared.
 
+    They are the first that were sampled. A difference shows that the server answers with wrong weights.
     They are recorded beside the trained model, too.
 
     untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
@@ -303,7 +304,7 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Choose completions to compare by, and compute their log-probabilities with the untrained engine. Collective.
+        """Choose completions for comparing server and engine, with their log-probabilities before training. Collective.
 
         All processes pass the same documents.
         """
@@ -345,7 +346,7 @@ class Probe:
 
 
 def _untempered(packing: Packing) -> Packing:
-    """Return the packing with temperature 1, since a server scores given tokens without temperature."""
+    """Return the packing options with temperature 1, at which servers return log-probabilities of given tokens."""
     return replace(packing, temperature=1.0)
 
 
@@ -409,7 +410,7 @@ class NamedServer:
         return self.client.api_key
 
     def alive(self) -> bool:
-        """Return True: the process of a server that others started cannot be watched."""
+        """Return True always, since the process of a server that others started cannot be watched."""
         return True
 
     def check(self, folder: Path | None = None) -> None:
@@ -465,8 +466,9 @@ def named_server_problems(
 
 
 class SyncedServer:
-    """Sampling server that has the training engine's current weights, as all processes use it. The caller closes it.
+    """Sampling server as all training processes use it: it answers with the engine's current weights.
 
+    The caller closes it.
     packing: of prompts with their completions.
     bound_dtype: the less precise dtype of server and engine.
     """
@@ -533,7 +535,10 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """Check that sampling server and training engine agree on the fixed completions, if these exist. Collective."""
+        """Check that sampling server and training engine give the fixed completions equal log-probabilities.
+
+        Collective. Does nothing before completions were chosen.
+        """
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
             if is_main_process():
@@ -565,5 +570,5 @@ class SyncedServer:
         return RecordedBatch(self._probe.batch, self._probe.untrained)
 
     def close(self) -> None:
-        """Stop the sampling server, or let go of one that others started."""
+        """Stop the sampling server; one that others started keeps running."""
         self._server.close()
