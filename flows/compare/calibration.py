@@ -38,7 +38,8 @@ class Observation:
 
     run_id: str
     request: SearchRequest
-    """Search request for the whole machine; on a CPU, `predict` divides the cores among the run's processes."""
+    """Search request (model, workload, devices) for the whole machine. On a CPU, `predict` divides the cores among the
+    run's processes."""
     engine: EngineName
     layout: Layout
     is_cpu: bool
@@ -47,12 +48,12 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """Return the run's layout and batch (rows × tokens) in one line."""
+        """Return the measured run's layout and batch (rows × tokens) in one line."""
         rows = self.request.workload.global_batch_size
         return f"{describe_layout(self.engine, self.layout)} ({rows} × {self.request.workload.sequence_length})"
 
     def predict(self, hardware: Hardware) -> Candidate:
-        """Predict the run's step time and memory on hardware with given constants."""
+        """Predict the measured run's step time and memory on hardware with the given efficiency constants."""
         share = shared_cpu(hardware, self.layout.world_size) if self.is_cpu else hardware
         return estimate(replace(self.request, hardware=share), self.engine, self.layout)
 
@@ -69,17 +70,17 @@ class Calibration:
 
     @property
     def constants(self) -> dict[str, float]:
-        """Return the fitted constants by name: those of `Efficiency`, and the latency of a collective within a node."""
+        """Return the fitted efficiency constants by name, with the latency of a collective within a node."""
         return {**{name: getattr(self.hardware.efficiency, name) for name in CONSTANTS}, LATENCY: self.latency_s}
 
     @property
     def latency_s(self) -> float:
-        """Return the fitted seconds of latency of a collective within a node."""
+        """Return the fitted latency in seconds of a collective within a node."""
         return self.hardware.intra_node_latency_s
 
 
 def observations_of(runs: Sequence[LoggedRun], hardware: Hardware) -> list[Observation]:
-    """Return an observation for each run of a train stage that records everything a prediction needs."""
+    """Return measured step time and memory of each usable train run, with all that is needed to predict them."""
     return [_observation(run, hardware) for run in runs if why_left_out(run) is None]
 
 
@@ -125,7 +126,7 @@ def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
 
 
 def with_constants(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
-    """Return hardware with other fitted constants: those of `Efficiency`, and the latency of a collective."""
+    """Return hardware with the given efficiency constants, and the given latency of a collective within a node."""
     efficiency = replace(hardware.efficiency, **{name: values[name] for name in CONSTANTS})
     return replace(hardware, efficiency=efficiency, intra_node_latency_s=values[LATENCY])
 
@@ -194,7 +195,7 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
 
 
 def _workload(run: LoggedRun) -> Workload:
-    """Return the workload that a run recorded.
+    """Return the training workload that is recorded in a run's MLflow tags.
 
     For old runs without one, assume one epoch that trains the whole model.
     """

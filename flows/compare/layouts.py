@@ -72,9 +72,9 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
 def without_misfits(
     configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
 ) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Return the configs whose layout suits the model's sizes; the others are added to the refused layouts.
+    """Return the configs whose parallel layout suits the model's sizes, and the refused layouts.
 
-    Raises RecipeError when none is left.
+    Unsuitable configs are added to the given refused layouts. Raises RecipeError when no config is left.
     """
     reasons = ["; ".join(RULES[config.engine].model_errors(config.layout, shape)) for config in configs]
     misfits = [
@@ -100,7 +100,10 @@ def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> R
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:
-    """Return a config's layout as a line for `read_layouts`, with the batch size if it is not the recipe's."""
+    """Return a config's layout as one line that `read_layouts` can parse.
+
+    The line contains the batch size if it is not the recipe's.
+    """
     text = describe_layout(config.engine, config.layout)
     batch = config.global_batch_size
     return text if batch == recipe_batch else f"{text} {BATCH_FIELD}={batch}"

@@ -48,7 +48,7 @@ _LIKE_A_KEY = re.compile(r"(?=[\w+/=-]*[0-9])(?=[\w+/=-]*[A-Za-z])[\w+/=-]{20,}"
 REVISION = "content of revision"
 CONTENT = "content of "
 CONTENTS_CACHE = "contents"
-"""Name of the artifact store's cache for contents of recipes' files, with which a later plan describes changes."""
+"""Name of the cache in which plans record contents of a recipe's files, so that later plans can describe changes."""
 MAX_NAMED = 5
 Hashed = dict[str, tuple[str, Path]]
 """Hashed files of a folder: each file's SHA-256 and path, by file name."""
@@ -67,7 +67,7 @@ class Content(StrictModel):
 
 
 Contents = dict[str, Content]
-"""Recorded file contents by file name, of one file or folder."""
+"""Recorded contents of one file, or of all files of a folder, by file name."""
 CONTENTS = TypeAdapter(Contents)
 
 
@@ -111,7 +111,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def content_changes(before: Contents, after: Contents) -> Iterator[str]:
-    """Yield a description of each file that is gone, new or changed, with its first changed line.
+    """Yield a description of each file that is gone, new or changed between two plans, with its first changed line.
 
     Such as `t.yaml line 3: 'a: 1' → 'a: 2'`.
     """
@@ -258,7 +258,7 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
 
 
 def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
-    """Return the planned stage with a reason that names the former and the present model or data source in full.
+    """Return the planned stage with a reason that names its former and its present model or data source in full.
 
     A path is no identity, so the differences of identities do not show it.
     """

@@ -71,7 +71,7 @@ def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
 
 
 def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
-    """Return a warning for each field without effect that trial runs often override (`execution.*`, `epochs`).
+    """Return warnings about fields without effect, for fields that trial runs often override (`execution.*`, `epochs`).
 
     Raises `RecipeError` that lists all other fields without effect: who set one meant something else.
     """

@@ -38,7 +38,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
 
 
 def _learned(upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[tuple[str, UpstreamEntry]]:
-    """Yield pairs of a training stage and a dataset that it learned from, for all ancestors of the given artifacts."""
+    """Yield each dataset that ancestors of the given artifacts learned from, paired with its training stage's name."""
     for entry in upstream.values():
         record = _record(entry, find)
         if not record or record.product == "dataset":

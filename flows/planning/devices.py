@@ -77,7 +77,10 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:
-    """Yield why a stage cannot get its GPUs, each as the end of an error message that begins with their number."""
+    """Yield the reasons why a stage cannot get the GPUs that it needs.
+
+    Each is the end of an error message that begins with the number of GPUs needed.
+    """
     execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
     if not execution.is_local:
         if problem := execution.options.gpu_problem(wanted):

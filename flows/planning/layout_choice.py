@@ -24,7 +24,7 @@ from stages.planner.search import Candidate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
-"""Step time, relative to the chosen layout's, below which another engine's layout is mentioned as faster.
+"""Step time relative to the chosen layout's, below which a layout of another engine is mentioned as much faster.
 
 Choosing another engine is left to people, because it changes the version.
 """
@@ -37,7 +37,7 @@ class LayoutChoice:
     stage: str
     candidates: tuple[Candidate, ...]
     other_engine: Candidate | None = None
-    """Best layout of another engine, if it is much faster; else None."""
+    """Best layout of another engine, if it is much faster than the chosen layout; else None."""
 
     def __str__(self) -> str:
         best, *others = map(_described, self.candidates[:NUM_SHOWN])
@@ -114,7 +114,7 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """Return the numbers of processes for which `layout: auto` searches layouts.
+    """Return the numbers of processes with which layouts are searched for a stage with `layout: auto`.
 
     This is the recipe's number, else all GPUs without those of a sampling server, else (on a CPU) 1 to all cores.
     """

@@ -20,7 +20,7 @@ LEFT_OUT = (1, False)
 
 
 def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
-    """Yield the problems of a layout written as one line, such as a key that is not among `keys`."""
+    """Yield the problems of a layout written as one line, such as an unknown field."""
     words = _words(line)
     if not words or ("=" not in words[0] and words[0] not in (*ENGINES, *keys)):
         engine = words[0] if words else ""
@@ -39,8 +39,9 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
 
 
 def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
-    """Return the engine and layout fields that a line such as `megatron tp=2` names, after `line_problems` found none.
+    """Parse a layout written as one line, such as `megatron tp=2`, into its engine and layout fields.
 
+    The line must have passed `line_problems`.
     Values are read as YAML, and not validated yet.
     """
     words = _words(line)

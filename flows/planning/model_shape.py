@@ -47,10 +47,10 @@ class ModelConfigs:
         self._limit_s = limit_s
         offline_limit_s = None if limit_s is None else PLANNING_OFFLINE_LIMIT_S
         self._answers = {True: Answers[ModelFacts | None](offline_limit_s), False: Answers[ModelFacts | None](limit_s)}
-        """Pending answers about models: under True those read from local files, under False those asked of a hub."""
+        """Pending requests for models' facts: under True those to local files, under False those to a hub."""
 
     def of(self, name: str) -> ModelFacts | None:
-        """Return the facts of the model that a stage downloads; None if its hub has not answered yet.
+        """Return the facts (config, sizes) of the model that a stage downloads; None if its hub has not responded yet.
 
         Raises DownloadError or ModelError when it cannot be read.
         """

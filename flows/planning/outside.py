@@ -80,9 +80,10 @@ def resolve_outside(
 
 
 def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
-    """Return the outside inputs of a stage whose programs are not installed, with the versions of its nearest artifact.
+    """Return the outside inputs (hashes, versions) of a stage whose programs are not installed on this machine.
 
-    For a stage whose programs are missing now: a cached artifact needs none of them. None for a stage never built.
+    Their versions are those of the stage's nearest artifact.
+    A cached artifact needs no program. None for a stage never built.
     """
     config = recipe.stages[name]
     nearest = index.nearest(config.kind, name, identity_of(config, dict.fromkeys(recipe.upstream_of(name), ""), {}))

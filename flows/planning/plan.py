@@ -62,7 +62,7 @@ class Plan:
     """Reasons why versions of stages are not known yet, by stage name, such as a hub that did not answer."""
 
     def base_of(self, name: str) -> str | None:
-        """Return the name of the base model's stage for the adapter that stage `name` makes; None for other stages."""
+        """Return the name of the stage that provides the base model of an adapter stage; None for other stages."""
         config = self.stages[name].config
         return nearest_base(config.references()) if config.product == "adapter" else None
 

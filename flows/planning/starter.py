@@ -95,7 +95,7 @@ class _Plan:
 
     @property
     def sequence_length(self) -> int:
-        """Return the tokens of a packed row: the smallest power of two that fits the longest row, within limits.
+        """Return a packed row's length in tokens: the smallest power of two that fits the longest row, within limits.
 
         Short where there is little to learn from: a hundred short rows, packed into three, would be two steps.
         """
@@ -110,7 +110,7 @@ class _Plan:
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs: three for fewer than 20,000 rows, else one."""
+        """Return the number of epochs in a first recipe: three for fewer than 20,000 rows, else one."""
         return 3 if self.rows.num_rows < 20_000 else 1
 
     @property
@@ -176,7 +176,7 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
-    """Return the recipe's facts, with a LoRA adapter if this machine has too little memory to train the whole model."""
+    """Return a first recipe's facts, with a LoRA adapter if this machine cannot train the whole model."""
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits
@@ -221,7 +221,7 @@ def _power_of_two_below(most: int) -> int:
 
 
 def _over_long(plan: _Plan) -> tuple[str, str]:
-    """Return the policy for rows that are too long, as the value of the recipe's field and in words."""
+    """Return what a first recipe does with rows that are too long: its field's value, and the same in words."""
     if not plan.is_over_long:
         return "fail", ""
     if plan.rows.form == "text":

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from stages.data.tokenizer import DocumentTokenizer
 
 FIRST_ROWS = 1000
-"""Number of first rows that decide the kind of all rows and the held-out share."""
+"""Number of rows at a dataset's start that decide the kind of its rows and the share to hold out."""
 HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
 """Candidate shares of held-out rows, of which the first that leaves enough rows to learn and to evaluate is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
@@ -112,7 +112,7 @@ class Survey:
     held_out_fraction: float = 0.0
     num_rows: int = 0
     bad_rows: Counter[bool] = field(default_factory=Counter)
-    """Number of bad rows, under True among held-out rows and under False among training rows."""
+    """Number of bad rows among held-out rows (key True) and among training rows (key False)."""
     all_rows: Counter[bool] = field(default_factory=Counter)
     first_bad: str = ""
     num_tokens: int = 0
@@ -265,7 +265,10 @@ def _data_suffix(path: Path) -> bool:
 
 
 def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of the dataset's evaluation split, and record its name in `facts`; empty if there is none."""
+    """Return the files of the dataset's evaluation split, or none if it has no such split.
+
+    The split's name is recorded in `facts`.
+    """
     for split in HELD_OUT_SPLITS:
         try:
             others = find_files(folder, split)
@@ -290,7 +293,10 @@ def _fraction(folder: Path, files: list[Path]) -> float:
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """Decide the kind and format of all rows from the first ones, by known formats or else by usual column names."""
+    """Decide the kind (prompts, pairs, …) and format of a dataset's rows from its first rows.
+
+    Rows of no known format are judged by usual column names.
+    """
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:
@@ -335,7 +341,10 @@ def _reference(row: Mapping[str, Any]) -> bool:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, str]:
-    """Return new names for a row's question and answer columns (`query`, `response`) if it fits no known format."""
+    """Return new names for a row's question and answer columns, such as `query` and `response`.
+
+    Empty for a row of a known format, and for one without such columns.
+    """
     named = rename_columns(row, {})
     if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
         return {}
@@ -413,7 +422,10 @@ def _system(document: Document) -> str:
 
 
 def _question(document: Document, reference: str | None) -> dict[str, str] | None:
-    """Return the first question and answer of a document, or a plain text; None if the answer is a tool call."""
+    """Return an evaluation question and its answer from a document, or a plain text.
+
+    None if the answer is a tool call.
+    """
     if isinstance(document, PlainText):
         if not document.prompt:
             return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
@@ -487,7 +499,10 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
 
 
 def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
-    """Tokenize the rows as training does, as long as `SECONDS` allow, and update the facts with exact counts."""
+    """Tokenize the rows as training does, and record bad rows and token counts in `facts`.
+
+    If `SECONDS` run out, the estimates from bytes stay.
+    """
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
     config = DataConfig(

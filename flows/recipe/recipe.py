@@ -261,8 +261,9 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text under a dotted path of a recipe, with its exact position; a list gives each of its items.
+    """Yield every text at a dotted path of a recipe's tree, with its exact path.
 
+    A list at the path gives each of its items.
     `*` in the path is any name of a mapping, or any index of a list.
     """
     if path and path[0] == "*" and isinstance(tree, list):

@@ -51,12 +51,15 @@ def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mappi
 
 
 def version_of(identity: Identity) -> str:
-    """Return an artifact's version: the first 12 hex digits of the SHA-256 of its identity as canonical JSON."""
+    """Return an artifact's version: 12 hex digits hashed from its identity (all that decides its content).
+
+    They are the first of the SHA-256 of the identity as canonical JSON.
+    """
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:12]
 
 
 def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> str:
-    """Return the key of a stage's work folder, shared by attempts that may resume from one another.
+    """Return the key of a stage's work folder; attempts with the same key may resume from each other's checkpoints.
 
     It is a version of `config.resume_identity()`, which leaves out fields that do not hinder resuming.
     """

@@ -22,7 +22,7 @@ from stages.kinds.train.journal import PER_STEP
 PROFILED = "communication_fraction"
 """Metric that only a training step run under the profiler has; profiling makes the step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
-"""Training metrics that are logged only for some steps."""
+"""Training metrics that only some training steps log, such as `pipeline_bubble_fraction`."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Metrics that a run logs once, at its end."""
 RANK_PREFIX = "peak_memory_gib_rank_"
@@ -31,7 +31,7 @@ REASON_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class Row:
-    """Compared layout with its metrics, or with the reason why it has none."""
+    """Row in the results of a layout comparison: a layout with its metrics, or the reason why it has none."""
 
     text: str
     engine: str
@@ -114,7 +114,10 @@ def interquartile_range(values: Sequence[float]) -> float:
 
 
 def _differences(row: Row, first: Row) -> dict[str, float]:
-    """Return a layout's throughput and loss relative to the first layout's; the loss only for an equal batch size."""
+    """Return a compared layout's throughput and loss relative to the first layout's.
+
+    The loss is compared only if both have the same batch size.
+    """
     relative = {}
     if "tokens_per_s" in row.metrics and "tokens_per_s" in first.metrics:
         relative["relative_tokens_per_s"] = row.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
@@ -124,7 +127,10 @@ def _differences(row: Row, first: Row) -> dict[str, float]:
 
 
 def _measured_steps(steps: Sequence[LoggedStep], num_warmup_steps: int) -> list[LoggedStep]:
-    """Return the training steps after the warm-up, without the profiled one unless there is no other."""
+    """Return the training steps after the warm-up, from which metrics are taken.
+
+    The profiled step is left out unless it is the only one.
+    """
     steady = [step for step in steps if step.step > num_warmup_steps]
     return [step for step in steady if PROFILED not in step.values] or steady
 

@@ -119,7 +119,7 @@ def node_of(artifact: Artifact, index: Index) -> Node:
 
 
 def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
-    """Yield an artifact, then each artifact in the store that it was made from, directly or not, once."""
+    """Yield an artifact and all artifacts in the store that it was made from, directly or not, each once."""
     todo, seen = [root], set()
     while todo:
         artifact = todo.pop(0)
@@ -141,7 +141,7 @@ def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
 
 
 def entry_of(artifact: Artifact) -> UpstreamEntry:
-    """Return the reference (stage, kind, version, digest) by which dependents' records name an artifact."""
+    """Return the reference (stage, kind, version, digest) that names an artifact in its dependents' records."""
     record = artifact.record
     return UpstreamEntry(stage=record.stage, kind=record.kind, version=record.version, digest=record.digest)
 
@@ -151,7 +151,7 @@ def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
 
 
 def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
-    """Return the lineage tree of an artifact that a record refers to.
+    """Return the lineage tree of an artifact, given the reference to it in a dependent artifact's record.
 
     known: trees made so far, since a tree may repeat an artifact.
     """

@@ -52,7 +52,7 @@ class Span(StrictModel):
 
     @property
     def end_s(self) -> float:
-        """Return the end of the attempt, in seconds after the start of the first one that is shown."""
+        """Return the end of the attempt, in seconds after the start of the first attempt on the time line."""
         return self.start_s + self.seconds
 
 
@@ -164,7 +164,7 @@ class AnswersToTask(StrictModel):
 
 
 class ScoreDifference(StrictModel):
-    """Difference between the candidate's score and the compared model's score on the same samples.
+    """Difference between the scores of the candidate and of the model it is compared with, on the same samples.
 
     interval: 95%.
     nothing_solved: number of samples if both got none right; else None.

@@ -55,7 +55,7 @@ def page(report: RefreshReport) -> str:
 
 
 def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping[str, Sequence[str]]) -> str:
-    """Return the HTML page that shows two refreshes side by side. differences: sentences by heading."""
+    """Return the HTML page that shows two refreshes side by side, with sentences on their differences by heading."""
     sides = [{one.name: one for one in report.stages} for report in (old, new)]
     return _render(
         "compare.html.jinja",

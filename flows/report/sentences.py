@@ -109,7 +109,7 @@ def warnings_of(record: RefreshRecord) -> list[str]:
 
 
 def _retry_warning(attempt: AttemptRecord) -> str | None:
-    """Return a warning with the reason for which a stage was tried again after this attempt; None if it was not."""
+    """Return a warning with the error if a stage was tried again after this attempt; None if it was not."""
     if not (attempt.ended and attempt.ended.retried):
         return None
     how = "was killed" if attempt.outcome == "killed" else "failed"

@@ -47,7 +47,7 @@ class Bar:
 
     @property
     def end(self) -> float:
-        """Return the largest value that is drawn for the bar."""
+        """Return the largest value drawn for the bar: its own, or that of a mark over it, such as an error bar."""
         return max(self.value, *(self.whisker or ()), self.line or 0.0, *self.dots)
 
 
@@ -60,7 +60,10 @@ class Bars:
     high: float
 
     def place(self, value: float) -> float:
-        """Return the position of a value on the scale in percent; a value beyond the scale gets its nearer end."""
+        """Return where a value lies on the bar chart's scale, in percent.
+
+        A value beyond the scale gets its nearer end.
+        """
         return 100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
 
 
@@ -148,7 +151,7 @@ def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
 
 
 def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") -> list[Bar]:
-    """Return a bar of one metric for each layout that has it, with its spread and prediction if known.
+    """Return one bar for each layout that has the metric, with its spread and predicted value if known.
 
     Values of single process ranks are marked, too.
     """

@@ -62,7 +62,7 @@ def _chart_of(metric: str) -> str:
 
 
 def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator[Curve]:
-    """Yield a training stage's own curves, from its artifact or else from the folder of its last attempt."""
+    """Yield a stage's training curves in this refresh, from its artifact or else from its last attempt's folder."""
     attempts = record.attempts_at(name)
     folder = entry.artifact or entry.work or (attempts[-1].folder if attempts else None)
     if folder:
@@ -79,7 +79,7 @@ def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Ind
 
 
 def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact]:
-    """Yield the promotion artifacts with which other refreshes made a champion of the same model name, newest first."""
+    """Yield other refreshes' promotion artifacts that made a champion of the same model name, newest first."""
     own = {entry.version for entry in record.stages.values()}
     names = {entry.result.tags.get("registered_model") for entry in record.stages.values()} - {None}
     promotions = [one for one in index.artifacts if one.record.product == "verdict" and one.record.version not in own]

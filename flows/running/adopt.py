@@ -55,7 +55,7 @@ def adopt(
 
 
 def _planned_on(base: Artifact, name: str, path: Path) -> PlannedStage:
-    """Return the planned download stage of an adopted adapter whose base model is the artifact `base`."""
+    """Return the planned download stage that stores a local adapter, with the artifact `base` as its base model."""
     stage = base.record.stage
     tree = {
         stage: {"kind": "download", "model": f"file://{base.folder}/model"},

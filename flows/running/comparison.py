@@ -35,7 +35,7 @@ from stages.core.files import write_atomically
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of layouts to run: the compared stage, and the stage as planned under each layout.
+    """Layout comparison to run: how it measures, and the compared stage as planned under each layout.
 
     layouts: the stage as planned under each layout that can work.
     """
@@ -44,7 +44,10 @@ class Comparison:
     layouts: tuple[PlannedStage, ...]
 
     def is_unfinished(self, record: RefreshRecord) -> bool:
-        """Return whether some layout still lacks a trial run in some round; layouts that failed count as done."""
+        """Return whether some layout still lacks a trial run in some round.
+
+        Layouts with a failed trial count as done.
+        """
         trials = [record.trials_of(number) for number in range(len(self.layouts))]
         rounds = self.began.num_rounds
         return any(len(ended) < rounds and not any(trial.error for trial in ended) for ended in trials)

@@ -85,7 +85,10 @@ def _planned(request: LookRequest, index: Index) -> Plan:
 
 
 def _needed(stage: PlannedStage, planned: Plan) -> Iterator[str]:
-    """Yield the upstream stages that a preview needs: data, and the nearest existing model with the same tokenizer."""
+    """Yield the upstream stages that a data preview needs: datasets, and the nearest model with the same tokenizer.
+
+    The model must exist already.
+    """
     for name in stage.upstream:
         config = planned.stages[name].config
         while config.product in ("server", "adapter", "model") and not _is_there(name, planned):

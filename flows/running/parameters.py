@@ -1,4 +1,4 @@
-"""Limits on Prefect deployment parameters: overrides may change what is learned, but name no programs or other files.
+"""Limits on Prefect deployment parameters: they may override training settings, but not name programs or other files.
 
 Parameters come through Prefect's API, from a form or a program. A recipe, and `lifecycle run --set`, come from someone
 who may run programs on this machine anyway. So a run of a deployment must keep its recipe's values wherever they would
@@ -120,7 +120,7 @@ def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
-    """Return whether a dotted path leads to a config field or to an item in it. Both are given as tuples of names."""
+    """Return whether a dotted recipe path names the given config field or an item in it. Both are tuples of names."""
     return len(names) >= len(field) and all(known in ("*", name) for known, name in zip(field, names, strict=False))
 
 

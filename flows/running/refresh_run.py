@@ -67,7 +67,7 @@ class LiveServers:
         self._stop_unused()
 
     def serve(self, stages: Collection[str]) -> bool:
-        """Return whether a server started by one of these serve stages still runs."""
+        """Return whether any server that the given serve stages started still runs."""
         with self._lock:
             return any(name in stages and server.alive() for name, (server, _) in self._servers.items())
 
@@ -214,7 +214,7 @@ class RefreshRun:
 
     @property
     def has_inputs_to_check(self) -> bool:
-        """Return whether some stage that will run can check its inputs in advance."""
+        """Return whether any stage that will run has a check of its inputs, to be made before any stage trains."""
         return any(stage.config.HAS_CHECK and stage.action == "run" for stage in self.plan.stages.values())
 
     @contextmanager
@@ -322,7 +322,7 @@ class RefreshRun:
         return held
 
     def _is_preceded(self, name: str) -> bool:
-        """Return whether another stage goes first, because it could start now and has more dependents."""
+        """Return whether another stage gets free slots first, because it could start now and has more dependents."""
         others = [other for other in self.plan.stages.values() if self._is_ready(other)]
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
@@ -352,7 +352,7 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """Record that a stage is built, whether this refresh ran it or found its artifact in the store.
+        """Record that a stage's artifact exists, whether this refresh built it or found it in the store.
 
         The stage's observer has written the ledger event of an attempt; here one is written for a cached stage.
         """

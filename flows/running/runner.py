@@ -22,7 +22,7 @@ from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
-"""Function that starts the processes of a stage, whose `config.json` is in a work folder; output goes to `log.txt`
+"""Function that starts a stage's processes from the `config.json` in its work folder. Their output goes to `log.txt`
 there."""
 
 
@@ -107,7 +107,10 @@ class Observer(Protocol):
         """Handle the passing of time; called about every 0.3 s while a stage's process runs, and once after its end."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Handle the end of an attempt at a stage; called after its commit or failure, once for each `started`."""
+        """Handle the end of an attempt at a stage, after its artifact was stored or it failed.
+
+        Called once for each call of `started`.
+        """
 
 
 def run_stage(
@@ -204,7 +207,7 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Finish an artifact in the store whose follow-up program, such as registering a champion, was cut short.
+    """Finish the follow-up of a stored artifact, such as registering a champion, that an earlier attempt left undone.
 
     Completion counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built
     again.
@@ -218,9 +221,9 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
 
 
 def _has_leftover(planned: PlannedStage, work: Path) -> bool:
-    """Return whether a promotion's work folder exists, because an attempt is running or was killed.
+    """Return whether a running or killed attempt has left a promotion's work folder, although an artifact exists.
 
-    Nothing in its folder can be continued, unlike the checkpoints of a training stage.
+    A promotion continues nothing in that folder, unlike a training stage, which has checkpoints.
     """
     return planned.kind in hook.PROGRAMS and work.exists()
 

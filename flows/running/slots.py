@@ -15,7 +15,7 @@ from typing import IO
 
 
 class Slots:
-    """Set of slots of this machine, which limit parallel stages.
+    """Fixed number of slots of this machine; stages hold some while they run, so that only so many run at once.
 
     They are numbered from 0 to `count` - 1, and kept as lock files in `folder`.
     """
@@ -27,8 +27,9 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Wait until `wanted` slots of this machine are free, first come, first served, and hold them.
+        """Wait until `wanted` of this machine's slots (places for stage processes) are free, and hold them.
 
+        Requests are served first come, first served.
         waiting: called while they are busy; may raise.
 
         Only the holder of the turnstile lock collects slots, so that two half-served requests never block each other.

@@ -35,8 +35,9 @@ def input_findings(
     launch: Launcher,
     stop: threading.Event,
 ) -> Iterator[Findings]:
-    """Check the inputs of the stages that will run, as far as they exist or can be derived; yield the problems.
+    """Check the inputs (data, chat templates, …) of the stages that will run, and yield the problems.
 
+    Inputs that neither exist nor can be derived yet are not checked.
     folder: for the work of the check; removed afterwards. Raises what `watch` raises when the check itself fails or is
     stopped.
     """
@@ -78,7 +79,7 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the input that a stage's process would get if it started now, or None while data or models are missing.
+    """Return the input for a stage's check before it runs, or None while data or models are missing.
 
     For a model that is not made yet it has the nearest existing ancestor. None while data that the stage needs is not
     made, or no ancestor of its model exists.
@@ -102,7 +103,7 @@ def input_of(
 
 
 def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
-    """Return the folder of the nearest existing model from which a stage's model or server will be made, or None.
+    """Return the folder of the nearest existing model from which a stage's model or server derives, or None.
 
     It has the same tokenizer and, unless a stage on the way brings its own, the same chat template. An adapter is no
     model, and data that a model will generate does not exist yet.

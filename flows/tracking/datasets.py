@@ -61,7 +61,7 @@ def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Pat
 
 
 def tasks_read(folder: Path) -> Iterator[ReadDataset]:
-    """Yield each task of a finished evaluation as a dataset, with the number of samples that were evaluated."""
+    """Yield each task of a finished evaluation as an MLflow dataset, with the number of samples that were evaluated."""
     with suppress(OSError, ValueError):
         scores = json.loads((folder / "scores.json").read_bytes())
         for task, numbers in scores.get("n-samples", {}).items():

@@ -27,7 +27,7 @@ def params_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def tags_of(planned: PlannedStage) -> dict[str, str]:
-    """Return the MLflow tags by which a stage's runs are searched.
+    """Return the MLflow tags of a stage's run (recipe, kind, version, …), for searching in MLflow.
 
     `upstream.FIELD` is the version of the artifact at that field.
     """

@@ -22,7 +22,10 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Run measured earlier, with parameters, tags and final metrics; a metric of every step counts by its median."""
+    """Run measured earlier, with its parameters, tags and final metrics.
+
+    A metric logged at every step counts by its median.
+    """
 
     run_id: str
     name: str
@@ -72,7 +75,7 @@ def _logged(run: object) -> LoggedRun:
 
 
 def measured_runs(file: Path) -> list[LoggedRun]:
-    """Return the rows of a `gpu.json` that measured one of this project's engines, as runs in their order.
+    """Return the measurements of this project's engines in a benchmark's `gpu.json`, as runs in the file's order.
 
     Raises RecipeError when the file is not what `tests/benchmarks/gpu.py` writes.
     """

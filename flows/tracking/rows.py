@@ -99,7 +99,7 @@ def parent_params(record: RefreshRecord) -> dict[str, str]:
 
 
 def parent_tags(record: RefreshRecord) -> dict[str, str]:
-    """Return the MLflow tags by which refreshes are searched."""
+    """Return the MLflow tags of a refresh's run (recipe, hardware, commit, …), for searching in MLflow."""
     comparison = record.comparison
     tags = {
         "kind": "comparison" if comparison else "refresh",
@@ -190,7 +190,7 @@ def how_measured(record: RefreshRecord) -> dict[str, str]:
 
 
 def layout_tags(record: RefreshRecord, number: int) -> dict[str, str]:
-    """Return the MLflow tags by which the layouts of comparisons are searched."""
+    """Return the MLflow tags of a compared layout's run (comparison, hardware, commit, …), for searching in MLflow."""
     assert record.comparison
     result_tags = {name: value for trial in record.trials_of(number) for name, value in trial.tags.items()}
     return {

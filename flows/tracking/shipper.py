@@ -226,7 +226,10 @@ class Shipper:
 
 
 def main() -> None:
-    """Copy the refresh whose ledger is the argument to MLflow until stdin ends, then the rest of other refreshes."""
+    """Copy a refresh's ledger (event log) to MLflow until stdin ends, then what MLflow lacks of other refreshes.
+
+    The ledger's folder is the program's first argument.
+    """
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))

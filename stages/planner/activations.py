@@ -108,7 +108,7 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return, by place of a linear layer (into attention, …), the share of layers that keep its input for backward.
+    """Return the share of transformer layers that keep their linear layers' inputs for backward, by place in the layer.
 
     With adapter dropout the share is 0, since adapters then keep their own dropped-out inputs.
     """
@@ -144,7 +144,7 @@ def recomputed_products_share(shape: ModelShape, software: Software) -> float:
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
-    """Return the count of values per token in the matrix-product and attention results kept by selective recomputation.
+    """Return the number of values per token that selective recomputation keeps of matrix-product and attention results.
 
     The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
     it, an eager one keeps it.
@@ -158,7 +158,7 @@ def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> floa
 
 @lru_cache(maxsize=256)
 def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
-    """Return input and output width of each matrix product of a layer, in order.
+    """Return input and output width of each matrix product of a transformer layer, in order.
 
     The order is queries, keys, values, out, gate, up, down.
     """

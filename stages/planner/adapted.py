@@ -56,7 +56,7 @@ ROW_SCALE_BYTES = 4
 
 @lru_cache(maxsize=256)
 def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, ...], ...]:
-    """Return the linear layers that get an adapter, as one tuple for each layer of the model."""
+    """Return the linear layers that get an adapter, grouped by the model's transformer layers."""
     targets = _targets(shape, adapter)
     return tuple(
         tuple(one for one in linear_layers(shape, layer) if targets.has_layer(one.name))
@@ -116,7 +116,7 @@ def trained_expert_parameters(
 
 @lru_cache(maxsize=256)
 def merged_experts(shape: ModelShape, adapter: LowRank) -> tuple[int, ...]:
-    """Return how many weights each adapted expert parameter has; its adapter is merged into the weights before use."""
+    """Return the number of weights of each expert parameter whose adapter is merged into it before use."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
     return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
 
@@ -154,7 +154,7 @@ def learning_parameters(
 
 
 def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range, float]:
-    """Return the layers of a pipeline stage, and the factor by which to multiply a sum over these layers.
+    """Return a pipeline stage's layers, and the factor that turns a sum over these layers into the stage's total.
 
     An interleaved stage gets all layers, with its share of them as the factor; any other stage its own layers and 1.
     """
@@ -165,10 +165,10 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Return the extra bytes of adapters on linear layers that Megatron fuses: block masks and masked LoRA factors.
+    """Return the extra bytes of LoRA adapters on linear layers that Megatron fuses, such as queries, keys and values.
 
-    Megatron fuses queries, keys and values into one matrix, and gate and up into another. The mask says which LoRA
-    factor A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
+    Megatron fuses queries, keys and values into one matrix, and gate and up into another. A block mask says which LoRA
+    factor A a row of B belongs to; the mask and its product with B are [rows, fused layers × rank] each.
     """
     total = 0
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
@@ -188,9 +188,9 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Return, by place of a linear layer (into attention, …), the share of model layers that train it.
+    """Return the share of transformer layers that train their linear layers at each place (into attention, …).
 
-    These layers keep its input for the backward pass.
+    A layer that trains them keeps their input for the backward pass.
     """
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):

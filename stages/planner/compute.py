@@ -20,8 +20,8 @@ from stages.planner.workload import PlannedPrecision, Software
 TILE = 128
 """Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Share of the full matmul rate that is reached, by the largest power of two that divides a matrix's inner dimension.
-Loads take at least 16 bytes."""
+"""Share of the full matmul rate, by the largest power of two (up to 64) that divides a matrix's inner dimension. Loads
+take at least 16 bytes."""
 BACKWARD_ATTENTION = 2.5
 """Cost of fused attention's backward pass relative to its forward pass: five matrix products instead of two (Dao 2023,
 section 3.1)."""
@@ -54,13 +54,13 @@ class Pass:
         return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
     def times(self, factor: float) -> Pass:
-        """Return the seconds of both passes multiplied by `factor`."""
+        """Return forward and backward seconds, each multiplied by `factor`."""
         return Pass(self.forward_s * factor, self.backward_s * factor)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Model shape, batch and parallel degrees that determine one layer's work per rank and micro-batch."""
+    """Model shape, batch and parallel degrees that determine one layer's work per process rank and micro-batch."""
 
     shape: ModelShape
     rows: int
@@ -77,7 +77,7 @@ class LayerWork:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens on one rank in a micro-batch."""
+        """Number of tokens of a micro-batch on one process rank."""
         return self.rows * self.sequence_length / self.cp
 
     @property

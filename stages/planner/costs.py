@@ -1,4 +1,4 @@
-"""Interface to the memory and time costs of a training engine (`EngineCosts`), which the planner asks, and its inputs.
+"""Interface (`EngineCosts`) from which the planner gets a training engine's memory and time costs, and its inputs.
 
 A case is one optimizer step of a model under a layout, or a search of all layouts. Answers are in `engines/`.
 """
@@ -45,7 +45,7 @@ class StepCase:
 
     @property
     def work(self) -> LayerWork:
-        """Work of one layer for one micro-batch, from which `compute` predicts the layer's seconds."""
+        """Sizes of one layer's computation for one micro-batch (rows, parallel degrees, …), to predict its seconds."""
         layout, workload = self.layout, self.workload
         return LayerWork(
             self.shape,
@@ -111,7 +111,8 @@ class EngineCosts(ABC):
 
     name: ClassVar[EngineName]
     software: ClassVar[Software]
-    """Behaviour of this project's training program on the engine (fused kernels, overlap, …), layers not compiled."""
+    """Behaviour of this project's training program on the engine (fused kernels, overlap, …) when layers are not
+    compiled."""
     keeps_products: ClassVar[bool]
     """True if selective recomputation keeps the results of matrix products and recomputes the rest of a layer; False if
     it recomputes the attention core only and keeps the rest."""

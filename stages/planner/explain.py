@@ -89,7 +89,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first candidate for each combination of parallel degrees that no candidate in `seen` has."""
+    """Return the first layout of each combination of parallel degrees (tp, pp, …) that no layout in `seen` has."""
     met = {_degrees(one.engine, one.layout) for one in seen}
     others = []
     for candidate in candidates:

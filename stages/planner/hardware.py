@@ -51,8 +51,8 @@ class Efficiency:
     communicator_gib: float = 1.0
     """GiB of device memory held by the communication buffers of each process group."""
     fragmentation: float = 0.13
-    """Memory lost in gaps between tensors, as a fraction of what is allocated and freed within a step; long-lived
-    tensors leave no gaps."""
+    """Memory lost in gaps between tensors, as a fraction of the memory allocated and freed within a training step.
+    Long-lived tensors leave no gaps."""
 
 
 @dataclass(frozen=True)

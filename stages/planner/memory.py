@@ -55,7 +55,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Predicted memory in GiB of every pipeline stage, or of the first and last, which include the fullest."""
+    """Predicted memory in GiB of all pipeline stages, or only of the first and last if one of them uses most."""
 
     stages: tuple[StageMemory, ...]
     host_gib: float = 0.0

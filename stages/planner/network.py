@@ -23,7 +23,7 @@ class Group:
     stride: int
 
     def ranks_per_node(self, hardware: Hardware) -> int:
-        """Return how many ranks of the group lie on one node."""
+        """Return how many ranks of the process group lie on the same node."""
         return min(self.size, max(1, hardware.gpus_per_node // self.stride))
 
 
@@ -51,7 +51,10 @@ def replica_group(layout: Layout) -> Group:
 
 
 def expert_group(layout: Layout) -> Group:
-    """Return the expert-parallel process group; the tensor-parallel ranks of each expert lie between its neighbours."""
+    """Return the expert-parallel process group, whose neighbours are `etp` ranks apart.
+
+    The ranks between them share an expert by tensor parallelism.
+    """
     return Group(layout.ep, layout.etp)
 
 
@@ -92,7 +95,7 @@ def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_t
 
 
 def neighbour_s(hardware: Hardware, stride: int, num_bytes: float) -> float:
-    """Return the seconds of a message to the rank `stride` further, over the network if it is on another node."""
+    """Return the seconds of a message to the process rank `stride` places on, over the network if on another node."""
     if stride < hardware.gpus_per_node:
         return num_bytes / intra_rate(hardware) + hardware.intra_node_latency_s
     return num_bytes / inter_rate(hardware) + hardware.inter_node_latency_s

@@ -33,7 +33,7 @@ class RankParameters:
 
     @property
     def total(self) -> float:
-        """Number of parameters on the rank, experts included."""
+        """Number of parameters on one process rank, experts included."""
         return self.dense + self.expert
 
 

@@ -87,7 +87,10 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """Return the candidate whose layout differs in the fewest fields from a given one; among equals the fastest."""
+    """Return the layout that fits in memory and differs in the fewest fields from a given one.
+
+    Among equals it is the fastest.
+    """
     own = candidate.layout.model_dump()
 
     def distance(one: Candidate) -> int:

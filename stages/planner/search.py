@@ -22,9 +22,9 @@ from stages.planner.time import TimeEstimate, step_time
 
 LARGEST_MICRO_BATCH_TOKENS = 65536
 NEAR_MISS = 1.6
-"""Ratio of predicted to available memory up to which a layout that does not fit still gets a predicted step time."""
+"""Largest ratio of predicted to available memory up to which a step time is predicted for layouts that do not fit."""
 UNCERTAINTY = 0.1
-"""Relative error of predicted memory, in either direction."""
+"""Assumed relative error of predicted memory: the true value may be that much lower or higher."""
 MemoryFit = Literal["fits", "tight", "does not fit"]
 
 

@@ -39,7 +39,7 @@ class TimeParts:
     data_parallel: float
     optimizer: float
     method_passes: float
-    """Seconds of additional forward passes of the training method, such as those of a reference model in each step."""
+    """Seconds of additional forward passes in each training step, such as those of a reference model."""
 
     @property
     def total(self) -> float:
@@ -181,7 +181,7 @@ def _sum(both: Pass) -> float:
 
 
 def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
-    """Return one pipeline stage of each kind (first, inner, last), whose costs represent all others."""
+    """Return the first, one inner and the last pipeline stage, whose costs represent those of all stages."""
     return stages if len(stages) < 3 else (stages[0], stages[1], stages[-1])
 
 
