@@ -26,8 +26,8 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Number of folder levels between a top folder of the cache and its entries, where another program chose it. It is 1 in
-all other top folders.
+"""Depth in folders of the entries below a top folder of the cache, where a library chose the folder's structure. The
+depth is 1 in all other top folders.
 
 In the folder of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); all that EvalScope
 keeps in its folder is one entry.
@@ -41,7 +41,10 @@ def note_use(entry: Path) -> None:
 
 
 def note_use_of_file(room: Path, file: Path) -> None:
-    """Record a use of the cache entry that holds a file; do nothing for a file outside the cache."""
+    """Record that the cache entry which holds a file is used now, so that cleanup keeps it.
+
+    Do nothing for a file outside the top folder `room`.
+    """
     if file.is_relative_to(room):
         depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
         note_use(room.joinpath(*file.relative_to(room).parts[:depth]))
@@ -106,7 +109,7 @@ def write_seal(entry: Path) -> None:
 
 
 def is_sealed(entry: Path) -> bool:
-    """Return whether a cache entry was finished and has its checksum file, even if it is damaged."""
+    """Return whether a cache entry exists and has its checksum file; the entry's content is not verified."""
     return entry.exists() and _seal_of(entry).is_file()
 
 

@@ -238,10 +238,10 @@ class StageConfig(StrictModel, ABC):
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
     ASKS_ALL_STAGES: ClassVar[bool] = False
-    """True if `completed_among` reads all stages of the recipe, not only those that the config refers to."""
+    """True if `completed_among` needs the configs of all stages in the recipe, not only of referenced ones."""
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
-        """Return the config completed with facts from the configs of the recipe's other stages."""
+        """Return the config with values filled in from configs of other stages, such as an adapter's base model."""
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
@@ -252,7 +252,7 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield errors that only reading files shows, such as tasks of an evaluation, as `FIELD: PROBLEM`.
+        """Yield config errors that are found only by reading files, such as an evaluation's tasks, as `FIELD: PROBLEM`.
 
         For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
         """
@@ -269,7 +269,9 @@ class StageConfig(StrictModel, ABC):
     def model_findings(
         self, find_model: Callable[[], ModelAtHand | None], gpu_type: str | None
     ) -> Iterator[tuple[str, LifecycleError | str]]:
-        """Yield errors (or notes as text), by config field, that files on this machine show while a refresh is planned.
+        """Yield each problem that the input model's files show while a refresh is planned, with its config field.
+
+        A problem is an error, or a note as text.
 
         - find_model: returns the model that the stage starts from; None where its config is not here. Raises
           LifecycleError for a config that cannot be read
@@ -288,7 +290,7 @@ class StageConfig(StrictModel, ABC):
         return iter(())
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield errors about the place outside the store to which the stage will write, as `FIELD: PROBLEM`.
+        """Yield errors about the place outside the store that the stage will publish to, as `FIELD: PROBLEM`.
 
         Reads the environment and looks at folders of this machine; asks no server.
         """
@@ -302,7 +304,7 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
-        """Return a hint if a name in the config is not found but a file beside the recipe has it; else None."""
+        """Return a hint for an unknown name in the config that a file beside the recipe defines; else None."""
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
@@ -313,7 +315,10 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
-        """Yield each requirement of the stage that a machine with these GPUs (torch's names) does not meet."""
+        """Yield each requirement of the stage that the machine does not meet.
+
+        gpus: torch's names of the machine's GPUs.
+        """
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
@@ -337,7 +342,7 @@ class StageConfig(StrictModel, ABC):
 
 
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the name of the stage that makes an adapter's base model, also if the adapter continues other adapters.
+    """Return the name of the stage that makes an adapter's base model, also if the adapter continues another adapter.
 
     For a stage that makes a whole model, return its own name.
     """

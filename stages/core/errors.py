@@ -32,7 +32,7 @@ class LifecycleError(Exception):
         self.died = died
 
     def add(self, sentence: str) -> None:
-        """Add a sentence to the first line of the error's message."""
+        """Append a sentence to the first line of this error's message."""
         first, newline, rest = str(self).partition("\n")
         self.args = (f"{first}; {redact(sentence)}{newline}{rest}",)
 
@@ -128,7 +128,7 @@ class NotPromotedError(LifecycleError):
 
 
 class PublishError(LifecycleError):
-    """A model could not be published: its target refuses it, or holds something else than was sent."""
+    """A model could not be published: the target refused it, or what the target holds differs from what was sent."""
 
     exit_code = 18
 

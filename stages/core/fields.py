@@ -93,7 +93,7 @@ class SourceText:
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark on an optional config field that was added later; its default keeps the former behaviour and versions.
+    """Mark on an optional config field that was added later; with its default, artifacts keep their old versions.
 
     At its default it is no part of the identity: existing artifacts keep their versions.
     """
@@ -130,7 +130,7 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every config field marked `AddedLater` that has its default, at any depth."""
+    """Yield the dotted path of every later-added config field (`AddedLater`) that has its default, at any depth."""
     marked = marked_fields(type(model), AddedLater)
     fields = type(model).model_fields
     for name, value in vars(model).items():
@@ -142,7 +142,7 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """Yield each config object in a field's value, with the path to put before the names of the object's fields."""
+    """Yield each nested config object in a field's value, with the dotted path that precedes its field names."""
     if isinstance(value, BaseModel):
         yield f"{path}.", value
     elif isinstance(value, dict):
@@ -153,12 +153,12 @@ def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
-    """Return the names of a config class's fields that are annotated with a given mark."""
+    """Return the names of a config class's fields that are annotated with a mark of a given class, like `Reference`."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
 
 
 def find_marker(field: Any, marker: type) -> Any | None:
-    """Return a config field's mark of a given class, also inside `X | None`; None if the field has none."""
+    """Return the mark (annotation) of a given class on a config field, also inside `X | None`; None without one."""
     candidates: list[Any] = [*field.metadata]
     todo = [field.annotation]
     while todo:

@@ -79,7 +79,10 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Return a file's hex digest, from the cache if the file is unchanged; not valid once `stop` was called."""
+        """Return a file's sha256 as hex digits, from the cache if the file is unchanged.
+
+        After `stop` was called the digest may be wrong, as reading ends early.
+        """
         status = path.stat()
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)

@@ -71,6 +71,6 @@ class VisibleStream:
 
 
 def raw_stream(stream: Any) -> TextIO:
-    """Return the stream below a `VisibleStream`, for programs that need control characters (progress bars)."""
+    """Return the unfiltered stream inside a `VisibleStream`, for progress bars, which need control characters."""
     found: TextIO = stream.raw if isinstance(stream, VisibleStream) else stream
     return found

@@ -18,7 +18,10 @@ NOT_METRICS = ("step", "time_ms")
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """Metrics logged at one step. values: by metric name, without values that a resumed attempt logged again."""
+    """Metrics that a stage logged at one step, and when.
+
+    values: by metric name, without values that a resumed attempt logged again.
+    """
 
     step: int
     time_ms: int

@@ -19,8 +19,9 @@ MEMORY_BYTES = 1 << 30
 
 
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
-    """Import the regular-expression library and return the function that answers a request with indices of patterns.
+    """Import the regular-expression library and return the function that matches texts with patterns.
 
+    For each text of a request it returns the index of the first pattern that matches.
     A request has `patterns`, `texts`, and `how` to compare them.
     """
     import regex

@@ -58,7 +58,7 @@ def living_processes() -> dict[int, tuple[int, int]]:
 
 
 def working_directories() -> set[Path]:
-    """Return the working directories of the living processes that this user may see."""
+    """Return the working directories of all processes that this user may inspect, to see which folders are in use."""
     found = set()
     for pid in living_processes():
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def marked_processes(token: str, session: int | None = None) -> list[int]:
-    """Return the processes with `token` in their environment, or of a session, and all their descendants."""
+    """Return pids of the processes with `token` in their environment or in a session, and of all their descendants."""
     living = living_processes()
     roots = [pid for pid, (_, its_session) in living.items() if its_session == session or _has_token(pid, token)]
     return sorted({*roots, *_descendants_of(roots, living)} - {os.getpid()})
@@ -96,7 +96,7 @@ def kill_until_gone(find: Callable[[], list[int]], patience_s: float = 10.0) -> 
 
 
 def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] = ()) -> None:
-    """Kill the processes that `find` returns and remove the shared memory that they leave behind.
+    """Kill the processes that `find` returns, and remove the shared-memory files (/dev/shm) that they leave behind.
 
     Python's resource trackers are killed last: a tracker removes the shared memory of ended processes, which it knows
     better than a look from outside does, and then ends by itself. shared_memory: files known from earlier looks.

@@ -1,4 +1,4 @@
-"""Client of a separate process (a "program") that works on untrusted input within limits of time and memory.
+"""Client of a helper process (a "program") that works on untrusted input within limits of time and memory.
 
 Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*:
 a module that calls `program_loop.answer_questions`. This is the asking side:
@@ -30,7 +30,7 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, marked_proce
 from stages.core.program_loop import LIFELINE
 
 START_TIMEOUT_S = 300.0
-"""Time limit in seconds for a program (separate process) to start and import its modules, even on a busy machine."""
+"""Time limit in seconds for a helper process to start and import its modules, even on a busy machine."""
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
@@ -46,7 +46,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=s
 
 
 class ProgramError(Exception):
-    """Raised when a program's answer to a question is an error; the program still runs.
+    """Raised when a helper process returns an error for a request; the process itself continues.
 
     kind: name of its class, such as `MemoryError`.
     """
@@ -57,17 +57,18 @@ class ProgramError(Exception):
 
 
 class ProgramEndedError(Exception):
-    """Raised when a program (separate process) ended, or was ended because its answer could not be read."""
+    """Raised when a helper process ended, or was ended because its response could not be read."""
 
 
 class Program:
-    """Client of a program (separate process), which starts at the first question and ends with `close` or `with`.
+    """Client of a helper process for untrusted input; the process starts at the first request.
 
+    It ends with `close` or with the `with` block.
     For one thread at a time.
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client of a program (separate process), which starts at the first question.
+        """Create the client of a helper process, which starts at the first request.
 
         needs_home: whether it gets an empty folder, which this process removes when it ends normally.
         """
@@ -83,7 +84,7 @@ class Program:
         self.close()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Start the program and wait until it can answer; do nothing if it runs already. Raises as `ask`."""
+        """Start the helper process and wait until it is ready; do nothing if it runs already. Raises as `ask`."""
         if self._process is None:
             self._launch()
             try:
@@ -93,7 +94,7 @@ class Program:
                 raise
 
     def ask(self, question: Any, timeout_s: float) -> Any:
-        """Return the program's answer to a question, starting the program if it does not run.
+        """Send a request to the helper process and return its response; start the process if it does not run.
 
         timeout_s: from here to the answer's last byte. Raises TimeoutError when that is over, or the program's own
         limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
@@ -104,8 +105,9 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """Ask about hostile input, which may exhaust the program; every kind of exhaustion raises TimeoutError.
+        """Send an untrusted request, which may exhaust the time, memory or stack of the helper process.
 
+        Each of these raises TimeoutError.
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """
         self.start()
@@ -119,7 +121,7 @@ class Program:
             raise
 
     def close(self) -> None:
-        """End the program and its children at once; a later question starts it again."""
+        """End the helper process and its children at once; a later request starts it again."""
         if self._end is not None:
             self._end()
         self._process = self._end = None
@@ -165,7 +167,7 @@ class Program:
         raise ProgramError(kind, text)
 
     def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
-        """Send a question to the program as one line, and return its answer as one line.
+        """Send a request to the helper process as one line, and return its response, also one line.
 
         Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
         middle of a question, or to write in the middle of an answer.
@@ -198,7 +200,7 @@ class Program:
         return bytes(answer)
 
     def _ending(self) -> str:
-        """Return in words how the program ended after it closed its output, for an error message."""
+        """Return in words how the helper process ended or closed its output, for an error message."""
         assert self._process
         try:
             return f"ended its process with exit code {self._process.wait(GRACE_S)}"
@@ -215,7 +217,10 @@ def bare_environment(home: Path) -> dict[str, str]:
 
 
 def _decoded(line: bytes) -> tuple[str, Any]:
-    """Decode a program's line into `answer` or `error` and its content. Raises ProgramEndedError for any other line."""
+    """Decode a helper process's response line into `answer` or `error`, and its content.
+
+    Raises ProgramEndedError for any other line.
+    """
     try:
         ((outcome, content),) = json.loads(line).items()
     except (ValueError, AttributeError, RecursionError) as error:
@@ -226,7 +231,7 @@ def _decoded(line: bytes) -> tuple[str, Any]:
 def _end(
     process: subprocess.Popen[bytes], lifeline: int, token: str, home: tempfile.TemporaryDirectory[str] | None
 ) -> None:
-    """Kill a program and everything that it started, and remove its home directory if it has one."""
+    """Kill a helper process and everything that it started, and remove its temporary home folder if it has one."""
     if process.returncode is None:  # its number is its own as long as its end has not been asked for
         os.killpg(process.pid, signal.SIGKILL)
     with process:  # closes the pipes, and waits

@@ -1,4 +1,4 @@
-"""Loop in which a program (separate process) answers the questions of the process that started it (`program.py`).
+"""Main loop of a helper process, which answers JSON requests of the process that started it (`program.py`).
 
 A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
 that a program is started in some 20 ms and has the memory that it may take for its own work.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 LIFELINE = "PROGRAM_LIFELINE"
-"""Environment variable with the number of a pipe's read end, which closes when the asking process is gone."""
+"""Environment variable with the file descriptor of a pipe, which closes when the client of a helper process is gone."""
 AGAIN_S = 0.1
 """CPU seconds between repeated signals after a CPU limit, in case a library caught the error of the first signal."""
 
@@ -31,7 +31,7 @@ class TimeLimitError(BaseException):
 
 
 class RefusedError(Exception):
-    """Raised by a program to refuse a question; the asking process gets the error's text without a class name."""
+    """Raised in a helper process to refuse a request; the client gets the message without a class name."""
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
@@ -54,7 +54,7 @@ def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answ
 def answer_questions(
     begin: Callable[[], Callable[[Any], Any]], *, memory_bytes: int | None = None, cpu_s: float | None = None
 ) -> None:
-    """Answer questions, one JSON line each, from standard input until it ends or the asking process is gone.
+    """Answer requests (one JSON line each) from standard input until it ends or the client process is gone.
 
     - begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
     end, or its error, is the first answer
@@ -88,7 +88,7 @@ def answer_questions(
 
 
 def _answer(answered: Callable[[bytes], Any], line: bytes, cpu_s: float | None) -> bytes:
-    """Return the answer to a question, or the error that it raised, as a JSON line."""
+    """Return the response to a request, or the error that the request raised, as a JSON line."""
 
     def encoded() -> bytes:
         return _encoded({"answer": answered(line)})
@@ -125,7 +125,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _end_with_asking_process() -> None:
-    """Have the kernel kill this process and its group when the asking process is gone.
+    """Have the kernel kill this helper process and its process group when the client process is gone.
 
     A parent-death signal would come when the *thread* that started this process ends, and a thread that waits here for
     the end of a pipe would not get its turn while a step of C holds the interpreter.

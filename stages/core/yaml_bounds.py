@@ -37,7 +37,10 @@ class _Collection:
     """Current position in the YAML mapping or list, for error messages: the last key, or the number of items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count a key or value of a YAML mapping or list. `text` is its text if it is neither a mapping nor a list."""
+        """Count one more key or value of this YAML mapping or list.
+
+        text: text of a scalar; None for a mapping or list.
+        """
         self.num_children += 1
         is_key = self.is_mapping and self.num_children % 2 == 1
         if is_key:

@@ -117,7 +117,7 @@ class PromptReader:
 
 
 def is_prompt_alone(row: dict[str, Any]) -> bool:
-    """Return whether a row asks a question and has no answer that a model could learn."""
+    """Return whether a dataset row is only a prompt, such as a question, without an answer to learn from."""
     if "prompt" in row:
         return not {"completion", "chosen"} & row.keys()
     messages = None if row.get("chosen") is not None else row.get("messages")
@@ -143,7 +143,7 @@ class ReadRow:
 
     @property
     def parts(self) -> tuple[tuple[str, ...], ...]:
-        """Texts of each message in a row's first document; for a preference pair, also of the rejected answer."""
+        """Message texts of a row's first document and, for a preference pair, those of the rejected answer."""
         first, *others = self.documents
         return (tuple(_texts(first, 0)), *(tuple(_texts(other, _num_prompt_texts(other))) for other in others))
 

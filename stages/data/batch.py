@@ -52,7 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Documents:
-    """Borders of a batch's packed documents; a document is a text whose tokens attend only to each other.
+    """Boundaries of a batch's packed documents; a document is a text whose tokens attend only to each other.
 
     `count` counts real documents. What is left at the end of a row is one more "document" of padding, so that attention
     stays well-formed: those are numbered from `count` on, have no targets and no reference.
@@ -68,7 +68,7 @@ class Documents:
 
     @property
     def token_rows(self) -> torch.Tensor:
-        """Row index of each token's document, int64 [rows, sequence]; -1 in padding."""
+        """Index of the batch row in which each token lies, int64 [rows, sequence]; -1 for padding."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
         return torch.where(self.ids < self.count, rows, -1)
 
@@ -107,7 +107,7 @@ class Signal:
     """Inputs of a loss, such as targets, labels and advantages; log-probabilities come from the model."""
 
     documents: Documents
-    """Borders of the batch's packed documents; the same object as in `ModelInputs`."""
+    """Boundaries of the batch's packed documents; the same object as in `ModelInputs`."""
     targets: torch.Tensor
     """Target token at each position, int64 [rows, sequence]: the next token, or `IGNORED` where there is no loss."""
     target_weights: torch.Tensor | None = None
@@ -166,12 +166,15 @@ class Batch:
         documents: Documents,
         **signal: Any,
     ) -> Batch:
-        """Return a batch from token ids, targets, positions and document borders; `signal`: further loss inputs."""
+        """Return a batch made from token ids, target tokens, positions and document boundaries.
+
+        signal: further inputs of the loss (fields of `Signal`).
+        """
         return cls(ModelInputs(input_ids, position_ids, documents), Signal(documents, targets, **signal))
 
     @property
     def documents(self) -> Documents:
-        """Borders of the batch's packed documents, the same for the model's inputs and the loss."""
+        """Boundaries of the batch's packed documents, the same for the model's inputs and the loss."""
         return self.signal.documents
 
     def with_signal(self, **changes: Any) -> Batch:

@@ -152,13 +152,13 @@ class PackedDataset:
         return 1 - self.num_tokens / (len(self) * self.about.sequence_length)
 
     def row_documents(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the numbers, within the whole dataset, of the documents that lie in these rows: int64."""
+        """Return the numbers of the documents in the given packed rows, counted over the whole dataset: int64."""
         return np.concatenate(
             [np.arange(self._row_starts[row], self._row_starts[row + 1]) for row in row_indices] or [np.arange(0)]
         )
 
     def documents(self, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-        """Return token ids and loss flags, [tokens] each, of every document in a row."""
+        """Return the documents of one packed row, each as token ids and loss flags of shape [tokens]."""
         tokens, loss, lengths = self._row(row)
         borders = np.cumsum(lengths)[:-1]
         return list(zip(np.split(tokens, borders), np.split(loss, borders), strict=True))
@@ -173,7 +173,7 @@ class PackedDataset:
         return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the number of tokens with loss in each of these rows, int64 [rows]."""
+        """Return the number of tokens with loss in each of the given packed rows, int64 [rows]."""
         return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
 
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:

@@ -97,7 +97,7 @@ class Part:
     num_before: int = 0
 
     def place(self, number: int) -> Place:
-        """Return the place in the file of a row, given its number within this part."""
+        """Return a row's place in the file (line or row number), given its number within this part of the file."""
         return Place(self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line")
 
 

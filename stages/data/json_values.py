@@ -26,7 +26,7 @@ AHEAD_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Unusable:
-    """Placeholder for a JSON value that cannot be used.
+    """Placeholder for a JSON value that a dataset row may not hold, such as an integer that is too long.
 
     `reason` ends the error message that begins "train.jsonl:17 ".
     """

@@ -113,7 +113,10 @@ def answers_of(document: Document) -> Iterator[str]:
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
-    """Return the checked messages of a column; a string becomes one message with `role`. Raises RowError."""
+    """Return a column's value as checked messages; a plain string becomes one message of the given role.
+
+    Raises RowError.
+    """
     return [make_message(role, parse_text(value, column))] if isinstance(value, str) else parse_messages(value, column)
 
 
@@ -123,7 +126,7 @@ def parse_messages(
     keys: tuple[str, str] = ("role", "content"),
     roles: dict[str, str] | None = None,
 ) -> list[Message]:
-    """Return the messages in a column after checking each one for itself. Raises RowError."""
+    """Return the messages in a column, each checked alone; the order of roles is not checked. Raises RowError."""
     if not isinstance(value, list):
         raise RowError(f"has {kind_of(value)} in `{column}`; expected a list of messages {{{', '.join(keys)}}}")
     if not value:
@@ -200,7 +203,7 @@ def listed_tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def make_message(role: str, content: str) -> Message:
-    """Return a message with a role and text, without other fields."""
+    """Return a chat message that has only a role and a text."""
     return {"role": role, "content": content}
 
 
@@ -294,7 +297,7 @@ def _tool(tool: dict[str, Any], name: str) -> Tool:
 
 
 def _next_roles(message: Message) -> tuple[str, ...]:
-    """Return the roles that the message after a given message may have."""
+    """Return the roles that may follow a given chat message, such as `tool` after a tool call."""
     if message["role"] == "assistant":
         return ("tool",) if "tool_calls" in message else ("user",)
     return ("tool", "assistant") if message["role"] == "tool" else ("assistant",)
@@ -332,7 +335,7 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
-    """Return the reasoning, tool calls and tool-result fields of a message.
+    """Return a chat message's reasoning, tool calls and tool-result fields, checked against its role.
 
     Raises RowError for those of a wrong role.
     """

@@ -155,7 +155,7 @@ class MixtureOrder:
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Return how many of a mixture's first `num_slots` rows come from datasets with cumulative shares up to `border`.
+    """Count the mixture's first `num_slots` rows that come from the leading datasets, whose shares add up to `border`.
 
     Each row at place x counts ⌊x⌋ - ⌊x - border⌋: 1 if x lies below the border, else 0.
     """
@@ -164,7 +164,7 @@ def _num_below(border: int, num_slots: int, begin: int) -> int:
 
 
 def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
-    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, computed in logarithmic time.
+    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count in logarithmic time, to count rows of a mixture.
 
     Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5; as many steps as Euclid's algorithm.
     """

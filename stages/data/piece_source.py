@@ -134,7 +134,7 @@ class PieceSource:
                 yield from ((part.part, piece) for piece in self._store.read(key))
 
     def _tokenized(self, missing: list[KeyedPart]) -> Generator[KeyedPart]:
-        """Tokenize the parts of data files that are not in the store; yield each part once its tokens are stored."""
+        """Tokenize those parts of data files whose tokens are not cached; yield each part once it is stored."""
         processes = min(num_processes(sum(part.num_bytes for part, _ in missing)), len(missing))
         if processes <= 1:
             for data_part, key in missing:
@@ -170,7 +170,7 @@ class PieceSource:
             yield from ((data_part.part, piece) for piece in self._store.read(key))
 
     def _watched(self, rows: Iterable[Row | BadRow], limit_s: float) -> Iterator[Row | BadRow]:
-        """Yield rows unchanged until the CPU time limit is reached, and record the last one."""
+        """Yield rows unchanged until the CPU time limit is reached, and keep the last row's place in `last_in_time`."""
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
@@ -200,7 +200,7 @@ class PieceSource:
 
     @cached_property
     def _places(self) -> tuple[dict[Path, tuple[int, int]], int]:
-        """First and last row number of each data file, counted over all files, and the total, for progress reports."""
+        """Range of row numbers of each data file, counted over all files, and the total, for progress reports."""
         places, total = {}, 0
         for path in self._files:
             count = num_places(path)
@@ -329,7 +329,10 @@ class DataPart:
 
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
-    """Yield the parts of a data file in order, at least one; a part is hashed only when it is reached."""
+    """Yield the parts of a data file that are tokenized separately, in order, each with its hash.
+
+    There is at least one. A part is hashed only when it is reached.
+    """
     if format_suffix(path) in JSON_LINES and not is_compressed(path):
         yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
     elif format_suffix(path) == ".parquet":
@@ -393,7 +396,7 @@ def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
 
 
 def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -> str:
-    """Return a digest of some row groups of a Parquet file: their bytes and metadata."""
+    """Return a digest of some row groups of a Parquet file (bytes and metadata), for the cache key of their tokens."""
     if is_pointer(path):
         return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
     digest = hashlib.sha256(str(metadata.schema).encode())
@@ -407,4 +410,4 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
 
 
 KeyedPart = tuple[DataPart, str]
-"""Part of a data file, and the cache key of the tokens of its rows."""
+"""Part of a data file, with the cache key under which the tokens of its rows are stored."""

@@ -146,6 +146,6 @@ def _visible(text: str) -> list[str]:
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return how many elements at the beginning of two sequences are equal."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -296,7 +296,7 @@ class _Run:
         return self._source.last_in_time
 
     def _check_so_far(self) -> None:
-        """Raise DataError if the rows read so far already make the training fail, without reading the rest."""
+        """Raise DataError if the rows read so far have faults that the recipe forbids, so that reading stops."""
         if self._config.on_bad_rows == "fail":
             allowed = self._config.max_bad_row_fraction
             self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
@@ -431,7 +431,7 @@ class DatasetWriter:
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append packed rows, given the training units (documents or pairs) of all and the number of units in each.
+        """Append several packed rows, given their training units (documents or pairs) and the number of units per row.
 
         Raises ResourceError for a full disk.
         """

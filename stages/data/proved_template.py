@@ -70,7 +70,7 @@ class ProvedTemplate:
         self._sandbox = Sandbox(source, today)
 
     def forget_date(self) -> None:
-        """Reset `wrote_date`, so that from now on it tells whether later texts contain the date."""
+        """Reset `wrote_date`, which then says whether the template writes the date into texts rendered from now on."""
         self._sandbox.wrote_date = False
 
     @property

@@ -50,8 +50,8 @@ from stages.data.messages import (
 
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
-"""Values in a row, as lower-case text, that exclude an assistant's turn from the loss. They are text because CSV has
-nothing else."""
+"""Values of fields such as `loss` or `train`, as lower-case text, that exclude an assistant's turn from the loss. They
+are compared as text because CSV has nothing else."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",

@@ -56,7 +56,10 @@ class RowDigests:
         media placeholders)."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
-        """Add the digest of a row. `is_good` is the label of a labelled answer, or None for other rows."""
+        """Add the digest of a dataset row, to find repeated rows.
+
+        is_good: label of a labelled answer; None for other rows.
+        """
         texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
         digest = _digest(texts)
@@ -78,7 +81,7 @@ class SeenRows:
     """Collector of the digests of all rows of a dataset, to find repeated and contradicting rows."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
-        """Create the collector, which keeps digests on disk in the folder of packed rows."""
+        """Create the collector of row digests, which keeps them as files in the folder of packed rows."""
         self._contradiction = CONTRADICTING_LABELS if is_labelled else CONTRADICTING_PAIRS
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
@@ -97,7 +100,7 @@ class SeenRows:
         numbers: NDArray[np.uint64],
         remarkable: Mapping[str, tuple[int, int, str]],
     ) -> None:
-        """Add the row digests of the next part of a data file."""
+        """Append the digests of the rows in the next part of a data file to the files on disk."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
         for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
@@ -175,7 +178,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return numbers (int64) and digests (uint64) of one share of the rows, so that shares are compared one by one.
+    """Return one share of the rows, to compare share by share in limited memory: row numbers int64, digests uint64.
 
     A share has the digests with one remainder, so equal ones are in the same share.
     """

@@ -24,8 +24,7 @@ from stages.data.turns import MAX_MESSAGES, QuotingError
 MAX_TEMPLATES = 16
 ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
-"""CPU seconds after which the process answers without the remaining conversations, which the caller then requests
-again."""
+"""CPU seconds after which the process returns what is rendered so far; the client requests the others again."""
 QUOTED_CHARACTERS = 1 << 17
 """Largest number of characters of a template or row that an error quotes, before the caller redacts and shortens the
 error."""
@@ -63,7 +62,7 @@ class _Templates:
         self._outer = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Return the rendered texts of a request's first conversations (at least one), and the CPU seconds used.
+        """Return the rendered texts of a request's conversations (at least the first one), and the CPU seconds used.
 
         Return None if the template is not cached; the caller then sends the request again with its source.
 
@@ -120,7 +119,10 @@ class _Templates:
         return None
 
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
-        """Call `work` and return its result. Raises _LimitError if it needs more CPU seconds or memory than allowed."""
+        """Call `work` within limits of CPU seconds and memory, and return its result.
+
+        Raises _LimitError beyond the limits.
+        """
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
         self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)
         self._lower(resource.RLIMIT_CPU, int(time.process_time() + cpu_s) + GRACE_CPU_S)

@@ -56,7 +56,7 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     is_plain: bool = False
-    """True if this is plain text, which no chat template rendered; the tokenizer adds its special tokens around it."""
+    """True if the text is plain, not from a chat template; the tokenizer then adds its special tokens around it."""
     is_shielded: bool = False
     """True if special tokens that users wrote in the text were replaced by private-use characters, so that they are
     encoded as text."""
@@ -93,14 +93,14 @@ class ChatTemplate:
         self.num_dropped_thoughts = 0
         """Number of turns learned without their reasoning (thoughts), because the template dropped it."""
         self.wrote_date = False
-        """True if the template wrote the current date into a text since `forget`."""
+        """True if the template wrote the current date into a text rendered since the last call of `forget`."""
         self.cpu_s = 0.0
         """CPU seconds that the rendering process has used for this template."""
         for answer in self._answers([]):
             self._check(answer)
 
     def forget(self) -> None:
-        """Reset what was counted while rendering: turns that lost their reasoning, and whether the date was written."""
+        """Reset the records about rendered texts: turns that lost their reasoning, and whether the date was written."""
         self.num_dropped_thoughts = 0
         self.wrote_date = False
 
@@ -153,9 +153,9 @@ class ChatTemplate:
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """Text with loss that the template writes after a conversation's last turn only; usually empty.
+        """Text with loss that the template adds only after a conversation's last turn, such as an end token.
 
-        Phi-3's template, for example, ends a conversation with another special token.
+        It is usually empty; Phi-3's template, for example, ends a conversation with another special token.
         """
         turns = [make_message(role, f"q{role}{number}") for number in (1, 2) for role in ("user", "assistant")]
         try:
@@ -173,7 +173,7 @@ class ChatTemplate:
         return outcome
 
     def _answers(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[dict[str, Any]]:
-        """Yield the rendering process's answer for each conversation, or an error answer for a bad template."""
+        """Yield the rendering process's response for each conversation, or an error response for a bad template."""
         left = [(work, *_as_json(conversation)) for work, conversation in conversations]
         size = QUESTION_CONVERSATIONS
         while True:
@@ -249,7 +249,7 @@ def read_template(path: Path) -> str:
 
 @cache
 def _program(_process: int) -> tuple[Program, threading.Lock]:
-    """Return this process's rendering process and its lock; a forked process starts a rendering process of its own."""
+    """Return the client of this process's rendering process, with a lock. A forked process gets another one."""
     return Program("stages.data.template_program"), threading.Lock()
 
 

@@ -77,7 +77,7 @@ class DocumentTokenizer:
         turn."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled state without the chat template, which the process that unpickles it loads again."""
+        """Return the state to pickle, without the chat template, which the receiving process loads again."""
         return {name: value for name, value in vars(self).items() if name != "template"}
 
     @property
@@ -142,7 +142,7 @@ class DocumentTokenizer:
         return units
 
     def render(self, document: Document) -> Rendered:
-        """Return the rendered text of a document that needs only one.
+        """Return a document rendered as a single text.
 
         Raises RowError if it needs several, and DataError for a missing or unsuitable chat template.
         """
@@ -258,7 +258,10 @@ class DocumentTokenizer:
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the rendered texts of each document, or its error; a document flagged True must give one text."""
+        """Yield the rendered texts of each document, or a RowError.
+
+        A document given with True must give exactly one text.
+        """
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -277,7 +280,7 @@ class DocumentTokenizer:
             yield outcome
 
     def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
-        """Return a request to render a conversation, or the rendered text of a plain document, or an error."""
+        """Return a request to render a conversation, or a plain document's final text, or an error for a bad row."""
         try:
             if isinstance(document, PlainText):
                 return (self._render_plain(self._unframed(document)),)
@@ -381,7 +384,7 @@ class TokenizerNotes(StrictModel):
     learned_after_turns: str = ""
 
     def then(self, later: TokenizerNotes) -> TokenizerNotes:
-        """Return the counts about rendered documents, summed with those of documents rendered later."""
+        """Merge the counts of documents rendered earlier (this object) and later, and return the result."""
         first = self.teaches_to_stop
         return TokenizerNotes(
             teaches_to_stop=later.teaches_to_stop if first is None else first,
@@ -398,7 +401,10 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Request to render a conversation with the chat template, and whether its special tokens were replaced."""
+    """Request to render a conversation by the chat template.
+
+    is_shielded: whether special tokens in users' texts were replaced by private-use characters.
+    """
 
     work: Work
     conversation: Conversation
@@ -418,7 +424,7 @@ def _begin(offset: Span) -> int:
 
 
 def _end(offset: Span) -> int:
-    """Return where a token's span ends in the text, at least one character after its beginning."""
+    """Return the end of a token's span in the text; an empty span counts as one character long."""
     return max(offset[1], offset[0] + 1)
 
 
@@ -439,7 +445,7 @@ class SpecialTokens:
         """Number of documents whose texts contain each special token."""
 
     def shield(self, value: Any) -> Any:
-        """Return a value with the special tokens in all its strings replaced by private-use characters.
+        """Replace special tokens in all strings of a value by private-use characters, so that they are encoded as text.
 
         The same object is returned if there are none.
         Raises RowError when the policy refuses special tokens.
@@ -510,7 +516,7 @@ def _any_of(contents: list[str]) -> re.Pattern[str]:
 
 
 def _swap(match: re.Match[str]) -> str:
-    """Return a matched special token as private-use characters, or such characters as the special token."""
+    """Convert a matched special token to private-use characters, or such characters back to the special token."""
     return _moved(match[0], -PRIVATE_PLANE if ord(match[0][0]) >= PRIVATE_PLANE else PRIVATE_PLANE)
 
 

@@ -132,7 +132,7 @@ class PartTokenizer:
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
     def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
-        """Yield groups of tokenized rows of a file part; the last group records how many came before."""
+        """Yield the tokenized rows of a file part in groups; the last group records how many groups came before it."""
         self._begin()
         num_earlier = 0
         for chunk in _chunks(self._rendered(part, rows)):
@@ -193,7 +193,7 @@ class PartTokenizer:
                     raise DataError(f"{row.place}: {error}") from error
 
     def _read(self, row: Row | BadRow) -> Sequence[Document] | RowError:
-        """Return the documents of a row, or the error that makes it a bad row."""
+        """Return the documents of a dataset row, or an error for a row that cannot be learned from."""
         if isinstance(row, BadRow):
             return RowError(row.reason)
         try:
@@ -204,7 +204,7 @@ class PartTokenizer:
         return documents
 
     def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return a sample prompt with tools, to check a server's rendering; None for a document without tools."""
+        """Return a sample prompt with tools, to check that a server renders it equally; None without tools."""
         if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
             return None
         turns = document.learned_turns
@@ -257,7 +257,7 @@ class PartTokenizer:
 
 @dataclass
 class _Found:
-    """Training units (documents or pairs) and counts of the group of tokenized rows in progress."""
+    """Training units (documents or pairs) and counts collected so far for the next group of tokenized rows."""
 
     over_long: OverLong
     bad_rows: list[tuple[Place, str]] = field(default_factory=list)
@@ -277,7 +277,7 @@ def over_long_of(config: DataConfig) -> OverLong:
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
-    """Let a row reader read rows up to the first good one, which decides the dataset's format, and return the reader.
+    """Let a row reader determine the dataset's format from the first good row, and return the reader.
 
     Raises DataError for a row of no suitable format.
     """
@@ -342,7 +342,7 @@ class Piece:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
     def over_long(self, part: Part, over_long: OverLong) -> OverLong:
-        """Return the counts of documents and pairs that were too long in this group of rows."""
+        """Return the counts of this group's documents and pairs that are longer than a packed row."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)

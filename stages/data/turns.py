@@ -110,7 +110,7 @@ class Turns:
         self._only_markers = _only(markers)
 
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
-        """Return rendered texts in which each of the given assistant turns is learned exactly once.
+        """Return rendered texts that together carry loss on each of the given assistant turns exactly once.
 
         The longest comes last. Raises RowError when there are too many messages, it cannot be proved where a turn lies,
         or the template leaves a part of it out.
@@ -155,7 +155,7 @@ class Turns:
         return turn
 
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
-        """Return the last turn appended to its prompt, for templates that rewrite a prompt once an answer follows.
+        """Append the last answer to its prompt, for templates that write the prompt differently once an answer follows.
 
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
@@ -170,7 +170,7 @@ class Turns:
         return _Turn(before + text[len(start) :], len(before), {})
 
     def _shown_messages(self, turn: _Turn, last: int) -> list[Message]:
-        """Return messages without the reasoning that a rendered text lacks, if their own rendering is that text.
+        """Return messages without the reasoning that the template dropped, if they are still rendered to the same text.
 
         A template that drops the thoughts before the last question shows them in a beginning that ends before it.
         """
@@ -184,7 +184,7 @@ class Turns:
         return messages
 
     def _within(self, turn: _Turn, messages: list[Message], number: int) -> Span | None:
-        """Return the span of an earlier assistant's turn in a rendered text; None if the text changes the turn."""
+        """Return the span of an earlier assistant turn in a longer text; None if the turn is different there."""
         before = self._write.beginning(messages, number, add_generation_prompt=True, **turn.variables)
         if not turn.text.startswith(before):
             return None
@@ -198,7 +198,10 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """Return the length of a turn that begins `rest`, given its text `own` as the last turn; 0 if unsure."""
+        """Return the length of the assistant turn at the beginning of `rest`; 0 if unsure.
+
+        own: the turn's text when it is rendered as the last turn.
+        """
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -260,7 +263,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class _Turn:
-    """Assistant's turn at the end of a rendered text. `begin` is the turn's first character."""
+    """Assistant's turn at the end of a rendered text. begin: index of the turn's first character."""
 
     text: str
     begin: int
@@ -281,7 +284,10 @@ class Renderings:
         self._kept: dict[tuple[object, ...], str] = {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> str:
-        """Render messages with the chat template. Raises RowError when too many were rendered in all."""
+        """Render messages with the chat template.
+
+        Raises RowError beyond the limit of messages rendered for one conversation.
+        """
         self.check(len(messages))
         self._num_messages += len(messages)
         return self._write(list(messages), **options)
@@ -307,12 +313,12 @@ class Renderings:
 
 @cache
 def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern for a rest of a text that has only white space and special tokens."""
+    """Return a pattern that matches if only white space and special tokens follow up to the end of a text."""
     return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 
 def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:
-    """Raise UnclearTurnsError if a rendered text lacks the content of a message or its end."""
+    """Raise UnclearTurnsError if a rendered text leaves out a message's content or the end of the content."""
     for number, message in enumerate(messages):
         content: str = message["content"] or ""
         # A question may contain the system prompt's text, and so hide that the template leaves out the prompt.
@@ -353,7 +359,7 @@ def split_thoughts(message: Message) -> tuple[str, str]:
 
 
 def _plain(message: Message) -> Message:
-    """Return a chat message without its reasoning and, if it has tool calls, also without its text."""
+    """Return a plainer copy of a chat message: without reasoning and, beside tool calls, without text."""
     _, answer = split_thoughts(message)
     plain = {key: value for key, value in message.items() if key not in THOUGHTS}
     return {**plain, "content": "" if "tool_calls" in message else answer}

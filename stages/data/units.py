@@ -30,14 +30,14 @@ WINDOW_ROWS = 256
 
 @dataclass(frozen=True)
 class Unit:
-    """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected). `len` counts tokens.
+    """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected).
 
     `len` counts tokens.
     """
 
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
-    """Label of the answer in labelled data: True for a good one; None for other data."""
+    """Label of a labelled answer (KTO): True if it is good, False if it is bad; None for other data."""
     margin: float | None = None
     """Margin by which the chosen answer of a pair is better than the rejected one; None if the data has no margins."""
 
@@ -72,7 +72,7 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add another count of documents and pairs that were too long, from later rows."""
+        """Add the counts of later rows' documents and pairs that are longer than a packed row."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
@@ -219,7 +219,7 @@ class Units:
 
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions, in a flat array of groups with these lengths, of all elements of the groups in `order`."""
+    """Return the indices, in a flat array of consecutive groups, of all elements of the groups selected by `order`."""
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     # Distance from an element's place in the result to its place in the source: constant within a group.
@@ -299,7 +299,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
-    """Return the end of the shortest run of training units from `begin` on that has at least `num_tokens` tokens."""
+    """Return the index after the shortest run of training units, from `begin` on, with at least `num_tokens` tokens."""
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 

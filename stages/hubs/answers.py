@@ -1,4 +1,4 @@
-"""Answers to slow questions of a plan (hashes of local files, revisions on hubs), collected under one time limit.
+"""Background lookups for the plan of a refresh (file hashes, hub revisions), all under one time limit.
 
 With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
@@ -16,8 +16,8 @@ from stages.core.errors import TransientError
 PLANNING_LIMIT_S = 0.8
 """Time limit in seconds for all questions to hubs while a refresh is planned, so that a plan takes at most 2 s."""
 PLANNING_OFFLINE_LIMIT_S = 10.0
-"""Time limit in seconds for work of a plan that needs no network. Hashes have `PLANNING_ATTEMPT_S` each; everything
-else takes no time, unless the machine is busy or a disk does not answer."""
+"""Time limit in seconds for checks that need no network while a refresh is planned. Hashes have `PLANNING_ATTEMPT_S`
+each; everything else takes no time, unless the machine is busy or a disk does not answer."""
 PLANNING_ATTEMPT_S = 0.6
 """Time limit in seconds for one request to a hub while a refresh is planned. It is shorter than the limit for all, so
 that the request fails by itself with its own error message."""
@@ -26,7 +26,10 @@ Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Answer]):
-    """Answers to several slow questions, worked on by threads under one time limit. limit_s: None for no limit."""
+    """Results of several slow lookups, such as hub revisions, made by threads under one time limit.
+
+    limit_s: None for no limit.
+    """
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -37,7 +40,7 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Start a thread that works on a question, such as the revision of a model on a hub.
+        """Start a lookup in a thread, such as that of a model's current revision on a hub.
 
         here: the work is local, so without a limit it runs at once and obeys Ctrl-C.
         """
@@ -48,7 +51,7 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """Return the answer to a question that was asked.
+        """Wait for a lookup that was started, and return its result.
 
         Raises the error that occurred, or TransientError after the time limit.
         """

@@ -46,7 +46,7 @@ class StreamingHub(Hub, Protocol):
     """Interface of a hub whose datasets can also be read remotely, without downloading them."""
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
-        """Return a pointer (remote address) for each requested file of a dataset at a revision, by name."""
+        """Return the address, size and tag (`Pointer`) of each requested file of a dataset at a revision, by name."""
 
 
 @dataclass(frozen=True)

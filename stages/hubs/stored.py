@@ -15,7 +15,7 @@ from stages.hubs.hub import Request, Source
 
 
 class Stored:
-    """Hub that refuses every request, since a plan replaces its sources by folders of artifacts in the store first."""
+    """Placeholder hub for sources in the store: a plan replaces them by folders, so every request is refused."""
 
     def resolve_revision(self, request: Request) -> str:
         _refuse(request.source)

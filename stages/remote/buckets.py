@@ -59,7 +59,7 @@ class StoredObject:
 
 
 class Bucket:
-    """Bucket of object storage, or a prefix or single object in it, opened by its address."""
+    """Location in object storage (a bucket, prefix or single object), opened by its address."""
 
     def __init__(self, address: str) -> None:
         """Open `s3://BUCKET/PATH` (or gs, az). Raises DownloadError if the environment lacks settings for it."""
@@ -104,7 +104,7 @@ class Bucket:
         return StoredObject(path, num_bytes, tag)
 
     def _name(self, path: str) -> str:
-        """Return an object's name relative to the prefix.
+        """Return an object's name relative to the prefix that was opened.
 
         Raises DownloadError if the server lists an object elsewhere.
         """
@@ -161,7 +161,7 @@ class _ObjectFile(io.RawIOBase):
 
 
 def _check(bucket: Bucket, pointer: Pointer) -> None:
-    """Raise DownloadError if an object has changed since its pointer was written."""
+    """Raise DownloadError if an object in a bucket has changed since its pointer file was written."""
     with explained(pointer.address):
         now = bucket.look_at(bucket.path)
     if (now.size_bytes, now.tag) != (pointer.size_bytes, pointer.tag):

@@ -145,7 +145,10 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return the answer if its status is a success; otherwise raise the error that `Expected` names."""
+        """Return this HTTP response if its status is a success (2xx).
+
+        Otherwise raise an error of the class that `expected` names.
+        """
         if self.is_success:
             return self
         raise self.refusal()
@@ -295,7 +298,7 @@ class _Parts:
         self._body = bytearray()
 
     def add(self, chunk: bytes) -> bool:
-        """Add a chunk of an HTTP body; return whether to read more. The beginning of an error's body is enough."""
+        """Add a chunk of a response body; return False if no more is needed. An error's body is cut off early."""
         try:
             self._body += self._reader.add(chunk)
         except LifecycleError:
@@ -342,7 +345,10 @@ def opened_directly(
 
 
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read the whole answer opened by `opened_directly`. Raises the error of `expected` if it exceeds limits."""
+    """Read a response from `opened_directly` to its end and return it.
+
+    Raises the error of `expected` if it exceeds limits.
+    """
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
@@ -357,14 +363,14 @@ def direct_chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def httpx_client(**options: Any) -> httpx.Client:
-    """Return an httpx client that opens a connection for each request, since the time limit must see its socket."""
+    """Return an httpx client that reuses no connection, so that the time limit can shut down each request's socket."""
     import httpx
 
     return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), **options)
 
 
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
-    """Send an HTTP request with httpx and return the whole answer, within the limits of `expected`.
+    """Send an HTTP request with httpx and return the whole response, within limits of size and time (`expected`).
 
     client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
     `Expected.error` for an answer out of bounds.

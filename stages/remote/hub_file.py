@@ -125,7 +125,7 @@ class _HubFile(io.RawIOBase):
         super().close()
 
     def check_vouched(self) -> None:
-        """Raise DownloadError if some of the bytes read could not be verified by a digest."""
+        """Raise DownloadError if bytes were read from the remote file that no digest of the hub could verify."""
         if not self._is_vouched:
             raise DownloadError(
                 f"{self._doing}: the server sends no x-linked-etag, and the file was not read from its beginning to "

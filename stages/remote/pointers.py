@@ -51,7 +51,7 @@ def write_pointer(path: Path, pointer: Pointer) -> None:
 
 
 def read_pointer(path: Path) -> Pointer:
-    """Return the pointer in a pointer file. Raises ValueError for any other content."""
+    """Return the remote address, size and tag that a pointer file holds. Raises ValueError for any other content."""
     return Pointer.model_validate_json(path.read_text(encoding="utf-8"))
 
 
@@ -61,12 +61,12 @@ def is_pointer(path: Path) -> bool:
 
 
 def without_pointer(path: Path) -> Path:
-    """Return the path without a pointer file's suffix, as the file would be named locally."""
+    """Return the path without the suffix `.pointer` of a pointer file, which stands for a remote file."""
     return path.with_suffix("") if is_pointer(path) else path
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size in bytes of a file, or of the remote file that a pointer file stands for."""
+    """Return a file's size in bytes; for a pointer file, the size of the remote file that it stands for."""
     return read_pointer(path).size_bytes if is_pointer(path) else path.stat().st_size
 
 
