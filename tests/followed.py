@@ -110,7 +110,7 @@ def ask(client: httpx.Client, number: int) -> str:
 
 
 class Followed:
-    """Champion and challenger behind a proxy; a test calls `look` to make them follow the registry's aliases."""
+    """Champion and challenger behind a proxy. A test calls `look` to apply changes of the registry's aliases."""
 
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())

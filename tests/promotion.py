@@ -73,7 +73,7 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
 
 
 def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
-    """Store the files that the function `write` makes as a stage's artifact, unless that artifact exists already."""
+    """Store a stage's artifact, whose files the function `write` makes, unless the artifact exists already."""
     if not store.find(planned.kind, planned.version):
         work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
         write(work)
@@ -84,7 +84,7 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
 
 
 def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
-    """Store a candidate whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
+    """Store a candidate with the given score of each question, and return its promotion's plan and inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
     built["scores"] = commit(store, stages["scores"], built, lambda work: write_evaluation(work, answers))
@@ -92,7 +92,7 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
 
 
 def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
-    """Store a candidate whose evaluation has these answers, and run its promotion."""
+    """Store a candidate that was evaluated with the given score of each question, and run its promotion."""
     planned, upstream = offer(store, mark, answers, **gates)
     return run_stage(planned, upstream, store, Notes())
 
@@ -100,7 +100,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
 ) -> tuple[PlannedStage, dict[str, Built]]:
-    """Store an adapter whose evaluation has these answers, and plan its promotion; return the plan and its inputs."""
+    """Store an adapter with the given score of each question, and return its promotion's plan and inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
     built["rows"] = commit(store, stages["rows"], {}, lambda work: (work / "data").mkdir())
@@ -110,7 +110,7 @@ def offer_adapter(
 
 
 def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
-    """Store an adapter whose evaluation has these answers, and run its promotion."""
+    """Store an adapter that was evaluated with the given score of each question, and run its promotion."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
 

@@ -47,7 +47,7 @@ class TinyEngine:
     listens_on_sockets = False
     capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
-    """Number of tokens in each answer during a load test; None: as many as requested."""
+    """Number of tokens in each answer during a load test. None means as many as requested."""
 
     def find_program(self) -> TinyProgram:
         return TinyProgram()

@@ -116,7 +116,10 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
 
 @contextmanager
 def megatron_on_fake_gpus() -> Iterator[None]:
-    """Let Megatron-core run on fake GPUs until the `with` block ends; to be entered inside `fake_gpus`."""
+    """Let Megatron-core run on fake GPUs until the `with` block ends.
+
+    The context manager `fake_gpus` must be active.
+    """
     from stages.engines.megatron.compat import prepare_megatron
 
     with unset_fake_temporarily():

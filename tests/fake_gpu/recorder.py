@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
-        """Reset peak memory, collectives and kernels before the next training step."""
+        """Reset the recorded peak memory, collectives and kernels before the next training step."""
         self.peak_bytes, self.at_peak = self.live_bytes, list(self._live.values())
         for counter in (self.collectives, self.calls, self.kernels):
             counter.clear()

@@ -50,7 +50,7 @@ class Case:
 
     @property
     def config(self) -> TrainConfig:
-        """Config of the train stage that does this training step."""
+        """Config of a train stage that performs the case's training step."""
         layout = {"dp_shard": 1, "dp_replicate": 1, "micro_batch_size": 1} | self.layout
         shares = layout["dp_shard"] * layout["dp_replicate"]
         fields = {

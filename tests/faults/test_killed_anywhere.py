@@ -92,7 +92,7 @@ FEW = {
     (0, signal.SIGTERM),
     (1, signal.SIGKILL),
 }
-"""Cases that `make test` runs, with each kind of process, signal and stage; all other cases are nightly."""
+"""Kills that `make test` tries: each kind of process, signal and stage occurs. All other cases are nightly."""
 
 
 def kills(*all_of_them):

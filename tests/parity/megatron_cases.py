@@ -33,7 +33,7 @@ LENGTHS = {
     "single": [(24,)] * NUM_ROWS,
     "pairs": [(7, 5, 6, 6), (12, 12), (4, 8, 5, 7), (10, 14)],
 }
-"""Lengths in tokens of the documents in each row of a global batch, by kind of data."""
+"""Lengths in tokens of the packed documents in each row of a global batch, by kind of test data."""
 LEARNING_RATE, WEIGHT_DECAY, BETA = 5e-3, 0.1, 0.1
 MAX_GRAD_NORM = {"sft": 0.5, "dpo": 0.1}
 """Bound for gradient clipping by method, below all gradient norms, so that every step is clipped."""

@@ -58,8 +58,8 @@ NIGHTLY = (
     "sharded over 2 processes",
     "experts, megatron EP2",
 )
-"""Names of cases that only nightly tests run, since the other cases cover each of their features. Unit tests of the
-planner count the bytes of each base model and of experts' adapters exactly."""
+"""Names of memory cases that only nightly tests measure, since the other cases cover each of their features. Unit tests
+of the planner count the bytes of each base model and of experts' adapters exactly."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Provide a parent of processes that has imported nothing else, so that their measured memory is their own."""
+    """Provide a parent process of ranks without the imports of other tests, which would count as the ranks' memory."""
     with started_ranks() as started:
         yield started
 

@@ -101,7 +101,7 @@ def test_a_teacher_is_asked_once_and_learned_from_alike_on_two_processes(with_te
 
 @pytest.fixture(scope="module")
 def served_teacher(with_teacher, tmp_path_factory):
-    """Provide the recipe's config of a teacher behind a running vLLM server."""
+    """Provide a recipe's config of a distillation teacher that a running vLLM server serves."""
     folder = tmp_path_factory.mktemp("served")
     spec = new_launch_spec(
         with_teacher["teacher"] / "model", "wise", ServingConfig(**{**SERVING, "max_model_len": 128})

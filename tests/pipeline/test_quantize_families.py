@@ -28,7 +28,7 @@ KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
 """Largest accepted KL divergence of a quantized model from its original with random weights, by method, in nats per
 token."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
-"""Parts of the names of weight matrices that quantization leaves as they are."""
+"""Substrings of the names of weight matrices that quantization does not change."""
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def taken_run(worker_home, first_state, *states):
 
 
 def reap(worker_home):
-    """Run the service's check for dead refreshes once, as if all runs had exceeded the time allowed to start."""
+    """Run the service's search for dead refreshes once, as if all runs had exceeded the time allowed to start."""
     look = "from flows.service import reaper; reaper.START_TIMEOUT_S = 0.0; reaper.Reaper().reap()"
     address = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
     subprocess.run([sys.executable, "-c", look], env={**worker_home.environment, **address}, check=True)
@@ -204,7 +204,7 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
 
 
 def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home):
-    """A paused schedule starts nothing, also no run that a worker or the scheduler had already taken.
+    """A paused schedule starts nothing, not even a run that a worker or the scheduler had already taken.
 
     Refreshes started by hand still run.
     """

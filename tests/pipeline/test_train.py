@@ -97,7 +97,7 @@ def few_rows(artifacts, tmp_path_factory):
 
 
 def overfitted(work, few_rows, keep, **layout):
-    """Train on few rows until the model overfits.
+    """Train on few rows until the model overfits, in tests of which weights the stage keeps.
 
     Returns evaluation losses by step, the result's metrics, and the warnings.
     """
