@@ -57,8 +57,8 @@ class AdapterConfig(StrictModel):
     )
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
-        description="First values of A and B. default: A random, B 0. pissa: the largest singular vectors of W, which "
-        "are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: the same found "
+        description="Initial values of A and B. default: A random, B 0. pissa: the largest singular vectors of W, "
+        "which are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: the same found "
         "approximately, in 4 or 16 quick iterations. olora: the QR decomposition of W, also subtracted. "
         "eva: A holds the directions in which a layer's inputs vary most in training rows, and layers get "
         "ranks accordingly (Paischer et al. 2024). The written adapter fits the unchanged base model.",
@@ -90,7 +90,7 @@ class AdapterConfig(StrictModel):
 
     @property
     def changes_base(self) -> bool:
-        """Return whether the first values of A and B are subtracted from the base model's weights while it trains."""
+        """Return whether LoRA's initial B A is subtracted from the base model's weights while the adapter trains."""
         return self.init not in ("default", "eva")
 
     @property

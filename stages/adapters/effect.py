@@ -22,14 +22,18 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Number of adapted parameters whose changes are cached; files hold an expert's gate, up and down side by side."""
+"""Number of stacked-expert parameters whose LoRA changes are cached for merging. Two suffice, since files hold an
+expert's gate, up and down side by side."""
 
 
 class ChangedParameters:
     """Changes of an adapter to parameters outside linear layers (stacked experts), by weight name in model files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
-        """Map the adapted parameters to weights in files. Raises ModelError for parameters that the model lacks."""
+        """Map the adapter's parameters outside linear layers to weights in model files.
+
+        Raises ModelError for parameters that the model lacks.
+        """
         self._adapter = adapter
         self._causal_lm = causal_lm
         shapes = {name: tuple(one.shape) for name, one in causal_lm.named_parameters()}
@@ -74,12 +78,12 @@ def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Source of the change that merging makes to each weight in model files, by weight name: an adapter, or its changes of
-stacked experts."""
+"""Source of each weight's change in a merge, by the weight's name in model files. The source is the adapter itself or,
+for stacked experts, its `ChangedParameters`."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return the source of each weight's change, for merging: the adapter, or its changes of stacked experts.
+    """Return the source of each weight's change in a merge: the adapter, or its changes to stacked experts.
 
     Keys are weight names in model files.
     parameters: None if only linear layers change.

@@ -212,7 +212,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the name of the parameter outside linear layers that each LoRA layer changes, by LoRA layer."""
+    """Return, by LoRA layer, the adapted parameter outside linear layers, such as stacked experts."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)

@@ -48,7 +48,7 @@ class AdapterHeaders:
 
     @property
     def base(self) -> str:
-        """Name of the base model that the adapter was trained on; for adapters trained here, the base's artifact."""
+        """Name of the base model that the adapter was trained on; for adapters trained here, its artifact."""
         return str(self.config.get("base_model_name_or_path") or "")
 
 

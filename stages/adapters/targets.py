@@ -41,7 +41,7 @@ class PeftTargets:
 
 
 def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
-    """Return PEFT's target options for a recipe's adapter.
+    """Return the PEFT options that select the layers, parameters and LoRA ranks of a recipe's adapter.
 
     Raises ModelError for names that the model, which has no adapter yet, lacks, and for options that adapters on
     parameters cannot have.
@@ -63,7 +63,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Return PEFT's target options for linear layers that differ in LoRA rank but not in scaling.
+    """Return the PEFT options that select linear layers and give them different LoRA ranks, but equal scaling.
 
     Rank 0 means no adapter.
     """
@@ -153,7 +153,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Return the names among `ends` that match no module, joined for an error.
+    """Return the module names or name endings of a recipe option that match no module, joined for an error message.
 
     A module matches by its whole name or by what follows a dot.
     """

@@ -235,7 +235,7 @@ def _model_class(model_config: Any) -> Any:
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Return whether our packed attention can serve this architecture, which must give it all that limits attention.
+    """Return whether our packed attention can serve an architecture, which must pass it every limit such as a window.
 
     A window reaches the attention function of every architecture that supports flash attention, since that has no mask
     either.

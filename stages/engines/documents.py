@@ -33,7 +33,7 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """End of the bucket: the index of the first padded position that belongs to the next bucket."""
+        """Index after the bucket's last position, among the positions of all padded documents."""
         return self.start + self.num_documents * self.length
 
 
@@ -76,7 +76,7 @@ class PackedDocuments:
 
     @property
     def num_slots(self) -> int:
-        """Number of token positions in all buckets of padded documents, padding included."""
+        """Number of positions of all padded documents of a micro-batch, padding included."""
         return self.buckets[-1].end
 
     @cached_property
@@ -93,12 +93,18 @@ class PackedDocuments:
 
 
 def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
-    """Copy values of tokens, [tokens, …], to padded documents, [slots, …], with zeros as padding. Differentiable."""
+    """Copy values of packed tokens, [tokens, …], to padded documents, [padded positions, …], with zeros as padding.
+
+    Differentiable.
+    """
     return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
 def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
-    """Copy values of padded documents, [slots, …], back to the tokens, [tokens, …], without padding. Differentiable."""
+    """Copy values of padded documents, [padded positions, …], back to packed tokens, [tokens, …], without padding.
+
+    Differentiable.
+    """
     return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 

@@ -31,7 +31,7 @@ LogitsTransform = Callable[[Tensor], Tensor]
 def token_log_probabilities(
     hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """Return log-probabilities of the wanted tokens at every position, 0 where no token is wanted. Differentiable.
+    """Return log-probabilities of given tokens at every position of a batch, 0 where none is given. Differentiable.
 
     `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
     the first place, where a position has none; the result is float32 of the same shape. `head` has a `weight`
@@ -99,7 +99,7 @@ def logits_transform(model_config: Any) -> LogitsTransform | None:
 
 
 def tempered(transform: LogitsTransform | None, temperature: float) -> LogitsTransform | None:
-    """Return the logits transform followed by a division by the sampling temperature."""
+    """Return a function that applies the model's logits transform, then divides by the sampling temperature."""
     if temperature == 1:
         return transform
     return lambda logits: (transform(logits) if transform else logits) / temperature

@@ -38,7 +38,7 @@ class Loss(Protocol):
         """
 
     def counts(self, signal: Signal) -> Counts:
-        """Return how many tokens, preference pairs and so on in a micro-batch the loss averages over, by kind.
+        """Return the numbers that the loss averages over in a micro-batch, such as tokens or pairs, by kind.
 
         All kinds are there, always.
         """
@@ -52,7 +52,7 @@ class Loss(Protocol):
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
-    """Return how many tokens, preference pairs and so on in the global batch the loss averages over, by kind.
+    """Return the numbers that the loss averages over in a global batch, such as tokens or pairs, by kind.
 
     add_up: sums float64 values over the data-parallel shares.
     """

@@ -34,7 +34,8 @@ class EngineInputs:
     start: Path | None
     """Folder of an adapter that training continues; None to start with a new adapter."""
     first_batches: Callable[[int], Sequence[Batch]]
-    """Function that returns batches of training rows, each with at least the given number of tokens that carry loss."""
+    """Function that returns the first batches of training rows, from which EVA initializes LoRA. Each batch has at
+    least the given number of tokens that carry loss."""
     scratch: Path
     """Folder for the training stage's temporary files; a retry that resumes training uses the same folder."""
     report: Callable[[str], None]

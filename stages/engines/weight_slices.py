@@ -35,6 +35,6 @@ class WeightFiles:
         return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:
-        """Return the slice of a stored tensor that `index` selects; without an index, the whole tensor."""
+        """Return a slice of a tensor in the weight files, read by name; without an index, the whole tensor."""
         found: Tensor = self._slices[name][index or ...]
         return found

@@ -48,7 +48,7 @@ class ModelFacts:
 
     @property
     def folder(self) -> Path:
-        """Folder of the Hugging Face model whose facts these are."""
+        """Folder of the Hugging Face model."""
         assert isinstance(self._source, Path), "a config alone, without a folder"
         return self._source
 

@@ -44,7 +44,8 @@ class ModelFlops:
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Number of frozen parameters among `layer_parameters`; training computes no gradient of them."""
+    """Number of frozen parameters outside the head that a token is multiplied by; training computes no gradient of
+    them."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:

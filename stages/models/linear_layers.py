@@ -242,7 +242,7 @@ class Projection:
 
     @property
     def fused_name(self) -> str:
-        """Name shared by all layers that serving engines load as one fused matrix, such as `q_proj+k_proj+v_proj`."""
+        """Name shared by all linear layers that serving engines fuse, such as `q_proj+k_proj+v_proj`."""
         partners = next((names for names in FUSED if self.suffix in names), (self.suffix,))
         return self.name.removesuffix(self.suffix) + "+".join(partners)
 

@@ -34,8 +34,8 @@ OPTIONAL_SIZES = {
 }  # fmt: skip
 """Config fields that are positive whole numbers, null for a default, or a list with one for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-"""Config fields that are positive whole numbers, or 0 for no experts, as in dense models of Granite's hybrids. They may
-also be null, or a list with one for each layer."""
+"""Config fields for numbers and widths of experts. They are whole numbers; 0 means no experts, as in dense models of
+Granite's hybrid family. They may also be null, or a list with one for each layer."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
 """Config fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")

@@ -22,8 +22,8 @@ from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
-"""Smallest distance of a log-probability from 0 that is more than fp32 rounding, in nats. Nearer to 0, the share of
-other tokens is unknown."""
+"""Smallest distance of a log-probability from 0 that counts as more than fp32 rounding, in nats. A log-probability
+nearer to 0 is treated as this far from it, since the probability of all other tokens is unknown."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Differences:
     same_greedy: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the differences by their metric names in MLflow, which are the same for every stage."""
+        """Return the differences from recorded predictions by MLflow metric name, the same for every stage."""
         of_tokens = {"kl_from_training_nats_per_token": self.kl, "same_greedy_fraction": self.same_greedy}
         return {
             "max_abs_logprob_difference": self.most,

@@ -24,8 +24,8 @@ SPARE_BYTES = 1 << 16
 long.
 """
 MAX_CHAIN_GROWTH = 64
-"""Largest factor by which a tokenizer's pre-tokenizers and decoders may lengthen a text, by the bounds of their kinds;
-they take a text whole, so their real growth is not measured."""
+"""Largest factor by which a tokenizer's pre-tokenizers, or its decoders, may lengthen a text. The factor is the product
+of worst cases by kind of step; real growth is not measured, since these steps take a text whole."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class Growth:
         return None
 
     def _normalized_bytes(self, text: str) -> float:
-        """Return the bytes of a text slice after all normalizer steps; infinity once a step could make it too long."""
+        """Return the bytes of a text after the tokenizer's normalizer; infinity if a step could make it too long."""
         for built, (step, factor) in zip(self._built, self._steps, strict=True):
             num_bytes = len(text.encode())
             if step["type"] == "Prepend":

@@ -26,7 +26,7 @@ MATRICES = (".weight", "_proj")
 """Endings of names of tensors that must be floating-point; other tensors may be counters or masks."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-"""Number of samples taken of a tensor's bytes in a file, and bytes in each sample."""
+"""Number of samples of a tensor's bytes in a file, and bytes in each, to compare tensors without reading them whole."""
 NUM_NAMED = 3
 
 

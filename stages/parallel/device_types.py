@@ -33,8 +33,8 @@ class DeviceType:
     visible_devices: str | None = None
     """Environment variable that limits which devices a process sees, such as CUDA_VISIBLE_DEVICES."""
     listed_in: tuple[str, ...] = ()
-    """Patterns of device files below the root folder, which the driver makes whatever torch was built for, one per
-    device."""
+    """Glob patterns of the device files that the driver creates, one file per device, relative to the root folder. The
+    driver creates them whatever torch was built for."""
     plugin: str | None = None
     """Python package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
@@ -120,12 +120,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_type(name: str) -> DeviceType:
-    """Return the description of the kind of device with this name."""
+    """Return the entry for a kind of device, such as `cuda`, from the table of kinds."""
     return next(row for row in DEVICE_TYPES if row.name == name)
 
 
 def num_listed(device: DeviceType, root: Path) -> int:
-    """Return how many devices of this kind the driver lists as files; 0 for a kind that has no such files."""
+    """Count the devices of a kind by the device files that its driver creates; 0 for a kind without device files."""
     return max((len(list(root.glob(pattern))) for pattern in device.listed_in), default=0)
 
 

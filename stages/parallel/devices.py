@@ -25,7 +25,7 @@ MEASURE_S = 0.3
 """Seconds for which the CPU's matrix products are timed, to estimate its peak FLOP/s."""
 MATRIX_SIZES = (128, 256, 512, 1024)
 NEXT_SIZE_COST = 8
-"""Assumed factor by which a matrix product of the next larger size takes longer, to stop a measurement in time."""
+"""Assumed ratio of run times when the size of a matrix product doubles, to stop timing the CPU before time is up."""
 
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables by which users keep torch's libraries from using some instructions of the CPU."""
@@ -165,6 +165,9 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Return whether a device's name contains all words of a name in the table of peaks; hyphens may join the words."""
+    """Return whether a device's name contains all words of a name in the table of peak FLOP/s, such as `H100 PCIe`.
+
+    Words of the device's name may be joined by hyphens or underscores.
+    """
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

@@ -31,7 +31,7 @@ from stages.models.loading import model_without_weights
 
 @dataclass(frozen=True)
 class InputRows:
-    """Training rows from which EVA computes the first values of LoRA's A, and the file in which these are kept.
+    """Training rows from which EVA computes the initial values of LoRA's A, and the file in which these are kept.
 
     The micro-batches are on the CPU, each with at least `adapter.highest_rank` learned tokens.
     """
@@ -40,7 +40,7 @@ class InputRows:
     file: Path
 
     def described(self) -> str:
-        """Return a sentence for the user about the number of directions that EVA found."""
+        """Return a sentence for the user: how many directions EVA found, in how many layers, from how many batches."""
         ranks = [len(one) for one in load_file(self.file).values()]
         without = f"; {ranks.count(0)} explain too little, and have no adapter" if 0 in ranks else ""
         return (
@@ -52,8 +52,9 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Return EVA's first values of LoRA's A, fp32 [rank, inputs], by layer name. Only process rank 0's are defined.
+    """Return EVA's initial values of LoRA's A, fp32 [rank, inputs], by layer name.
 
+    They are defined on process rank 0 only.
     Collective.
     model: the model in `folder`, without an adapter. Raises ModelError for layers whose inputs PEFT cannot see.
     """

@@ -30,12 +30,18 @@ class DocumentScores(TargetLogProbabilities):
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return document scores from the last hidden states, float32 [rows, sequence], 0 except at last tokens."""
+        """Return the reward model's scores from the last hidden states, float32 [rows, sequence].
+
+        A document's score is at its last token; other positions are 0.
+        """
         assert not greedy and not num_likeliest, "there is no vocabulary"
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return document scores, [rows, tokens], from the score head's output [rows, tokens, 1]."""
+        """Return the reward model's scores, [rows, tokens], from its score head's output [rows, tokens, 1].
+
+        A document's score is at its last token; other positions are 0.
+        """
         return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, inputs: ModelInputs) -> Tensor:

@@ -87,7 +87,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
 
 
 def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the plain attributes of a layer's modules, except its index, by which kinds of layers differ."""
+    """Return the simple attributes of a layer's modules, except the layer's index, to compare kinds of layers."""
     return [
         (prefix, name, value)
         for prefix, module in layer.named_modules()

@@ -42,7 +42,10 @@ class Source:
 
     @property
     def stacks_rows(self) -> bool:
-        """True if rows can be read one by one, because each is made of whole tensors in the files (stacked experts)."""
+        """True if each row of the converted weight is made of whole tensors in the files, as in stacked experts.
+
+        Rows can then be read one by one.
+        """
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
@@ -85,7 +88,10 @@ class ModelFiles:
             return any(not torch.equal(first, other) for first, *others in stored for other in others)
 
     def read(self, rows_of: RowsOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield the wanted rows of each weight with its name, on the CPU, in the dtype of the files."""
+        """Yield the rows of each weight that this process needs, with the weight's name, on the CPU.
+
+        Tensors have the dtype of the files.
+        """
         with WeightFiles(self.folder) as files:
             for target, source in self._sources.items():
                 wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
@@ -149,7 +155,7 @@ def _targets(target: str, source: Source) -> list[str]:
 
 
 def _leaves_rows_alone(operation: Any) -> bool:
-    """Return whether a weight conversion keeps rows (dimension 0) apart, so that rows can be converted one by one."""
+    """Return whether a conversion of weights treats each row (dimension 0) alone, so rows can be read one by one."""
     if isinstance(operation, Concatenate):
         return bool(operation.dim != 0)
     return isinstance(operation, Transpose) and not operation.check_dims and 0 not in (operation.dim0, operation.dim1)

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapter on a Megatron model: which layers are adapted, first values, and each process's share.
+"""PEFT's LoRA adapter on a Megatron model: which layers are adapted, initial values, and each process's share.
 
 PEFT itself chooses the layers of the Transformers model and draws A: so the adapter is the one that the FSDP engine
 would train. Which part of a factor a process holds follows from the factor's layer (`families`, `parts`); the
@@ -48,13 +48,13 @@ OF_EXPERT = re.compile(factor_name(expert_layer(r"(?P<layer>.*\.experts(\.base_l
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """Adapter that PEFT would put on the Transformers model in a folder: its layers and first values."""
+    """Adapter that PEFT would put on the Transformers model in a folder: its layers and initial values."""
 
     config: dict[str, Any]
     layers: Mapping[str, tuple[int, float]]
     """LoRA rank and scaling of each adapted layer, by the layer's name in the Transformers model."""
     first_values: Mapping[str, Tensor]
-    """First values of LoRA factors, fp32 by parameter name: A [rank, in] and B [out, rank] of each layer or expert."""
+    """Initial LoRA factors, fp32 by parameter name: A [rank, in] and B [out, rank] of each layer or expert."""
 
     @property
     def num_parameters(self) -> int:
@@ -207,7 +207,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 
 
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
-    """Copy first values into this process's LoRA factors; return the names of all factors that it has a share of."""
+    """Copy initial values into this process's slices of LoRA factors; return the names of the filled factors."""
     filled: set[str] = set()
     for part, parameter in local_parts(chunks, model):
         if parameter.requires_grad:
@@ -229,7 +229,7 @@ def _check_found(mine: set[str], adapter: PeftAdapter) -> None:
 
 
 def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield first values of LoRA factors by name; a factor that PEFT stores for all experts is split by expert."""
+    """Yield initial values of LoRA factors by name; a factor that PEFT stores for all experts is split by expert."""
     layers = adapted_layers(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         if not parameter.requires_grad:

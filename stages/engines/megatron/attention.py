@@ -1,4 +1,4 @@
-"""Attention over packed documents in Megatron's layers: rotary positions, document borders, context parallelism.
+"""Attention over packed documents in Megatron's layers: rotary positions, document boundaries, context parallelism.
 
 Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which holds
 the borders of documents and the angles of rotation. There are two:

@@ -85,13 +85,13 @@ class _OfRouter:
         return self._balance.attach(probabilities, balance)
 
     def _add_up(self, counts: Tensor) -> Tensor:
-        """Sum counts over the sequence-parallel and context-parallel processes that share a row's tokens."""
+        """Sum routing counts over the tensor-parallel and context-parallel processes that share a row's tokens."""
         dist.all_reduce(counts, group=self._router.tp_cp_group)
         return counts
 
 
 def _give_rows(layer: nn.Module, _: Any, arguments: dict[str, Any]) -> None:
-    """Give a layer's router the micro-batch's packed tokens, before each forward pass of the layer.
+    """Give a layer's router each token's packed row, before each forward pass, for the load-balancing loss.
 
     A router is called with states alone, and when a layer is recomputed, another micro-batch may be at work.
     """

@@ -34,8 +34,9 @@ class MegatronState:
     """Weights and optimizer state of this process's model chunks, saved to and loaded from checkpoints."""
 
     def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
-        """Prepare checkpointing. chunks: the model chunks that the optimizer updates, not wrapped for data parallelism.
+        """Create the saver and loader of Megatron checkpoints.
 
+        chunks: the model chunks that the optimizer updates, not wrapped for data parallelism.
         Collective.
         """
         self._chunks = chunks

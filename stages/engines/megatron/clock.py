@@ -37,7 +37,7 @@ class PipelineClock:
         return self._timers[name]
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds in pipeline schedules since the last call, and the seconds of waiting among them."""
+        """Return the seconds spent in pipeline schedules since the last call, and how many of them were waiting."""
         seconds = {name: timer.seconds() for name, timer in self._timers.items()}
         self._timers.clear()
         whole = seconds.get(WHOLE, 0.0) - sum(seconds.get(name, 0.0) for name in REDUCTION)

@@ -54,7 +54,8 @@ PATCHED_PACKAGES = (
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Process groups created so far, by their ranks, for each world group, so that equal groups are created only once."""
+"""Cache of created process groups: for each world group, its subgroups by their ranks, so that no group is created
+twice."""
 
 
 def prepare_megatron() -> None:

@@ -201,8 +201,9 @@ class MegatronEngine:
         free_memory()
 
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
-        """Run a batch forward; return values of each token, [rows, sequence, *last] on every pipeline stage's CPU.
+        """Run a batch forward; return values per token, [rows, sequence, …], on the CPU of every pipeline stage.
 
+        `last` are the sizes of the further dimensions.
         of_logits: function that the last stage applies to logits. dtype: that of the result.
         """
 

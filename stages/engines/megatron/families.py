@@ -22,19 +22,23 @@ class Cut(Enum):
     """Way in which tensor parallelism cuts a weight, which decides the rows or columns that each rank holds."""
 
     WHOLE = auto()
-    """Uncut weight: every tensor-parallel rank holds all of it."""
+    """Unsplit weight: every tensor-parallel rank holds all of it."""
     VOCABULARY = auto()
-    """Cut of the vocabulary by rows; the last rows may be padding, which no Hugging Face weight has."""
+    """Tensor-parallel split of embedding or head by rows of the vocabulary. The last rows may be padding, which no
+    Hugging Face weight has."""
     COLUMNS = auto()
-    """Cut of a weight by columns, its input features."""
+    """Tensor-parallel split of a weight by columns (input features)."""
     GATED = auto()
-    """Cut of a gated feed-forward matrix: a rank holds rows of the gate, and below them those of the up projection."""
+    """Tensor-parallel split of a fused gate and up projection: a rank holds rows of the gate, and below them those of
+    up."""
     HALVES = auto()
-    """Cut of a weight by halves: a rank holds rows of its upper half, and below them the same of its lower half."""
+    """Tensor-parallel split of two matrices stacked in one weight: a rank holds rows of the upper, and below them the
+    same rows of the lower."""
     STACKED = auto()
-    """Several whole weights stacked one below another; every tensor-parallel rank holds all of them."""
+    """Several unsplit weights stacked by rows in one parameter; every tensor-parallel rank holds all of them."""
     QKV = auto()
-    """Cut of a fused QKV matrix, in which each group's query rows are followed by its key rows and value rows."""
+    """Tensor-parallel split of a fused QKV matrix by groups. Each group's query rows are followed by its key rows and
+    value rows."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,11 @@ class Rule:
     from 0."""
     cut: Cut
     layer: str = ""
-    """PEFT's name of the adapted layer; by default the names of the parameter's weights without `.weight`."""
+    """PEFT's name of the adapted layer; if empty, the weights' names without `.weight`."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the Transformers layers that the parameter is made of; empty if no adapter can go on them."""
+        """Names of the Transformers layers that make up the Megatron parameter; empty if LoRA cannot adapt them."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
@@ -144,8 +148,9 @@ def expert_layer(layer: str, expert: int | str) -> str:
 
 
 def _factors(rule: Rule) -> Iterator[Rule]:
-    """Yield the mapping rules of LoRA factors on a layer: B is cut like rows of the layer's weight, A like its columns.
+    """Yield the rules that map LoRA factors of a Megatron layer to those of PEFT.
 
+    B is split like the rows of the layer's weight, A like its columns.
     A fused layer has factors for each of the layers that it joins.
     """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers

@@ -14,7 +14,7 @@ from stages.data.batch import IGNORED
 
 
 def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return the log-probabilities of wanted tokens, float32, 0 where there is no target. Differentiable.
+    """Return log-probabilities of given tokens at every position, float32, 0 where there is no target. Differentiable.
 
     The result has the shape of `wanted` and is the same on every tensor-parallel rank. `logits` is [rows, tokens,
     entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from

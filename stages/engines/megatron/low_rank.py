@@ -52,8 +52,8 @@ class LowRankChange:
     num_joined: int
     """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None
-    """Mask [rows, joined × rank] that keeps the rows of B in a fused layer to their own layer's A; None if no layers
-    are fused."""
+    """Mask of B [rows, joined × rank] in a fused layer such as QKV, so that each joined layer uses only its own A. None
+    if no layers are fused."""
 
     def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         """Add LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this hook to a frozen linear layer."""

@@ -35,7 +35,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
 
 
 def represents_share() -> bool:
-    """Return whether this process contributes its share's loss to sums over the data-parallel shares.
+    """Return whether this process adds the loss of its data-parallel share to sums over all shares.
 
     One process per share does: the one that has the loss.
     """

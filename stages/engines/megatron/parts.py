@@ -1,4 +1,4 @@
-"""Parts of a Megatron model's parameters that one process holds, and their places in Hugging Face weights.
+"""Slices of a Megatron model's parameters that one process holds, and their places in Hugging Face weights.
 
 A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
 weights.
@@ -31,11 +31,11 @@ class Piece:
     length: int
 
     def of_weight(self) -> tuple[slice, ...]:
-        """Return the index of this range of rows or columns in the Hugging Face weight."""
+        """Return the index that selects the shared rows or columns from the Hugging Face weight."""
         return self._index(self.weight_start)
 
     def of_parameter(self) -> tuple[slice, ...]:
-        """Return the index of this range of rows or columns in the Megatron parameter."""
+        """Return the index that selects the shared rows or columns from the Megatron parameter."""
         return self._index(self.parameter_start)
 
     def _index(self, start: int) -> tuple[slice, ...]:
@@ -51,12 +51,12 @@ class Key:
     layer: int
     expert: int
     rule: int
-    """Index of the parameter's mapping to Hugging Face weights among the mappings of its model family."""
+    """Index, in the list of the model family, of the rule that maps the parameter to Hugging Face weights."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a Megatron parameter on one process: number `index` of `count` equal parts by tensor parallelism."""
+    """Tensor-parallel slice of a Megatron parameter on one process: number `index` of `count` equal slices."""
 
     key: Key
     rule: Rule
@@ -64,21 +64,21 @@ class Part:
     count: int
     shape: tuple[int, ...]
     is_copy: bool = False
-    """True if the part is the embedding's copy that serves as the head of another pipeline stage."""
+    """True if the parameter is a copy of the tied embedding, which serves as output head on another pipeline stage."""
     left_out: frozenset[str] = frozenset()
-    """Names of LoRA factors that Megatron's fused layer has, but the Transformers model lacks, since no adapter is
-    there."""
+    """Names of LoRA factors that exist only in Megatron's fused layer, since the recipe adapts just some of the joined
+    layers."""
 
     def weight_names(self) -> list[str]:
-        """Return the names of the Hugging Face weights that make up this part's Megatron parameter."""
+        """Return the names of the Hugging Face weights that make up the Megatron parameter."""
         return [name.format(layer=self.key.layer, expert=self.key.expert) for name in self.rule.weights]
 
     def layer_names(self) -> list[str]:
-        """Return PEFT's names of the layers that make up this part's Megatron parameter."""
+        """Return PEFT's names of the Transformers layers that make up the Megatron parameter."""
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """Return the ranges of rows or columns that the part shares with Hugging Face weights.
+        """Return the ranges of Hugging Face weights (rows or columns) that this process holds of the parameter.
 
         Padding and left-out weights are in none.
         """
@@ -145,7 +145,7 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Return the index of a parameter's mapping to Hugging Face weights, and of its expert in the whole model.
+    """Return the index of the rule that maps a parameter to Hugging Face weights, and the parameter's expert.
 
     The expert's index is 0 for a parameter that belongs to no expert.
     """
@@ -161,7 +161,7 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Return the index of this process's part of a parameter, and the number of parts (tensor parallelism).
+    """Return the index of this process's tensor-parallel slice of a parameter, and the number of slices.
 
     They are 0 and 1 for an uncut parameter.
     """
@@ -176,7 +176,7 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks of Megatron's QKV matrix from top to bottom.
+    """Yield the row blocks of Megatron's fused QKV matrix in order: each group's queries, keys and values.
 
     A block is a weight name, its first row, and its number of rows.
     """
@@ -189,8 +189,9 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
 
 
 def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
-    """Yield the rows of stacked weights that lie in a window of `num_rows` rows that begins at `first_row`.
+    """Yield the overlaps of stacked Hugging Face weights with the rows that one process holds of the stack.
 
+    These are `num_rows` rows from `first_row` on.
     blocks: weight name, its first row and number of rows, stacked from top to bottom.
     """
     top = 0

@@ -30,7 +30,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 second argument has the positions, [1, tokens]."""
 
 FP8_ROWS = 16
-"""Number by which the rows of an operand must be divisible in matrix products in 8 bits."""
+"""Number that must divide the tokens of a process for matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
 """Function that computes values of each token, such as log-probabilities, from logits split over ranks. The result,
@@ -41,8 +41,8 @@ the vocabulary.
 """
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function of a micro-batch's log-probabilities and training signal, such as a loss. Returns a value to differentiate
-and a result to keep."""
+"""Function that turns a micro-batch's log-probabilities and training signal into a value to differentiate, such as a
+loss, and a result to keep."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pipeline:
         backward: bool,
         of_logits: OfLogits = wanted_log_probabilities,
     ) -> list[Tensor]:
-        """Run micro-batches forward, and backward if asked; return the results of `consume` for each of them.
+        """Run micro-batches through the pipeline, forward and optionally backward; return one result for each.
 
         The list is empty except on the last pipeline stage. Gradients are summed.
         """

@@ -26,7 +26,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 @dataclass(frozen=True)
 class Block:
-    """Rectangle of a Transformers weight that lies in a flattened Megatron parameter, from element `start` on."""
+    """Block (rectangle) of a Transformers weight whose elements are consecutive in a flattened Megatron parameter."""
 
     weight: str
     weight_shape: tuple[int, ...]
@@ -36,17 +36,17 @@ class Block:
 
     @property
     def is_first(self) -> bool:
-        """True if the rectangle contains the weight's first element."""
+        """True if the block contains the first element of the Transformers weight."""
         return not any(self.offset)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Range of a parameter part on this process, with the fp32 master weights and Adam moments of that range."""
+    """Range of a Megatron parameter's elements on this process, with their fp32 master weights and Adam moments."""
 
     part: Part
     start: int
-    """Index of the shard's first element in the flattened parameter part."""
+    """Index of the optimizer shard's first element in this process's flattened slice of the parameter."""
     master: Tensor
     """Fp32 master weights of the shard, in any shape with as many elements as the shard."""
     optimizer: torch.optim.Optimizer
@@ -72,11 +72,11 @@ class Shard:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        """Adam's moments `exp_avg` and `exp_avg_sq` of the shard, fp32, as large as `master`."""
+        """Adam's moments `exp_avg` and `exp_avg_sq` of the optimizer shard, fp32, as large as its master weights."""
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def blocks(self, model: ModelShape) -> Iterator[Block]:
-        """Yield the rectangles of Transformers weights that the shard covers, without padding.
+        """Yield the blocks (rectangles) of Transformers weights that the optimizer shard covers, without padding.
 
         Their `start` counts from the shard's first element.
         """
@@ -152,8 +152,9 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the rectangles of a Hugging Face weight in a range of a flattened Megatron parameter, for checkpoints.
+    """Yield the blocks (rectangles) of a Hugging Face weight in a range of a Megatron parameter, for checkpoints.
 
+    The range is of the flattened parameter.
     piece: the shared rows or columns.
     The rectangles are at most the end of a row, whole rows, and the beginning of a row.
     """
@@ -171,13 +172,13 @@ def _blocks(
 
 
 def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
-    """Convert row and column in a Megatron parameter to those in the Hugging Face weight."""
+    """Convert row and column of an element in a Megatron parameter to its row and column in the Hugging Face weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
-    """Convert a rectangle of a tensor in a weight file to a rectangle of the weight that Transformers makes of it.
+    """Convert a block (rectangle) of a weight as stored in files to its block of the weight that Transformers loads.
 
     In Transformers, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows,
     columns], and down.
@@ -199,7 +200,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """Convert a rectangle of one expert's LoRA factor to a rectangle of the factor that holds all experts.
+    """Convert a block (rectangle) of one expert's LoRA factor to its block in the factor that holds all experts.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

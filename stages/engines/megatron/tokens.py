@@ -25,7 +25,7 @@ class TokenSplit:
     """Assignment of one micro-batch's tokens to context-parallel ranks."""
 
     lengths: tuple[int, ...]
-    """Number of tokens of every document, padding included; they add up to ranks × tokens of a rank."""
+    """Length of every document in tokens, padding included. The lengths add up to the tokens of all ranks."""
     origins: Tensor
     """Index in the flattened rows of each token that a rank holds, int64 [ranks, tokens of a rank]; `num_tokens` for
     padding."""
@@ -46,7 +46,7 @@ class TokenSplit:
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        """Return a copy of the assignment of tokens to ranks on `device`."""
+        """Return a copy of this split of tokens over context-parallel ranks, with its tensors on `device`."""
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 

@@ -101,8 +101,9 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """Return all parts of each parameter over all processes, each with the rank of a process that holds it. Collective.
+    """Return the tensor-parallel slices of each parameter over all processes, each with the rank that holds it.
 
+    Collective.
     Parameters are in the order in which weights are written.
     """
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
@@ -115,7 +116,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
 
 
 def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """Send a parameter's part from the rank that holds it to rank 0, which returns it; other ranks return None."""
+    """Send a parameter's tensor-parallel slice from its owner to rank 0, which returns it; others return None."""
     if owner == 0:
         return local
     if local is not None:
@@ -129,7 +130,7 @@ def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch
 
 
 def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
-    """Copy a parameter's part into the Hugging Face weights, which are allocated when their first part comes."""
+    """Copy a parameter's tensor-parallel slice into the Hugging Face weights, allocated at their first slice."""
     for name, shape in part.weight_shapes(model).items():
         if name not in weights:
             weights[name] = torch.empty(shape, dtype=tensor.dtype)
