@@ -100,7 +100,10 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """Of several runs that were due while the servers were down, only one starts; the others are marked as missed."""
+    """Only the latest of several runs that were due while the servers were down starts.
+
+    The last run before the latest one is marked as superseded, all earlier runs as missed.
+    """
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
