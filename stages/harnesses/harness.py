@@ -27,7 +27,7 @@ from stages.serving.served_models import ServedModel
 
 
 class GenerationConfig(StrictModel):
-    """Generation settings for questions of a task that sets none itself."""
+    """Default generation settings, for the questions of a task that sets none itself."""
 
     max_tokens: PositiveInt = Field(
         512, description="Largest number of tokens in an answer; longer answers are cut off."

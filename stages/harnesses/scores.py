@@ -15,7 +15,7 @@ NO_FILTER = "none"
 
 
 def zero_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Return the names of scores that are 0 where higher is better, to warn of them.
+    """Return the names of scores that are 0 although higher is better, so that the user can be warned.
 
     Most often the model does not know the prompt's format.
     scores: of a harness (`stages/harnesses/harness.py`).

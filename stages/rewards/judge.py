@@ -287,8 +287,9 @@ class AskedJudge:
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Return the judge's score of each completion with its answers; a missing score is no error.
+        """Return the judge's score of each completion, with its answers.
 
+        The score is None where the judge gave no number.
         Otherwise raises as `scores` does.
         """
         self._check_cost(completions)

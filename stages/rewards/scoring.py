@@ -21,7 +21,8 @@ from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192
-"""Number of tokens in a batch for the reward model, padding included."""
+"""Number of tokens, padding included, up to which a batch for the reward model is filled; a longer text is scored
+alone."""
 
 
 class Scorer:

@@ -1,5 +1,6 @@
-"""EvalScope as an evaluation harness, which asks question sets (scored by exact match) and its own benchmarks as chats.
+"""EvalScope as an evaluation harness, for question sets (scored by exact match) and its own benchmarks.
 
+It asks all questions as chats.
 EvalScope runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the
 server over HTTP.
 """

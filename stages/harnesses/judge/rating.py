@@ -139,7 +139,7 @@ def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str,
 
 
 def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the judge's scores in the schema of harnesses (`stages/harnesses/harness.py`).
+    """Return the judge's scores in the schema that all evaluation harnesses share (`stages/harnesses/harness.py`).
 
     `versions` names judge and scale, so that only samples of the same judge and scale can be paired.
     """

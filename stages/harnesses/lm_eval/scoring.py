@@ -234,7 +234,7 @@ def _is_of_connection(error: Exception) -> bool:
 
 
 def _samples_of(task: Any) -> str:
-    """Return a description of a task's splits and columns, for an error message; empty if they were not read."""
+    """Return a description of a task's splits and columns for an error message; empty if its data were not read."""
     splits = getattr(task, "dataset", None)
     if not isinstance(splits, dict) or not splits:
         return ""

@@ -146,7 +146,7 @@ class TaskFolder:
 
     @property
     def uses_hub(self) -> bool:
-        """Return whether a task of the folder needs data or tasks from outside it, and so may ask the hub."""
+        """Return whether a task in the user's folder needs datasets or other tasks from outside the folder."""
         return bool(self.hub_datasets or self.members_elsewhere)
 
 

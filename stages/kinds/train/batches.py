@@ -34,7 +34,7 @@ before training: few, but enough to find the main directions of the layers' inpu
 
 
 class TrainingData(Protocol):
-    """Everything that a run learns from: rows of datasets, or prompts that the model answers.
+    """Training data of a run (protocol): rows of datasets, or prompts that the model answers.
 
     longest_document: its length in tokens.
     conversations: whether the documents are chats, rendered by a template.
@@ -98,7 +98,7 @@ class Batches(Protocol):
         """
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        """Return metrics of the step's data, such as dataset shares or sampling times.
+        """Return metrics of a training step's data, such as dataset shares or sampling times.
 
         update_s: seconds that the optimizer step took.
         """

@@ -361,7 +361,7 @@ def idle_fields(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
-    """Yield the config fields of sampling and teachers that have no effect, as dotted paths, with the reason."""
+    """Yield config fields on sampling or teachers that have no effect in this training, with the reason."""
     if config.rollouts:
         yield from ((f"data.{field}", why) for field, why in IDLE_DATA.items())
     sampling, block = config.sampling, config.sampling_block

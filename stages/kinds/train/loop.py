@@ -41,7 +41,7 @@ RISEN = 1.02
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything that the training loop works with: engine, data, checkpoints, journal."""
+    """State of a training run that the training loop works with: engine, loss, data, checkpoints and metric log."""
 
     config: TrainConfig
     engine: Engine

@@ -140,7 +140,7 @@ class RowData:
         return first_batches(training, islice(rows, len(training)), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """Return the source of batches, with reference log-probabilities of the rows that need them.
+        """Return the source of this process's micro-batches; reference log-probabilities are computed first, if needed.
 
         last_step: the training step up to which rows are learned from.
         """

@@ -71,7 +71,7 @@ def check_teacher(config: TrainConfig, models: InputModels) -> Iterator[Lifecycl
 def server_problems(
     asked: TeacherTokens, execution: TrainExecution, model: ModelFacts, *, trust_remote_code: bool
 ) -> Iterator[LifecycleError]:
-    """Yield problems of a teacher that runs on a server, after asking it about a few tokens."""
+    """Check by a request of a few tokens that the teacher's server suits the model; yield the problems."""
     try:
         if too_many := _too_many(asked, model.vocabulary_size):
             yield too_many

@@ -52,7 +52,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the recipe's `dpo` block that the losses need."""
+    """Options in the recipe's `dpo` block that the loss functions read."""
 
     beta: float
     label_smoothing: float

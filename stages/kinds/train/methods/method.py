@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from stages.engines.loss import Loss
 
 BatchChange = Callable[["Batch"], "Batch"]
-"""Function by which a training method changes each batch; its `repr` is part of a cache key, so it must say everything
-that decides the result."""
+"""Function by which a training method changes the targets or weights of each batch. Its `repr` is part of a cache key,
+so it must say everything that decides the result."""
 
 
 class TeacherServer(StrictModel):
@@ -74,7 +74,7 @@ class Method:
     name: str
     """Name of the method in a recipe's `method:`, and of the recipe's field that holds its options."""
     rows: RowKind
-    """Kind of rows that the training method learns from."""
+    """Kind of data that the method learns from: examples, preference pairs, labelled answers or prompts."""
     build_loss: Callable[[Any], Loss]
     options: type[StrictModel] | None = None
     """Config class of the method's options, all of which have defaults; None: no options."""

@@ -151,7 +151,7 @@ class RolloutBatches:
         return self._judge
 
     def _clear(self, path: Path) -> None:
-        """Remove files of sampled completions that no resumed run can need, and those of an earlier attempt."""
+        """Remove files of sampled completions that are no longer needed to resume, and those of an earlier attempt."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):

@@ -61,9 +61,9 @@ class OnPolicyBatches:
     """File of sampled answers, which rank 0 writes and every process reads."""
     watchdog: Watchdog
     samples: SampleFile | None
-    """File of answers for people to read, on rank 0 only."""
+    """File of sampled answers for people to read; None except on process rank 0."""
     decode: Callable[[Sequence[int]], str]
-    """Function that decodes token ids to text, for the file of answers."""
+    """Function that decodes token ids to text, for the file of sampled answers."""
     measured: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -131,7 +131,10 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return the micro-batches of answers for one data-parallel rank, at the temperature of the loss."""
+        """Return a data-parallel rank's micro-batches of sampled answers.
+
+        They carry the temperature of the distillation loss.
+        """
         batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
 

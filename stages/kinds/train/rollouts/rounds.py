@@ -146,7 +146,7 @@ def request_seed(*numbers: int) -> int:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the population standard deviation."""
+    """Return the population standard deviation of the values."""
     return float(np.std(values))
 
 
