@@ -222,7 +222,10 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return how far an interrupted run of the stage got, by its scratch folder, in any unit; 0 if unknown."""
+        """Return how far an interrupted run got, such as training steps, to see whether retries make progress.
+
+        Any unit may be used. 0 if unknown.
+        """
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
@@ -352,7 +355,7 @@ def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
 
 
 def nearest_base(by_field: Mapping[str, T]) -> T:
-    """Return the value of field `base`, the base model of an adapter, or else of `model`, from which it was trained."""
+    """Return the value by field `base` (an adapter's base model), or without one, the value by field `model`."""
     return by_field.get("base") or by_field["model"]
 
 
@@ -426,7 +429,7 @@ class StageResult(StrictModel):
     lease: Lease | None = None
 
     def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
-        """Return the result marked as unusable by a tag that holds the errors which the stage found.
+        """Return a copy of the result with a tag that marks the artifact as unusable and holds the stage's errors.
 
         The first error's class stands for all.
         """

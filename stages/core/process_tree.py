@@ -31,8 +31,8 @@ TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secr
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
-"""Shortest and longest interval in seconds between looks at which shared memory the supervised processes use, to remove
-it at their end. Most is mapped in the first seconds."""
+"""Shortest and longest interval in seconds between checks of the shared memory that supervised processes use. It is
+removed at their end; most of it is mapped in the first seconds."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001

@@ -34,12 +34,12 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 MAX_ANSWER_BYTES = 256 << 20
 PIECE_BYTES = 1 << 16
-"""Number of bytes written at once to a program's standard input, the capacity of a pipe."""
+"""Number of bytes written at once to a helper process's standard input, the capacity of a pipe."""
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
-"""Home directory, which does not exist, of programs that need none. A real folder would be left behind if a process
-were killed."""
+"""Home directory, which does not exist, of helper processes that need none. A real folder would be left behind if a
+process were killed."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)

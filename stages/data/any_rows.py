@@ -199,7 +199,7 @@ class AnyRowReader:
         return row
 
     def _choose(self, first_row: dict[str, Any]) -> None:
-        """Choose the reader of the dataset's format: of the formats that fit the first row, that with most columns."""
+        """Choose the reader that fits the first row: for prompts, or for the fitting format with the most columns."""
         if is_prompt_alone(first_row):
             self._prompts, self._columns = PromptReader(None), "prompts alone"
             return

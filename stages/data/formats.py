@@ -163,7 +163,7 @@ class RowReader:
     """Reader that turns the rows of one dataset, all in the format of the first row, into documents."""
 
     def __init__(self, wanted: DataFormat, rows: RowKind, columns: Mapping[str, str] | None = None) -> None:
-        """Create a reader for the format `wanted`. columns: new name of each column to rename."""
+        """Create a reader of dataset rows in the given format. columns: new name of each column to rename."""
         self._wanted = wanted
         self._rows = rows
         self._columns = columns or {}

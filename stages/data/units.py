@@ -120,7 +120,7 @@ class AnswerCheck:
     """Checks that each answer has text, and that the model has an embedding for every token."""
 
     def __init__(self, special_tokens: Sequence[str], vocabulary_size: int | None) -> None:
-        """Create the checks for a tokenizer's special tokens and a model's vocabulary size (None if unknown)."""
+        """Create the checks of answers. vocabulary_size: that of the model; None if unknown."""
         written = [
             r"\s",
             INVISIBLE,

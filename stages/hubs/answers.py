@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from stages.core.errors import TransientError
 
 PLANNING_LIMIT_S = 0.8
-"""Time limit in seconds for all questions to hubs while a refresh is planned, so that a plan takes at most 2 s."""
+"""Time limit in seconds for all requests to hubs while a refresh is planned, so that a plan takes at most 2 s."""
 PLANNING_OFFLINE_LIMIT_S = 10.0
 """Time limit in seconds for checks that need no network while a refresh is planned. Hashes have `PLANNING_ATTEMPT_S`
 each; everything else takes no time, unless the machine is busy or a disk does not answer."""

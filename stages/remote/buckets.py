@@ -119,7 +119,7 @@ class Bucket:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open an object in a bucket for reading at any position, given its pointer (used by `open_file`).
+    """Open an object in a bucket for reading at any position, given its address, size and tag (`Pointer`).
 
     Ranges are requested by name alone, so an object that is replaced meanwhile is only detected at the end.
     """

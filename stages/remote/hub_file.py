@@ -54,7 +54,7 @@ def authorization() -> dict[str, str]:
 
 @contextmanager
 def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
-    """Open a file on the Hugging Face hub for reading at any position, given its pointer (used by `open_file`)."""
+    """Open a file on the Hugging Face hub for reading at any position, given its address, size and tag (`Pointer`)."""
     from huggingface_hub import hf_hub_url
 
     named = ADDRESS.fullmatch(pointer.address)
