@@ -72,7 +72,7 @@ def _work(run: LoggedRun) -> str:
 
 
 def _place(run: LoggedRun) -> tuple[str, int]:
-    """Return a run's sort key: runs of a comparison follow all others, in the order of the comparison's layouts."""
+    """Return the key by which compared runs are sorted. Runs of a comparison come last, in the order of its layouts."""
     comparison, _, number = run.tags.get(COMPARISON_IDENTITY, "").partition("/")
     return comparison, int(number or 0)
 

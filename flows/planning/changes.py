@@ -91,7 +91,7 @@ def keep_contents(folder: Path, digest: str, path: Path) -> None:
 
 
 def kept_contents(folder: Path, digest: str) -> Contents | None:
-    """Return the file contents that an earlier plan recorded under a hash, or None without an undamaged record."""
+    """Return the file contents that an earlier plan recorded under a hash; None for a missing or damaged record."""
     note = folder / f"{digest}.json"
     try:
         contents = CONTENTS.validate_json(note.read_bytes())

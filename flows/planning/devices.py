@@ -69,7 +69,7 @@ def check_devices(planned: Plan) -> None:
 
 
 def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
-    """Yield a note on each stage that divides its devices, between training and sampling for example."""
+    """Yield a note on each stage that divides its GPUs or cores, for example between training and sampling."""
     for name in chosen:
         config = recipe.stages[name]
         if roles := config.device_roles(VISIBLE_DEVICES, _named(config)):

@@ -135,12 +135,12 @@ class Survey:
 
     @property
     def bad_fraction(self) -> float:
-        """Return the larger share of bad rows, among training or held-out rows, rounded up to a percent."""
+        """Return the share of bad rows, rounded up to a percent: the larger one of training and held-out rows."""
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 
     def add_bad(self, place: Place, reason: str, *, held_out: bool) -> None:
-        """Count a bad row, and describe the first one for a message."""
+        """Count a bad row, and keep the place and reason of the first one for an error message."""
         self.bad_rows[held_out] += 1
         self.first_bad = self.first_bad or f"{place} {reason}"
 

@@ -14,7 +14,7 @@ from flows.recipe.text import closest, show
 from stages.kinds.registry import KINDS
 
 MAX_PROBLEMS = 100
-"""Most problems in one error message; finding close names for more takes too long."""
+"""Most problems in one error message, since finding a similar name for each problem takes time."""
 
 OF_OTHERS = {
     "max_length": "sequence_length",
@@ -82,7 +82,7 @@ def _close_literal(details: ErrorDetails) -> str:
 
 
 def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
-    """Return a hint at the field that an unknown one may mean: one with its name elsewhere, or with a similar name."""
+    """Return a hint for an unknown field: a field with the same name elsewhere, or one with a similar name."""
     name = str(location[-1])
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:

@@ -28,7 +28,7 @@ BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_DIGITS = 100
 MAX_INTEGER = 2**63 - 1
 MAX_WORDS, MAX_WORD_CHARACTERS = 256, 100
-"""Most known words with which a misspelt word is compared, and the longest word that is compared."""
+"""Most known words with which a misspelt word is compared for a hint, and length of the longest word compared."""
 
 
 class RecipeLoader(BaseLoader):

@@ -75,7 +75,7 @@ def canonical_json(value: JsonValue) -> str:
 
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
-    """Return the fields in which two identities differ, sorted by their path in the recipe.
+    """Return the fields in which the identities of two artifacts differ, sorted by their path in the recipe.
 
     Unset and empty on one side equals absent on the other. Of a mapping that is empty on one side, the other's entries
     are listed.

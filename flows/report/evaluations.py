@@ -39,7 +39,7 @@ def scores(record: RefreshRecord) -> Iterator[Score]:
 
 
 def promotions(record: RefreshRecord) -> Iterator[Promotion]:
-    """Yield the result of each promotion stage of a refresh that has reached its decision."""
+    """Yield the results of a refresh's promotion stages that have decided whether to promote."""
     for name, entry in record.stages.items():
         if entry.verdict and entry.artifact and (entry.artifact / VERDICT_FILE).is_file():
             yield _promotion(name, entry, entry.artifact)

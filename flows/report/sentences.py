@@ -37,7 +37,7 @@ def fastest(layouts: Sequence[Row]) -> str:
 
 
 def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
-    """Return a sentence on the result of a refresh: whether there is a new champion, or else failures or a score."""
+    """Return a sentence on the result of a refresh: whether there is a new champion, else failures or a score."""
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."
     failed = [name for name, entry in record.stages.items() if entry.state == "failed"]

@@ -124,7 +124,11 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Yield the data that each training stage learned from; older runs have recorded no document lengths."""
+    """Yield the dataset shares and document lengths that each training stage learned from.
+
+    Runs of older versions have recorded no document lengths.
+    Runs of older versions have recorded no document lengths.
+    """
     for name, entry in record.stages.items():
         data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
         if data.lengths or data.shares:

@@ -55,7 +55,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bench:
-    """Resources that all trial runs of a layout comparison share. inputs: artifact folders by stage name."""
+    """Resources that all trial runs of a layout comparison share, such as the launcher.
+
+    inputs: artifact folders by stage name.
+    """
 
     store: Store
     inputs: Mapping[str, Path]

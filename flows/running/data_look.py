@@ -35,7 +35,8 @@ from stages.hubs.registry import HUBS
 from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
-"""Most bytes of local files that `lifecycle data` copies into the store without `--download`; that takes seconds."""
+"""Most bytes of local files that `lifecycle data` copies into the store without the option `--download`. Copying as
+much takes seconds."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
-"""Name of the Prefect flow for comparisons of layouts, so that notifications for refreshes do not match it."""
+"""Name of the Prefect flow for layout comparisons. It differs from the refresh flow's, so that notifications for
+refreshes leave comparisons out."""
 REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 

@@ -45,7 +45,7 @@ from stages.core.errors import LifecycleError, RefreshStoppedError, error_classe
 from stages.kinds.check.config import InputProblem
 
 COMPARISON_CLOSE_TIMEOUT_S = 120.0
-"""Seconds to wait for a comparison to be copied to MLflow, which happens only at its end."""
+"""Seconds to wait for a comparison to be copied to MLflow, since it is copied only at its end."""
 
 
 class LiveServers:

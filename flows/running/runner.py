@@ -58,7 +58,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Built:
-    """Stage whose artifact exists, built or found in the store.
+    """Stage whose artifact exists, either built by this refresh or found in the store.
 
     server: the running server of a serve stage of this refresh.
     """
@@ -74,7 +74,7 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics that the stage recorded."""
+        """Return the final metrics that the stage recorded with its artifact."""
         return final_result(self.artifact).metrics
 
 
@@ -92,10 +92,13 @@ class AttemptEnd:
 
 
 class Observer(Protocol):
-    """Interface of observers that follow a running stage, called in the thread that runs it."""
+    """Interface of observers that follow a running stage, for example to record its events in the ledger.
+
+    Methods are called in the thread that runs the stage.
+    """
 
     def waiting(self) -> None:
-        """Handle the wait for another process that builds the same artifact; called every 0.2 s."""
+        """Handle the wait for another process that is building the same artifact. Called every 0.2 s of the wait."""
 
     def started(self, attempt: Attempt) -> str | None:
         """Handle the start of an attempt at a stage; called before the stage's process starts.
@@ -104,7 +107,10 @@ class Observer(Protocol):
         """
 
     def tick(self) -> None:
-        """Handle the passing of time; called about every 0.3 s while a stage's process runs, and once after its end."""
+        """Do an observer's periodic work.
+
+        Called about every 0.3 s while a stage's process runs, and once after its end.
+        """
 
     def ended(self, end: AttemptEnd) -> None:
         """Handle the end of an attempt at a stage, after its artifact was stored or it failed.
@@ -164,7 +170,7 @@ def run_stage(
 
 
 def raise_finding(built: Built) -> None:
-    """Raise the error for an artifact that its own stage judged unusable, if it did; stop the artifact's server."""
+    """Raise an error if the stage that made an artifact judged it unusable, and stop the artifact's server then."""
     if refusal := built.record.refusal(built.artifact):
         if built.server:
             built.server.stop()

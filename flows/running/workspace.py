@@ -24,8 +24,8 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, *SERIES, LOG_FILE})
-"""Files in a work folder that an attempt keeps from the previous one; all others are removed, so that no old result is
-committed."""
+"""Files that a new attempt keeps from the previous one in the same work folder. All others are removed, so that no old
+result gets into the artifact."""
 
 
 @dataclass(frozen=True)

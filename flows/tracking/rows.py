@@ -75,8 +75,9 @@ def acceptable(name: str) -> str:
 
 
 def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Return a stage's final metrics to log at its last step, without values that were already logged there.
+    """Return a stage's final metrics, to log at its last step.
 
+    Values that were already logged at that step are left out.
     The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
     it as another point of the curve.
     """

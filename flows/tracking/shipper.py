@@ -125,7 +125,10 @@ class Shipper:
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
-        """Copy new metric values of an attempt to MLflow; return whether it is over and MLflow has all of it."""
+        """Copy a stage attempt's new metric values to MLflow.
+
+        Return whether the attempt is over and MLflow has all of its values.
+        """
         known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
@@ -337,7 +340,7 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the copying process finish, for at most `timeout_s`; anything left is copied by the next refresh.
+        """Let the process that copies to MLflow finish, for at most `timeout_s`. The next refresh copies anything left.
 
         A process that was killed meanwhile is replaced first.
         """

@@ -85,7 +85,7 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
 
 
 def table_of(file: Path) -> dict[str, list[Any]]:
-    """Return a JSON-lines file as MLflow stores a table: `columns` and `data`, a list of rows.
+    """Convert a JSON-lines file to the form in which MLflow stores a table: `columns` and `data`, a list of rows.
 
     At most `MOST_ROWS` rows, evenly spaced. The values of an object have columns of their own: `rewards.right`.
     """

@@ -74,7 +74,7 @@ def _without_recomputation(case: StepCase) -> StepCase:
 
 
 def weight_workspace(shape: ModelShape, workload: Workload) -> float:
-    """Return the temporary bytes of the largest linear weight as used: dequantized, or with its DoRA adapter added."""
+    """Return the temporary bytes of the largest linear weight when dequantized, or merged with its DoRA adapter."""
     adapter = workload.adapter
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer] if adapter else []
     if adapter is None or not linears:

@@ -209,7 +209,7 @@ def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
 
 @lru_cache(maxsize=256)
 def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
-    """Count the values per token that adapters of experts and routers keep for backward, over all layers.
+    """Count the activation values per token that adapters of experts and routers keep for backward, over all layers.
 
     An adapter with LoRA factor A keeps A x.
     """

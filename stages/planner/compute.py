@@ -82,7 +82,7 @@ class LayerWork:
 
     @property
     def size(self) -> int:
-        """Bytes of one activation element."""
+        """Bytes of one activation value."""
         return 4 if self.precision == "fp32" else 2
 
 

@@ -122,8 +122,8 @@ class EngineCosts(ABC):
     merges_experts: ClassVar[bool]
     """True if an adapter of experts is merged into their weights before use; False if its output is added to theirs."""
     skips_frozen_start: ClassVar[bool]
-    """True if layers before the first trainable one keep no activations; False if they do, since the frozen embedding's
-    output requires gradients."""
+    """True if layers before the first trainable one keep no activations. False if they do, because the frozen
+    embedding's output requires gradients."""
     more_with_batch: ClassVar[bool]
     """True if a larger micro-batch never takes less memory, so that the search can stop at the first one that does not
     fit."""

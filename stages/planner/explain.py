@@ -11,7 +11,7 @@ from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
-"""Smallest share of the step time at which a kind of work (such as communication) is named in an explanation."""
+"""Smallest share of the step time at which an explanation of a layout names a kind of work, such as communication."""
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",
@@ -89,7 +89,7 @@ def _slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _of_other_degrees(candidates: Sequence[Candidate], seen: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first layout of each combination of parallel degrees (tp, pp, …) that no layout in `seen` has."""
+    """Return the first layout for each combination of engine and parallel degrees that no layout in `seen` has."""
     met = {_degrees(one.engine, one.layout) for one in seen}
     others = []
     for candidate in candidates:

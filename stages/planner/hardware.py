@@ -25,11 +25,11 @@ class Efficiency:
     matmul: float = 0.80
     """Share of peak FLOP/s reached by a matrix product that is large in every dimension."""
     matmul_half_waves: float = 1.125
-    """Number of waves (output tiles over processors) at which a matrix product reaches half of the rate `matmul`."""
+    """Number of output tiles per processor at which a matrix product reaches half of the rate `matmul`."""
     matmul_half_depth: float = 109.0
     """Length of the summed dimension at which a matrix product reaches half of the rate `matmul`."""
     grouped: float = 0.62
-    """Rate of the experts' grouped matrix products, relative to dense matrix products."""
+    """Speed of the experts' grouped matrix products, relative to that of dense matrix products."""
     attention: float = 0.5
     """Share of peak FLOP/s reached by a fused attention kernel."""
     attention_in_eight_bits: float = 1.25

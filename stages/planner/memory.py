@@ -38,18 +38,18 @@ class StageMemory:
     gradients: float
     optimizer: float
     activations: float
-    """GiB of activations kept for the backward pass, of all micro-batches in flight."""
+    """GiB of device memory for activations kept for the backward pass, of all micro-batches in flight."""
     workspace: float
-    """GiB of recomputed activations and of activation gradients in the layer that runs backward."""
+    """GiB of device memory for recomputed activations and activation gradients in the layer that runs backward."""
     logits: float
     communication: float
-    """GiB of gathered parameters and of buffers for messages."""
+    """GiB of device memory for gathered parameters and for buffers of messages."""
     runtime: float
-    """GiB of driver, libraries, communicators' buffers and memory fragmentation."""
+    """GiB of device memory for driver, libraries, communicators' buffers and memory fragmentation."""
 
     @property
     def total(self) -> float:
-        """Total GiB over all uses."""
+        """Total GiB of device memory over all uses."""
         return sum(vars(self).values())
 
 
@@ -63,7 +63,7 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> StageMemory:
-        """Memory of the pipeline stage that uses most."""
+        """Memory of the pipeline stage that uses most device memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
@@ -130,7 +130,10 @@ def _kept_activations(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
-    """Return the share of a pipeline stage's layers that keep activations for the backward pass."""
+    """Return the share of a pipeline stage's layers that keep activations for backward.
+
+    Frozen layers before the first trained one may keep none.
+    """
     if case.workload.adapter is None or not case.engine.skips_frozen_start:
         return 1.0
     return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers

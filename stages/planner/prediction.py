@@ -71,7 +71,7 @@ def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib
 
 
 def alternatives(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Return the five fastest layouts that fit, as alternatives to record beside the chosen one."""
+    """Return the five fastest layouts that fit in memory, recorded as alternatives to the chosen one."""
     return fitting_layouts(request)[:NUM_ALTERNATIVES]
 
 

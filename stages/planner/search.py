@@ -24,7 +24,7 @@ LARGEST_MICRO_BATCH_TOKENS = 65536
 NEAR_MISS = 1.6
 """Largest ratio of predicted to available memory up to which a step time is predicted for layouts that do not fit."""
 UNCERTAINTY = 0.1
-"""Assumed relative error of predicted memory: the true value may be that much lower or higher."""
+"""Assumed relative error of predicted memory: actual memory may be higher or lower by this share."""
 MemoryFit = Literal["fits", "tight", "does not fit"]
 
 
@@ -144,7 +144,7 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 def _with_memory(
     request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
 ) -> tuple[Layout, MemoryEstimate]:
-    """Return a layout's predicted memory, and the layout with `accumulate: auto` resolved to what fits.
+    """Return a layout's predicted memory, and the layout with `accumulate: auto` replaced by a value that fits.
 
     `accumulate: auto` becomes `sharded` if unsharded gradients do not fit.
     """

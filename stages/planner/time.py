@@ -27,7 +27,7 @@ from stages.planner.workload import Software, Workload
 
 @dataclass(frozen=True)
 class TimeParts:
-    """Seconds of an optimizer step by kind of work; communication counts only where compute does not hide it."""
+    """Seconds of an optimizer step by kind of work. Communication counts only as far as compute does not hide it."""
 
     compute: float
     recompute: float

@@ -24,8 +24,8 @@ class Passes:
     before_training: int = 0
     """Number of forward passes over each row before training, such as those of DPO's reference model."""
     each_step: float = 0
-    """Number of forward passes over a step's rows before the model learns from them; a fraction if only some steps have
-    one."""
+    """Number of forward passes over a training step's rows before the model learns from them. A fraction means that
+    only some steps have one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Workload:
     """Precision of training: bf16 with master weights in fp32; fp8 and fp4 likewise, with the layers' matrix products
     in 8 or 4 bits."""
     passes: Passes = Passes()
-    """Forward passes that the method computes in addition to the one that learns."""
+    """Forward passes that the training method computes beside the one that is followed by a backward pass."""
     scores_documents: bool = False
     """True if the model ends in a single score instead of logits over the vocabulary, as a reward model does."""
     adapter: LowRank | None = None
@@ -115,8 +115,8 @@ class Software:
     gradient_copy_bytes: int = 0
     """Bytes of a second copy of each gradient, such as one in bf16 beside fp32; 0: no copy."""
     optimizer_bytes: int = 12
-    """Bytes per trained parameter of master weight, moments and anything sharded with them; it does not apply to fp32
-    training."""
+    """Bytes per trained parameter of master weight, moments and anything sharded with them. The number does not apply
+    to fp32 training."""
     overlaps_gradients: bool = True
     """True if gradients are reduced while the backward pass still runs."""
     overlaps_layers: bool = False
@@ -126,7 +126,7 @@ class Software:
     chunked_logits: bool = True
     """True if logits are computed for one chunk of tokens at a time."""
     fused_cross_entropy: bool = False
-    """True if logits (not chunked) are kept in 16 bits only, and their gradient overwrites them."""
+    """True if logits that are not chunked are kept in 16 bits only, and their gradient overwrites them."""
     gathers_gradients: bool = True
     """True if FSDP with `accumulate: auto` keeps unsharded gradients and reduces them only in the last micro-batch."""
     keeps_every_second_product: bool = False
