@@ -1,4 +1,4 @@
-"""Look-up of champions in MLflow, of their artifacts, and of the artifacts that garbage collection must keep."""
+"""Champions in MLflow: look-up of registered versions, of their artifacts, and of what garbage collection must keep."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def find_version(registry: Registry, uri: str) -> RegisteredVersion:
 
 
 def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
-    """Return an artifact of a registered version by its key, `KIND/VERSION`.
+    """Return an artifact that a registered version points to, by the artifact's key, `KIND/VERSION`.
 
     Raises StoreError when the store lacks the artifact.
     """
@@ -118,7 +118,7 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Return a registered model with its evaluations, so that `lifecycle lineage` or `diff` can describe it.
+    """Return a registered model, its artifact and its evaluations, for `lifecycle lineage` and `diff`.
 
     Its URI is `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
     Raises what MLflow does, StoreError when the artifact is not here.

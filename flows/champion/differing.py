@@ -20,7 +20,7 @@ COMMIT_CHARACTERS = 12
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two sides of a comparison: the artifacts of a refresh or a model, with its evaluation scores.
+    """Artifacts and evaluation scores of one of the two models, artifacts or refreshes that are compared.
 
     root: where one artifact is compared, and not a refresh.
     unbuilt: stages of a refresh without an artifact → their states.
@@ -52,7 +52,7 @@ class Differences(StrictModel):
 
     @property
     def none(self) -> bool:
-        """Return whether the two compared sides do not differ at all."""
+        """Return whether the two compared models, artifacts or refreshes do not differ at all."""
         return not (self.data or self.config or self.code or self.stages or self.scores or self.rebuilt)
 
     def by_heading(self) -> dict[str, tuple[str, ...]]:
@@ -68,7 +68,7 @@ def side_of_subject(subject: Subject, index: Index) -> Side:
 
 
 def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
-    """Return all stages of a refresh as one side of a comparison."""
+    """Return the artifacts, scores and unbuilt stages of a refresh, to compare it with another refresh or a model."""
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
@@ -110,8 +110,9 @@ def compare(old: Side, new: Side, kept: Path) -> Differences:
 
 
 def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
-    """Return pairs of corresponding artifacts, then the artifacts that only the old or only the new side has.
+    """Pair the artifacts of an old model or refresh with their counterparts in a new one.
 
+    Return the pairs, the artifacts only of the old one, and the artifacts only of the new one.
     Artifacts correspond if they are the two roots, have the same version or stage name, or are the only ones of a kind.
     """
     before, after = [*old.artifacts], [*new.artifacts]
@@ -179,7 +180,7 @@ def _content(old: Artifact, new: Artifact, own: Sequence[Difference]) -> Iterato
 
 
 def _commits(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield a sentence for each change of this program's Git commit between two builds of a stage."""
+    """Yield sentences about stages that different Git commits of this program built, one for each pair of commits."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for old, new in changed:
         stages[_commit(old.record.git_commit), _commit(new.record.git_commit)].append(new.record.stage)
@@ -193,7 +194,10 @@ def _commit(commit: str | None) -> str:
 
 
 def _packages(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield a sentence for each Python package whose version changed, once however many stages use the package."""
+    """Yield a sentence for each Python package whose version differs between the compared builds of a stage.
+
+    A package that several stages use is named once.
+    """
     packages: dict[str, tuple[str | None, str | None]] = {}
     for old, new in changed:
         before, after = old.record.packages, new.record.packages

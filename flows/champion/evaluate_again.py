@@ -25,7 +25,7 @@ from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 BASE = "base"
-"""Name under which an adapter's base model is given to the champion's repeated evaluation."""
+"""Input name of the base model in the champion's repeated evaluation, when the champion is an adapter."""
 
 
 def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:

@@ -107,10 +107,11 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Background tasks that clean up dead engines and aborted starts; no engine starts before they are done."""
+        """Background tasks that remove dead inference engines and stopped engine starts. No engine starts before they
+        are done."""
         self._ending: list[Future[None]] = []
-        """Background tasks that end retired versions after their last requests; meanwhile only the champion's engine
-        may start."""
+        """Background tasks that stop replaced model versions after their last responses. Meanwhile only the champion's
+        engine may start."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()
@@ -137,8 +138,9 @@ class Follower:
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Handle engine deaths, finished engine starts and moved MLflow aliases, without waiting.
+        """Do one round of serving: handle dead inference engines, finished engine starts and moved MLflow aliases.
 
+        It waits neither for an engine nor for MLflow.
         Return whether MLflow has reported the aliases.
         MLflow reports every few seconds.
         """
@@ -253,7 +255,7 @@ class Follower:
             self._refuse(CHALLENGER, start.version, str(error))
 
     def _see_aliases(self) -> bool:
-        """Promote or withdraw the running challenger if MLflow's aliases have moved.
+        """Make the served challenger champion, or stop serving it, when MLflow's aliases have moved.
 
         Return whether MLflow has reported any.
         """
@@ -284,7 +286,7 @@ class Follower:
     # ------------------------------------------------------------------------------------------- consequences
 
     def _succeed(self, successor: Serving) -> None:
-        """Send all requests to a new champion's engine, and end the former champion after its last answer."""
+        """Send all requests to a new champion's engine, and end the former champion after its last response."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         print_timed(f"version {successor.version.number} of {self.following.name} is served")

@@ -22,7 +22,8 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Seconds allowed beyond an engine's start limit, for queries to MLflow and checks of the champion's answers."""
+"""Seconds that `serve --follow` may take to start beyond the engine's start limit. It queries MLflow and checks the
+champion's answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Programs around the promote stage: one fetches the champion from MLflow before it, one registers the candidate after.
+"""Programs around a promote stage: before it, to fetch the champion from MLflow; after it, to register the candidate.
 
     python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
     python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
@@ -37,8 +37,9 @@ from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, 
 
 
 def main() -> None:
-    """Run `judge` or `complete`, as the first argument says, on the work folder in the last.
+    """Run the program before a promote stage (`judge`) or after it (`complete`), as the first argument says.
 
+    The last argument is the work folder.
     Exits like a stage process.
     """
     die_with_parent()

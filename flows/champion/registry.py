@@ -28,7 +28,8 @@ CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
-"""Names of MLflow tags about a version's last promotion, kept when it is registered again without a promotion."""
+"""Names of the MLflow tags about the last promotion of a version. They are kept when the version is registered again
+without a promotion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's error codes for a missing model, and for a missing alias of a model."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -102,7 +103,7 @@ class Registry:
         return RegisteredVersion(registration, number, predecessor, promotion)
 
     def was_rolled_back(self, candidate: Registration, promotion: str | None) -> bool:
-        """Return whether a promotion made the candidate champion once, and the candidate has been rolled back since."""
+        """Return whether a candidate became champion by the given promotion and has been rolled back since."""
         with suppress(StoreError):  # a version that no promotion registered
             previous = self.find(candidate.name, PREVIOUS)
             promoted = (previous.registration.digest, previous.promotion) if previous else None
@@ -110,7 +111,7 @@ class Registry:
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make a candidate champion, if `champion`, with which it was compared, is still the champion.
+        """Make a candidate champion, if the champion that it was compared with (`champion`) is still the champion.
 
         If it is champion already, it stays. Raises OutdatedVerdictError when another has become champion since.
         """
@@ -274,7 +275,7 @@ class Registry:
         return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
-        """Return the id of MLflow's entry for a model whose weights MLflow does not hold.
+        """Return the id of the MLflow logged model that stands for a model whose weights MLflow does not hold.
 
         An entry without a registered version is reused.
         Like `mlflow.create_external_model`, except for the folder of the file that a version needs: there it is a
@@ -300,7 +301,7 @@ class Registry:
 
 
 def _unless_absent(ask: Callable[[], Any]) -> Any:
-    """Return the answer of a call to MLflow's registry; None when the model, version or alias does not exist."""
+    """Return the result of a call to MLflow's registry; None when the model, version or alias does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:

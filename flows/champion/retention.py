@@ -40,7 +40,7 @@ VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
 
 
 class Housekeeping:
-    """Garbage of the lifecycle home, found at construction and removed by `collect`.
+    """Garbage collection of a lifecycle home, which finds at construction what can be removed; `collect` removes it.
 
     A refresh whose ledger is damaged stays, and so do the artifacts that it names.
     """
@@ -86,7 +86,7 @@ class Housekeeping:
             self._give_up(beyond, {*referred_to, *(entry.attempt for one in kept for entry in one.stages.values())})
 
     def collect(self) -> Collected:
-        """Remove the garbage that was found; when some of it cannot be removed, the rest still is."""
+        """Remove the files and refreshes that were found to be unneeded; go on when one of them cannot be removed."""
         failures = [*self._unreadable, *([self.unasked] if self.unasked else [])]
         with ExitStack() as stack:
             unused: dict[Path, RefreshRecord] = {}
@@ -107,7 +107,7 @@ class Housekeeping:
         return Collected(done.removed, (*done.failures, *failures))
 
     def _referred_to(self, keep: Keep) -> frozenset[str]:
-        """Return the artifacts, MLflow runs and promote attempts that registered versions refer to.
+        """Return keys of artifacts, MLflow runs and promote attempts that registered versions refer to, to keep them.
 
         If MLflow cannot be asked, these are the artifacts of all models that were ever registered.
         """
@@ -135,7 +135,7 @@ class Housekeeping:
 
 
 def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
-    """Yield files and folders in `$LIFECYCLE_HOME/servers` of killed `serve --follow` processes, if old enough."""
+    """Yield old files and folders that killed `serve --follow` processes left in `$LIFECYCLE_HOME/servers`."""
     before_s = time.time() - older_than_days * collect.SECONDS_PER_DAY
     for path in (*left_notes(), *left_folders()):
         used_s = collect.used_s(path)
@@ -171,7 +171,7 @@ def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
 
 
 def _reach(program: ServerProgram) -> bool:
-    """Set the environment for clients of Prefect or MLflow; return whether the server is this lifecycle home's own.
+    """Set the variables by which clients reach Prefect or MLflow; return whether this lifecycle home runs the server.
 
     Raises ServerError when there is no server.
     """

@@ -29,12 +29,12 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import working_directories
 
 IDENTITIES = ("process", "home")
-"""Keys that identify the process in a running server's JSON file; files by earlier versions of this program lack
-`home`."""
+"""Keys of a canary's JSON file that identify the serving process and its lifecycle home. Files by earlier versions of
+this program lack `home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 PREFIX = "serving-"
-"""Prefix of the folder of a `serve --follow` process. Earlier versions of this program made such folders without a
-lock, with an engine's name at the end."""
+"""Prefix of the name of a `serve --follow` process's own folder. Earlier versions of this program made such folders
+without a lock, with an engine's name at the end."""
 LOCK = "lock"
 
 
@@ -78,7 +78,7 @@ def left_notes() -> Iterator[Path]:
 
 
 def _standing(noted: Mapping[str, Any]) -> Standing:
-    """Return whether the server that wrote a file with request counts is alive.
+    """Return whether the server that wrote a canary's request counts is alive, dead or invisible from this machine.
 
     It counts as `dead` if this home was copied from the server's home.
     """

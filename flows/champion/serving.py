@@ -1,4 +1,4 @@
-"""Inference engines of registered model versions: start, check, watch, and end after the last answer.
+"""Inference engines of registered model versions: start, check, watch, and end after the last response.
 
 An adapter of a base that runs already needs no engine of its own: it is loaded into the running one, and ends with it.
 Each version of an adapter has a name of its own in its server, such as `adder@3`; the proxy knows it by the registered
@@ -39,13 +39,13 @@ process ended."""
 MAX_UNWELL = 2
 """Number of bad health answers in a row after which an engine counts as dead; its process may end only later."""
 BUSY_S = 30.0
-"""Longest time in seconds, after an engine has failed to load an adapter, to find out whether it is busy or dead."""
+"""Longest wait, in seconds, to find out whether an engine that failed to load an adapter is busy or dead."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Model version that is being served, with its inference engine, which ends when `stack` is closed.
+    """Model version that is being served, with its inference engine. The engine ends when `stack` is closed.
 
     backend: the proxy's view of it.
     died: set once the engine has ended by itself.
@@ -117,8 +117,9 @@ def unload_adapter(former: Serving) -> None:
 
 
 def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
-    """Wait for the last answer of a version that gets no new requests; then end its engine, or unload its adapter.
+    """Stop serving a model version after its last response: end its engine, or unload its adapter from a shared engine.
 
+    The version gets no new requests.
     is_shared: whether its engine goes on with another version.
     is_over: set when nothing is served any more.
     """
@@ -211,8 +212,9 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Check that a server lists an adapter, answers for it, and gives the log-probabilities that its training recorded.
+    """Check that a server serves a loaded adapter with the log-probabilities that the adapter's training recorded.
 
+    The server must also list the adapter and answer for it.
     Raises ServerError otherwise.
     """
     client = replace(server.client, model=name)
@@ -231,7 +233,7 @@ def _idle_name(spec: LaunchSpec) -> str:
 
 
 class StartStoppedError(Exception):
-    """Start of an engine that was stopped, because another one was more urgent."""
+    """Error of an engine start that was stopped on purpose, such as for a more urgent engine."""
 
 
 class Start:
@@ -254,11 +256,11 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Future of the started engine. Its `result()` raises StartStoppedError, or the error of the start, after
-        cleaning up."""
+        """Future of the served model version. Its `result()` raises the error of a failed start, or StartStoppedError,
+        after cleaning up."""
 
     def stop(self) -> Future[None]:
-        """Stop the start of an engine; return a future that is done when nothing of the engine is left."""
+        """Stop an inference engine that is starting; return a future that is done when nothing of it is left."""
         self._is_stopped.set()
         return in_background(self._end)
 

@@ -86,7 +86,7 @@ def as_text(calibration: Calibration, path: Path) -> str:
 
 
 def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
-    """Return a calibration as the object that `lifecycle calibrate --json` prints."""
+    """Return a fit of the layout planner's constants as the object that `lifecycle calibrate --json` prints."""
     runs = []
     for run in calibration.observations:
         before, after = run.predict(calibration.start), run.predict(calibration.hardware)
@@ -113,7 +113,7 @@ def as_object(calibration: Calibration, path: Path) -> dict[str, Any]:
 
 
 def _start_of(runs: Sequence[LoggedRun], source: str) -> Hardware:
-    """Return the built-in hardware description of the machine that the runs were on, from which the fit starts."""
+    """Return the built-in description of the runs' machine, from which the fit of the planner's constants starts."""
     machines = sorted({run.tags.get(HARDWARE, "unknown") for run in runs})
     if len(machines) > 1:
         raise RecipeError(

@@ -16,7 +16,10 @@ from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, terminal_widt
 
 
 class ManyValues(click.Command):
-    """Click command whose `--layouts` takes all words up to the next option, as when a shell expands `*`."""
+    """Click command whose option `--layouts` takes several words, up to the next option.
+
+    It accepts what a shell expands from `*`.
+    """
 
     OPTION = "--layouts"
 
@@ -112,7 +115,11 @@ def compare(
     metavar="NAME",
     help="MLflow experiment whose training runs are used for the fit.",
 )
-@click.option("--where", metavar="FILTER", help="MLflow search filter of the runs; default: all runs of this machine.")
+@click.option(
+    "--where",
+    metavar="FILTER",
+    help="MLflow search filter for the training runs to fit to; default: all runs of this machine.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),

@@ -74,7 +74,7 @@ def remove(channel: str, as_json: bool) -> None:
 
 
 def _notifications() -> Any:
-    """Import and return `flows.service.notifications`, after pointing Prefect's client to its server."""
+    """Return the module `flows.service.notifications`, imported only once Prefect's client points to its server."""
     from flows.cli import run_command
 
     run_command.ready_servers()

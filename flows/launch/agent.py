@@ -24,9 +24,10 @@ from stages.core.metric_series import metrics_size
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Ticks of 0.5 s between two queries of the cluster's controller, which all users share, and between heartbeats."""
+"""Ticks of 0.5 s between two queries about a cluster job, and between heartbeats. All users share the cluster's
+controller, so queries must be rare."""
 COMPLETING_PATIENCE_TICKS = 60
-"""Ticks of 0.5 s to wait until the cluster reports the end of a job whose processes have already ended.
+"""Ticks of 0.5 s that a cluster may take to report the end of a job whose processes have already ended.
 
 A node that does not answer keeps such a job in the state COMPLETING.
 """
@@ -80,7 +81,7 @@ class Agent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> JobOutcome | None:
-        """Return the outcome of a cluster job that is over, else None.
+        """Return the outcome of a cluster job; None while the job waits or runs.
 
         Reports why a waiting job waits, when that changed. A running job reports for itself.
         """
@@ -94,7 +95,7 @@ class Agent:
         return state if isinstance(state, JobOutcome) else None
 
     def _say(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Report a milestone or a warning to the refresh, unless it equals the previous message."""
+        """Report a milestone or a warning about a cluster job to the refresh, unless it equals the previous message."""
         if message != self._last_message:
             self._last_message = message
             self.folder.report(event, message)
@@ -117,7 +118,7 @@ class Agent:
 
 
 def main() -> int:
-    """Run the stage of a work folder as a cluster job to its end, and leave no job behind in the cluster."""
+    """Submit a stage's work folder as a cluster job, follow the job to its end, and leave no job in the cluster."""
     work = Path(sys.argv[1])
     folder = JobFolder.of(work)
     order = folder.order()

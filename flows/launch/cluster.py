@@ -82,7 +82,7 @@ def cancel_left_over(work: Path) -> None:
 
 
 class ClusterProcess:
-    """Local process that stands for a stage on a cluster: a supervised program that submits and follows its jobs.
+    """Stage that runs on a cluster, represented by a local program that submits and follows the stage's jobs.
 
     The agent cancels the job when it is ended. If the agent is killed, this object cancels the job; if both are killed,
     the job ends itself, because it receives no heartbeats.

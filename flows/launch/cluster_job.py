@@ -81,13 +81,14 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Running:
-    """State of a cluster job that runs, is about to run, or has just ended, with nothing to report."""
+    """State of a cluster job that needs no message to the user: it runs, is about to run, or has just ended."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Outcome of a cluster job that was ended before its stage; another job continues from the last checkpoint.
+    """Outcome of a cluster job that ended before its stage did.
 
+    Another job continues the stage from its last checkpoint.
     by: what ended the job, for people.
     """
 
@@ -97,7 +98,10 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Finished:
-    """Outcome of a cluster job whose stage exited by itself, with an error or without; its files say more."""
+    """Outcome of a cluster job whose stage exited by itself, with an error or without.
+
+    The stage's files hold its result or error.
+    """
 
     exit_code: int
 
@@ -120,7 +124,10 @@ class JobFolder:
 
     @classmethod
     def of(cls, work: Path) -> JobFolder:
-        """Return the `.launch/` folder of a stage's work folder; it need not exist yet."""
+        """Return the folder for the files of a stage's cluster job, `.launch/` in its work folder.
+
+        It need not exist yet.
+        """
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
@@ -132,7 +139,7 @@ class JobFolder:
         self.beat()
 
     def order(self) -> JobOrder | None:
-        """Return the description of the cluster job; None when no job was submitted, or none can be left."""
+        """Return the description of the stage's cluster job; None when no job of it can be left in the cluster."""
         try:
             return JobOrder.model_validate_json((self.path / "order.json").read_bytes())
         except FileNotFoundError:
@@ -170,7 +177,7 @@ class JobFolder:
         write_atomically(self.path / "owner", owner)
 
     def owner(self) -> str | None:
-        """Return the id of the job's start that last claimed the stage's work folder; None before any claim."""
+        """Return the id of the cluster job's latest start, which alone may write to the work folder, or None."""
         try:
             return (self.path / "owner").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -220,7 +227,7 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Functions and flags by which a cluster launcher, such as Slurm, differs from others.
+    """Functions and flags in which the launchers of clusters, Slurm and Kubernetes, differ.
 
     `cluster.py` lists the launchers.
     connect: returns the client for the jobs of an order.

@@ -86,7 +86,7 @@ def read_result(work: Path, name: str) -> StageResult:
 
 
 def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:
-    """Return the way in which a stage's process ended, as text, and the exit code of the first process to end.
+    """Return a text about how a stage's process ended, and the exit code of the process that ended first.
 
     Of several nodes' exit codes Slurm returns the highest, not the first.
     """
@@ -100,7 +100,7 @@ def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int
 
 
 def _killed_rank(log: str, about_memory: str) -> str | None:
-    """Return the process rank that a signal killed, as text, unless torchrun itself ended it.
+    """Return as text which process rank was killed, and by which signal; kills by torchrun itself do not count.
 
     None when the log names no such rank.
     """

@@ -31,7 +31,7 @@ def mark(work: Path, kind: str) -> None:
 def complete(
     store: Store, planned: PlannedStage, artifact: Path, tick: Callable[[], None], stop: threading.Event
 ) -> StageResult:
-    """Run the program that registers a promote stage's model in MLflow, then remove the mark from its artifact.
+    """Run the program that registers a promote stage's model in MLflow, then record in the artifact that it has run.
 
     The caller holds the lock of the stage.
     The program gets a new work folder, since the former one is now the artifact. Returns the stage's result with the

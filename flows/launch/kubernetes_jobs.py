@@ -24,7 +24,7 @@ from stages.core.errors import RecipeError, ResourceError, StageCrashError, Tran
 from stages.core.launchers.kubernetes import KubernetesOptions
 
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
-"""Reasons of waiting containers that are about to run, so that nothing need be reported."""
+"""Reasons that Kubernetes gives for containers that are about to run. The user need not be informed of these."""
 REQUEST_TIMEOUT_S = 30.0
 DELETE_PATIENCE_S = 60.0
 POLL_INTERVAL_S = 0.5
@@ -128,7 +128,7 @@ class KubernetesJobs:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
     ) -> Manifest:
-        """Send a request about one kind of object to the Kubernetes API and return the decoded answer.
+        """Send a request about one kind of object to the Kubernetes API and return the decoded response.
 
         The client's class for each kind of object is not used, because manifests and status are trees here.
         """
@@ -232,7 +232,7 @@ def _error_of(error: ApiException, doing: str) -> RecipeError | ResourceError | 
 
 
 def _message_of(error: ApiException) -> str:
-    """Return the message in Kubernetes' error answer, without the rest of its Status object."""
+    """Return the message in an error response of Kubernetes, without the rest of its Status object."""
     try:
         return json.loads(error.body or "")["message"]
     except (ValueError, KeyError, TypeError):

@@ -20,7 +20,8 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Programs that run before and after stages of a kind. The program of promote stages asks and updates MLflow.
+"""Program that runs before and after the stages of a kind, by stage kind. The program of promote stages queries and
+updates MLflow.
 
 The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
 """
@@ -55,7 +56,10 @@ def on_one_node(stage: list[str], processes: int) -> list[str]:
 
 
 def environment(config: StageConfig) -> dict[str, str]:
-    """Return the environment of the stage's processes; `execution.environment` overrides the rest."""
+    """Return the environment of the stage's processes.
+
+    Variables in the recipe's `execution.environment` override others.
+    """
     python_path = ":".join(filter(None, [str(code_folder()), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,
@@ -79,5 +83,5 @@ def threads_of_each(processes: int) -> int:
 
 
 def code_folder() -> Path:
-    """Return the folder that holds the packages `stages` and `flows`."""
+    """Return the folder that holds the packages `stages` and `flows`, for the PYTHONPATH of programs to start."""
     return Path(stages.__file__).parent.parent

@@ -61,7 +61,8 @@ import fcntl, sys
 with open(sys.argv[1], "a") as lock:
     fcntl.flock(lock, fcntl.LOCK_SH)
 """
-"""Python program that waits until the proxy in front of the inference engine has ended.
+"""Python program that waits for the end of the proxy, so that the inference engine behind it is stopped only
+afterwards.
 
 Engines end at once when asked to, so they are asked only after the proxy has sent its last answer.
 """

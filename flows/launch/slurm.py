@@ -201,7 +201,7 @@ def parse_job(line: str) -> JobView:
 
 
 class _RefusedError(Exception):
-    """Refusal of a request by Slurm, with its complaint."""
+    """Error when Slurm refuses a command, with Slurm's error message."""
 
 
 def _run(program: str, *arguments: str) -> str:

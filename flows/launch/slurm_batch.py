@@ -29,7 +29,7 @@ GRACE_S = 25.0
 
 
 def main() -> int:
-    """Run the batch step until the stage has ended or Slurm asks the job to end; return the exit code."""
+    """Run the stage in a Slurm job until the stage ends or Slurm asks the job to end; return the exit code."""
     folder = JobFolder(Path(sys.argv[1]))
     order = folder.order()
     assert order, f"no order in {folder.path}"

@@ -23,7 +23,10 @@ NOT_COUNTED_HERE = "whether memory ran out, only the machine that it ran on know
 
 
 class Process(Protocol):
-    """Interface of a running stage, on any launcher. `token` is the mark by which its processes are found."""
+    """Interface of a running stage on any launcher, to poll and to stop it.
+
+    `token` marks its processes, so that they can be found.
+    """
 
     token: str
 
@@ -49,7 +52,7 @@ def watch(
     stop: threading.Event,
     log_begin: int = 0,
 ) -> StageResult:
-    """Wait until a stage has exited or serves, and return its result.
+    """Wait until a stage's process has exited or serves a model, and return the stage's result.
 
     The process of a server goes on, and is kept by a lease.
     Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by

@@ -162,7 +162,7 @@ class StageFailed(Event):
 
 
 class LayoutEntry(StrictModel):
-    """Parallel layout that a comparison measures, or has refused as impossible.
+    """Parallel layout in a layout comparison: one to measure, or one that was refused beforehand as impossible.
 
     params, tags: those that a run of the stage under this layout has in MLflow.
     refused: why the layout cannot work and is not tried, else None; such layouts come last.

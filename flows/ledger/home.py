@@ -15,7 +15,7 @@ REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC,
 
 
 class HomeIdentity(StrictModel):
-    """Identity of a lifecycle home's folder in records, which tells a moved home from a copied one.
+    """Identity of a lifecycle home's folder, recorded to tell later whether the home was copied or only moved.
 
     Device numbers change with each boot and host; then the inode alone tells homes apart.
     """
@@ -25,7 +25,7 @@ class HomeIdentity(StrictModel):
     inode: int
 
     def is_here(self) -> bool:
-        """Return whether this is the identity of the lifecycle home that the process uses."""
+        """Return whether this recorded identity is that of the lifecycle home that the process uses."""
         try:
             here = home_identity()
         except FileNotFoundError:
@@ -42,13 +42,16 @@ def home() -> Path:
 
 
 def home_identity() -> HomeIdentity:
-    """Return the identity of this lifecycle home's folder. Raises `FileNotFoundError` when it does not exist yet."""
+    """Return the identity of this lifecycle home's folder, by which a copied home is noticed.
+
+    Raises `FileNotFoundError` when it does not exist yet.
+    """
     status = home().stat()
     return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
 
 def home_above() -> dict[str, str]:
-    """Return the variable LIFECYCLE_HOME for a lifecycle home in a parent folder; {} if none is needed or found.
+    """Return LIFECYCLE_HOME for a lifecycle home in a parent folder, as environment; {} if none is needed or found.
 
     Looks no further up than the root of a git checkout, and ignores folders of other users.
     """

@@ -88,7 +88,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Touch the heartbeat file now, and then every 30 s in a thread."""
+        """Start the heartbeat: touch its file now, and then every 30 s in a thread."""
         self._touch()
         self._thread.start()
 
@@ -121,7 +121,7 @@ def is_silent(process: ProcessIdentity, *files: Path) -> bool:
 
 
 def _silence_s(files: tuple[Path, ...]) -> float:
-    """Return the seconds since the latest change of any of the files; 0 when they cannot be read."""
+    """Return the seconds since a process elsewhere last touched any of its files; 0 when they cannot be read."""
     try:
         with tempfile.TemporaryFile(dir=files[0].parent) as probe:
             os.utime(probe.fileno())

@@ -32,7 +32,7 @@ from stages.core.contract import StageResult
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
 StageEvent = AttemptBegan | AttemptEnded | StageWaits | StageCached | StageFailed
 STATES: dict[str, StageState] = {"stage_cached": "cached", "stage_failed": "failed"}
-"""State that a stage gets from an event outside any attempt to run it, by the event's name."""
+"""State of a stage after an event that belongs to no attempt to run the stage, by the event's name."""
 STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 """Error classes of stages that were stopped on request; old versions of this program recorded them as killed."""
 ANOTHER_TRY = "another try"
@@ -124,7 +124,7 @@ class AttemptRecord:
 
     @property
     def last_byte(self) -> int | None:
-        """Return the byte at which this attempt's part of the stage's metrics file ends; None while the stage runs."""
+        """Return how many bytes the stage's metrics file had when this attempt ended; None while the stage runs."""
         return self.ended.last_byte if self.ended else None
 
     @property
@@ -147,7 +147,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """State of a refresh as its event log tells it: request, plan, stages, attempts and outcome.
+    """State of a refresh, computed from its event log: request, plan, stages, attempts and outcome.
 
     num_tries: number of times that it was started; a retry continues in the same ledger.
     seconds: of the latest try.
@@ -174,7 +174,8 @@ class RefreshRecord:
     error: str | None = None
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-    """Attempts to run stages, those before a retry of the refresh included, by name, oldest first."""
+    """Attempts to run the stages of this refresh, by name (`STAGE-NUMBER`), oldest first. A retry of the refresh keeps
+    the earlier attempts."""
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
@@ -205,13 +206,16 @@ class RefreshRecord:
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the host on which the refresh may still run unseen from here; None when its state is known."""
+        """Return the host on which the refresh may still run, invisible from here; None when its state is known."""
         unknown = self.state == "running" and self.standing == "foreign"
         return self.process.host or "another host" if unknown else None
 
     @property
     def unsaid_end(self) -> str | None:
-        """Return the error of a refresh that died, or whose home was copied, before its end was recorded; else None."""
+        """Return the error of a refresh that was killed, or copied while it ran; else None.
+
+        A refresh is copied with its lifecycle home.
+        """
         if self.interrupted:
             return COPIED if self.is_copied else KILLED
         return self.error if self.error in (KILLED, COPIED) else None
@@ -295,7 +299,7 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
-    """Return the state of a refresh in which the seconds of its running stages count until now.
+    """Return the state of a refresh, with the run times of its running stages measured up to now.
 
     The ledger has the seconds of a stage only at its end.
     """
@@ -353,7 +357,7 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:
-    """Return the state of an ended refresh, in which unfinished stages count as skipped."""
+    """Return the state of a refresh after its end, with its unfinished stages marked as skipped."""
     stages = {
         name: replace(entry, state="skipped", work=None) if entry.state in ("waiting", "running") else entry
         for name, entry in record.stages.items()

@@ -54,7 +54,7 @@ class Ledger:
         return self.file.exists()
 
     def size(self) -> int:
-        """Return the size of the event log in bytes, which only grows."""
+        """Return the size of the event log in bytes, which grows with every event."""
         return self.file.stat().st_size
 
     def is_over(self) -> bool:
@@ -101,7 +101,7 @@ class Ledger:
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
 
     def read(self) -> RefreshRecord:
-        """Return the present state of the refresh.
+        """Return the state of the refresh, computed from all events in its log.
 
         Raises `StoreError` when its event log is damaged or cannot be read.
         """
@@ -165,7 +165,7 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Return the living refreshes of one recipe, without layout comparisons.
+        """Return the running refreshes of one recipe, without layout comparisons and refreshes whose process died.
 
         A comparison holds all slots of the machine, so stages wait for it anyway.
         """
@@ -193,7 +193,7 @@ def close_interrupted() -> list[str]:
 
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
-    """Return the event for the end of an attempt to run a stage.
+    """Return the event that records the end of an attempt to run a stage.
 
     Its files are in its work folder unless `folder` names another.
     """

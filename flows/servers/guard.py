@@ -33,7 +33,10 @@ location.replace(location.origin + page);
 
 
 def origins(hosts: Iterable[str]) -> list[str]:
-    """Return the web origins (http and https) of hosts, since a TLS proxy may stand before the server."""
+    """Return the web origins that requests to a server may name: each of its host names with http and with https.
+
+    A TLS proxy may stand before the server.
+    """
     return [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
 
 
@@ -62,7 +65,7 @@ class Guard:
         self._authorization = f"Basic {credentials}" if password else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a refused request or the login page; pass all other requests to the application."""
+        """Respond to a request with a refusal or the login page, or pass the request to the application."""
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal and scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -85,7 +88,7 @@ class Guard:
         return sent
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Return the HTTP status and message with which a request is refused; None for an acceptable request."""
+        """Return the HTTP status and message for a request that must be refused; None for an acceptable request."""
         headers: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))

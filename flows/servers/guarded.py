@@ -39,17 +39,17 @@ DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a var
 MAX_CONNECTIONS = 512
 """Largest number of client connections, half of the files that a process may usually open."""
 HEAD_TIMEOUT_S = 15.0
-"""Seconds that a client may take, from connecting or its last answer, to send a request's whole header."""
+"""Seconds that a client may take, from connecting or its last response, to send a request's whole header."""
 BODY_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
 RESOLUTION = timedelta(seconds=1)
 SWEEP = timedelta(seconds=30)
-"""Interval at which Prefect's server looks for automations changed by another server, and for events still waiting for
-earlier ones."""
+"""Interval at which Prefect's server looks for automations that another server changed. It also looks for events that
+wait for earlier events."""
 
 
 class BoundedProtocol(H11Protocol):
-    """Server side of an HTTP connection that is closed when the client sends its request too slowly.
+    """HTTP connection, as the server sees it, that is closed when the client sends a request too slowly.
 
     uvicorn closes a connection that had an answer and sends nothing more. It would hold a connection forever that never
     sends a request, or sends it byte by byte; with some hundreds of those, no one else would get an answer.
@@ -59,7 +59,7 @@ class BoundedProtocol(H11Protocol):
     _since_s: float
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start watching a new connection, or abort it when there are too many."""
+        """Watch a new HTTP connection for slow requests, or abort the connection when too many are open."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -79,7 +79,7 @@ class BoundedProtocol(H11Protocol):
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
     def _find_awaited(self) -> tuple[str, Any] | None:
-        """Return which part (head or body) of which request the client must send next; None if it awaits an answer."""
+        """Return what the client must send next, the head or body of which request; None while it awaits a response."""
         if self.cycle is None or self.cycle.response_complete:
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
@@ -103,7 +103,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of Docket's queue, or None; first wait for a second if the queue is empty.
+    """Return the next message of Prefect's task queue (Docket), or None; wait for a second first if the queue is empty.
 
     With a `timeout_s` of 0, do not wait.
     """

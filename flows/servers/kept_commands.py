@@ -108,7 +108,7 @@ class Kept:
     deaths: int = 0
 
     def start(self) -> None:
-        """Start a process for the command, which inherits the listening socket. Raises OSError."""
+        """Start a process of the supervised command, which inherits the command's listening socket. Raises OSError."""
         if self.descriptor is None:
             self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
         with self._output() as output:
@@ -127,17 +127,17 @@ class Kept:
         self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
 
     def alive(self) -> bool:
-        """Return whether the command's process is alive."""
+        """Return whether the supervised command's process is alive."""
         ticks = started_ticks(self.pid) if self.pid else None
         return ticks is not None and ticks == self.started_ticks
 
     def kill(self) -> None:
-        """Kill the command's process with SIGKILL if it is alive."""
+        """Kill the supervised command's process with SIGKILL if it is alive."""
         if self.pid and self.alive():
             os.kill(self.pid, signal.SIGKILL)
 
     def relatives(self) -> list[int]:
-        """Return the ids of processes that must end before the command is restarted.
+        """Return the ids of processes that must end before the supervised command is restarted.
 
         Children that outlive the command are left out.
         """
@@ -145,7 +145,7 @@ class Kept:
         return [pid for pid in marked if not self.spares_children or self._runs(pid)]
 
     def _runs(self, pid: int) -> bool:
-        """Return whether a process runs this command, as its command line says."""
+        """Return whether the process with this id runs this supervised command, judged by its command line."""
         fixed = [part for part in self.command if DESCRIPTOR not in part]
         with contextlib.suppress(OSError):
             return set(fixed) <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
@@ -194,7 +194,7 @@ class Plan:
 
     @classmethod
     def read(cls, descriptor: int) -> Plan:
-        """Read the commands that `in_memory` has written for the next supervisor, and close the descriptor."""
+        """Read the supervised commands that the previous supervisor wrote into memory, and close the descriptor."""
         with open(descriptor, encoding="utf-8") as stream:
             stream.seek(0)
             content = json.load(stream)

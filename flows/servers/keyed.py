@@ -112,7 +112,7 @@ def open_private(path: Path) -> TextIO:
 
 
 def main() -> None:
-    """Replace this process by another program whose environment has the key of the user's own servers."""
+    """Exec another program with the key of the user's own Prefect and MLflow servers in its environment."""
     try:
         environment = {**os.environ, **named_settings()}
     except ServerError as error:

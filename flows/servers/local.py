@@ -296,7 +296,10 @@ def _refuses_us(url: str) -> bool:
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:
-    """Return whether a server that the user named answers. Addresses that are not HTTP count as answering."""
+    """Return whether the user's own Prefect or MLflow server answers.
+
+    An address that is not HTTP counts as answering.
+    """
     if not url.startswith(("http://", "https://")):
         return True
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
@@ -309,7 +312,7 @@ def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], sett
 
 
 def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
-    """Wait some seconds while the supervisor restarts servers that have died once."""
+    """Wait some seconds until servers that died once answer again, since the supervisor restarts them."""
     end_s = time.monotonic() + RESTART_TIMEOUT_S
     while lock.holder() is not None and time.monotonic() < end_s:
         records = read_records()
@@ -330,8 +333,9 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """Take the supervisor's lock, from a running supervisor if there is one; return the commands that it supervised.
+    """Take the lock of the local servers' supervisor, if need be from a running one.
 
+    Return the commands that it supervised.
     Raises `ServerError` when another machine holds it.
     """
     plan = lock.take()
@@ -350,7 +354,10 @@ def _close(kept: Collection[Kept]) -> None:
 
 
 def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
-    """Start the worker, unless it runs with the present servers. Refreshes that outlived a dead worker go on."""
+    """Start the worker, unless it already runs and uses the current servers.
+
+    A refresh that a dead worker started goes on.
+    """
     if not _runs_with(WORKER, records, settings):
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
         _start([WORKER], records, settings, kept, spare_children=dead)
@@ -424,7 +431,7 @@ def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, 
 
 
 def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> Kept:
-    """Return a running or dead server as a command to supervise, for a supervisor that did not start it."""
+    """Return the command to supervise for a server that was started earlier, with its process if it is alive."""
     kept = _kept(program, record.port, record.token, settings)
     if record.process.alive():
         kept.pid, kept.started_ticks = record.process.pid, started_ticks(record.process.pid)

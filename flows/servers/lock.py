@@ -43,7 +43,7 @@ class Lock:
         return None
 
     def take(self) -> Plan | None:
-        """Take over the lock from the previous supervisor, which ends; return the lock and the supervised commands.
+        """Take over from the previous supervisor, which ends; return its lock and the commands that it supervised.
 
         The holder hands them over and ends; one that hangs is killed. None when the lock is held on another machine or
         in another container.

@@ -131,4 +131,4 @@ WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _wo
 SERVERS = (PREFECT, MLFLOW)
 PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
-"""Environment variable by which a user names their own server, by server (`prefect`, `mlflow`)."""
+"""Environment variable with the address of the user's own server, by server name (`prefect`, `mlflow`)."""

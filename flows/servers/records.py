@@ -31,8 +31,9 @@ ACTIVE = """
 
 
 class ServerRecord(StrictModel):
-    """Record of a local server or the worker. All its processes have `token` in their environment, to be found by it.
+    """Record of a local server or the worker, such as its process and port.
 
+    All its processes have `token` in their environment, by which they are found.
     settings: digest of the rest of its environment, such as the servers' addresses for the worker.
     deaths: how often it died in a row.
     home: path by which its processes know the home; None in old records.
@@ -151,7 +152,10 @@ def _heartbeat_file() -> Path:
 
 
 def main() -> None:
-    """Record a local server's process, if it lives, and how often it died in a row, as the arguments say."""
+    """Update the record of a local server from the command line: its process id, and how often it died in a row.
+
+    A process that has ended is not recorded.
+    """
     name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     records = read_records()
     try:

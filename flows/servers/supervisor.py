@@ -96,7 +96,10 @@ def notify(state: str) -> None:
 
 
 class Supervisor:
-    """Event loop that restarts commands when they die or hang, until it is stopped or another supervisor takes over."""
+    """Event loop that restarts supervised commands, such as the local servers, when they die or hang.
+
+    It ends when it is stopped or another supervisor takes over.
+    """
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -133,11 +136,11 @@ class Supervisor:
         return _inode(self.plan.home) == self._home_inode
 
     def answers(self, name: str) -> bool:
-        """Return whether a command is supervised here and gave a good answer to its last health check."""
+        """Return whether this supervisor runs the named command and the command's last health check succeeded."""
         return any(one.answers for one in self.running if one.kept.name == name)
 
     def record(self, kept: Kept) -> None:
-        """Write a command's process, and how often it died in a row, into the records of local servers."""
+        """Write the process of a supervised command, and its deaths in a row, into the records of local servers."""
         if self.plan.home and self.finds_home():
             arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
             # In a process of its own: records are read and written by a library of 15 MB.
@@ -151,7 +154,10 @@ class Supervisor:
         return {**inherited, "LIFECYCLE_HOME": self.plan.home}
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to do, then report to systemd's watchdog that the supervisor lives."""
+        """Sleep until a signal, a hand-over request or the timeout.
+
+        Then report to systemd's watchdog that the supervisor lives.
+        """
         for key, _ in self.selector.select(timeout_s):
             key.data()
         if "WATCHDOG_USEC" in os.environ:
@@ -189,7 +195,7 @@ class Supervisor:
                     self.plan.release()
 
     def _stop_home(self) -> int:
-        """Stop the local servers with `lifecycle down`, which first takes them over from this supervisor."""
+        """Stop the local servers by running `lifecycle down`, which first takes over from this supervisor."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main(['down'])"]
         stopping = subprocess.Popen(command, env=self._environment())
         while stopping.poll() is None:
@@ -225,7 +231,7 @@ class _Running:
         self._start_at_s: float | None = None if kept.pid else self._began_s
 
     def look(self) -> None:
-        """Do what is due for the command: start it, check its health, kill it when it hangs, or record its death."""
+        """Start the supervised command, check its health, kill it when it hangs, or record its death, as is due."""
         now_s = time.monotonic()
         if self._start_at_s is not None:
             if now_s >= self._start_at_s:
@@ -252,7 +258,7 @@ class _Running:
         return min(LOOK_EVERY_S, self._interval_s)
 
     def is_alive(self) -> bool:
-        """Return whether the command's process is alive; collect its exit code if it has ended."""
+        """Return whether the supervised command's process is alive; collect its exit code if it has ended."""
         if self.kept.alive():
             return True
         if self.kept.pid:
@@ -360,7 +366,7 @@ def _shell_code(exit_code: int | None) -> int:
 
 
 def main() -> None:
-    """Supervise the commands whose description is inherited; with --detach, in a daemon that outlives the caller."""
+    """Supervise the commands that another process handed over; with --detach, in a daemon that outlives the caller."""
     plan = Plan.read(int(sys.argv[1]))
     for descriptor in plan.descriptors():
         os.set_inheritable(descriptor, False)

@@ -39,8 +39,8 @@ STATES: dict[str, tuple[str, ...]] = {
     "promoted": ("Promoted",),
     "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
 }
-"""Names of the Prefect states that each occasion for a notification stands for. The occasion `ran`, only for pings, is
-every end but a failure."""
+"""Names of the Prefect states that cause a notification, by its occasion, such as `failed`. The occasion `ran`, only
+for pings, is every end but a failure."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {
     "webhook": ("http://", "https://"),
     "slack": ("https://hooks.slack.com/services/",),
@@ -70,8 +70,8 @@ LATE = (
 LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"
 BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
 ONCE_WITHIN = timedelta(minutes=1)
-"""Interval within which repeats of one state cause a single notification; Prefect repeats a final state when the disk
-is full."""
+"""Time within which one state of a refresh, even if repeated, causes a single notification. Prefect repeats a final
+state when the disk is full."""
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,15 @@ from stages.core.errors import StoreError
 from stages.core.process_tree import marked_processes
 
 ASK_INTERVAL_S = 60.0
-"""Seconds between queries to Prefect while no refresh ends on this machine; each costs Prefect 10 ms of CPU time."""
+"""Seconds between queries to Prefect for refreshes that died unnoticed, while no refresh ends on this machine. Each
+query costs Prefect 10 ms of CPU time."""
 START_TIMEOUT_S = 60.0
 """Seconds that a worker may take to start the process of a flow run that it has claimed."""
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
 DUE_AGAIN = "its process ended, or never started, before the refresh began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
-"""Age up to which ended refreshes are checked for a lost notification; a restart of Prefect's server takes seconds."""
+"""Time after a refresh's end within which a notification that Prefect's server lost is still sent. The server loses a
+notification when it is killed; its restart takes seconds."""
 STORED_WITHIN_S = 10.0
 """Seconds within which Prefect's server stores an event, unless the disk is full; twice the server's own interval."""
 FULL_BELOW_BYTES = 16 << 20
@@ -132,7 +134,7 @@ class Reaper:
         return (one for one in found if not one.run_count and one.id not in self._announced)
 
     def _ended_without_event(self, client: SyncPrefectClient) -> list[FlowRun]:
-        """Return flow runs that ended lately, and whose end no notification announced, because Prefect lost the event.
+        """Return flow runs that ended lately without a notification, because Prefect lost the event of their end.
 
         Prefect's server hands on a state's event in memory as it commits the state, and stores the event within 5 s,
         unless the disk is full; a server that is killed in between never does. An end is returned after
@@ -172,7 +174,7 @@ def _has_ledger(flow_run: FlowRun) -> bool:
 
 
 def _set_end(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Set the final state of a refresh in Prefect, unless its process lives or it has been retried."""
+    """Record in Prefect how a refresh ended, unless the refresh's process lives or the refresh has been retried."""
     try:
         record = ledger_of(flow_run.name).read()
     except StoreError:  # `RunningRefreshes` has named it

@@ -13,15 +13,18 @@ from pathlib import Path
 from flows.ledger.home import home
 
 RESERVE_BYTES = 32 << 20
-"""Size of the reserved file in bytes, far more than event logs and databases need to record one failure."""
+"""Size in bytes of the file that holds disk space in reserve, far more than event logs and databases need to record one
+failure."""
 LOW_BYTES = 4 << 20
-"""Free bytes below which the reserved file is deleted; SQLite's log and database need some MiB together."""
+"""Free disk space in bytes below which the file that holds space in reserve is deleted. SQLite's log and database need
+some MiB together."""
 PLENTY_BYTES = 512 << 20
-"""Free bytes from which the reserved file is made again; a disk with less space never has one."""
+"""Free disk space in bytes from which the file that holds space in reserve is made again. A disk with less free space
+never has one."""
 
 
 def keep_reserve() -> None:
-    """Delete the reserved file when the lifecycle home's disk is full; make it again when there is plenty of space."""
+    """Free the reserved disk space when the lifecycle home's disk is full; reserve it again when there is plenty."""
     file = reserve_file()
     free_bytes = shutil.disk_usage(home()).free
     is_made = file.exists()
@@ -35,5 +38,5 @@ def keep_reserve() -> None:
 
 
 def reserve_file() -> Path:
-    """Return the path of the reserved file in the lifecycle home; it may not exist."""
+    """Return the path of the file that holds disk space in reserve for a full disk; the file may not exist."""
     return home() / "reserve"

@@ -57,7 +57,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Checked request to schedule a recipe: its overrides, cron expression and time zone."""
+    """Checked settings of a recipe's schedule: overrides, cron expression and time zone."""
 
     name: str
     recipe: Path
@@ -66,7 +66,10 @@ class ScheduleSpec:
 
 
 def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
-    """Return a checked request to schedule a recipe, without asking a server. Raises `RecipeError` for a mistake."""
+    """Return the checked settings of a recipe's schedule, without asking a server.
+
+    Raises `RecipeError` for a mistake.
+    """
     name = load_recipe(recipe, overrides).name
     check_parameters(RefreshRequest(str(recipe), overrides))
     return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))

@@ -158,7 +158,10 @@ def plan_schedules() -> None:
 
 @dataclass(frozen=True)
 class Duty:
-    """Task that the worker repeats in the background. `name` completes the error message "could not …"."""
+    """Task that the worker repeats in the background, such as reporting dead refreshes.
+
+    `name` completes the error message "could not …".
+    """
 
     name: str
     interval_s: float

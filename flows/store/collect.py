@@ -132,7 +132,7 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
 
 
 def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
-    """Remove garbage that has not been used since it was found; failures do not stop the rest."""
+    """Remove the files and folders that were found to be unneeded, unless used since; go on after failures."""
     removed, failures = [], []
     for item in garbage:
         try:

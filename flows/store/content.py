@@ -81,7 +81,7 @@ def hash_path(path: Path, limit_s: float | None = None) -> str:
 
 
 def outside_files(path: Path) -> dict[str, Path]:
-    """Return the input files at a path outside the store: the file itself, or all files of a folder, by relative path.
+    """Return the files of an input outside the store, by relative path: a single file, or all files of a folder.
 
     Logs, records and compiled Python are left out.
     Raises `OSError` when the folder cannot be read, or has more than `MAX_OUTSIDE_FILES` files, as no input has.

@@ -1,4 +1,4 @@
-"""Records of artifacts (`record.json`): what each was built from and contains; and the index of all artifacts."""
+"""Records of artifacts (`record.json`), with what each was built from, and the index of all artifacts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Record(StrictModel):
 
     @property
     def finding(self) -> LifecycleError | None:
-        """Return the error with which the artifact's own stage judged it unusable; None for a usable artifact."""
+        """Return the error that the stage recorded if it judged its own artifact unusable; else None."""
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:
@@ -80,7 +80,7 @@ class Record(StrictModel):
         )
 
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
-        """Return a config field whose upstream artifact has been rebuilt with other content since; else None.
+        """Return a config field whose upstream artifact has other content now than when it was used; else None.
 
         digests: field path → content digest of the upstream artifact that is there now.
         """
@@ -89,7 +89,7 @@ class Record(StrictModel):
 
 @dataclass(frozen=True)
 class Artifact:
-    """Finished artifact in the store, with its record, its last use and its damage.
+    """Finished artifact in the store: its folder and record, its last use, and which of its files are damaged.
 
     used_s: when it was built or last found cached, in seconds since the epoch.
     damage: files that are missing or have another size than recorded.
@@ -119,7 +119,10 @@ class Index:
         return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
-        """Return a stage's artifact whose config differs from `identity` in the fewest fields, the newest of equals."""
+        """Return the stage's artifact whose cache key has the config that differs in the fewest fields from `identity`.
+
+        Of equally near artifacts, return the newest.
+        """
         named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
         return min(
             named,

@@ -57,7 +57,10 @@ def remove_tree(path: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder and all folders below it writable for their owner, as far as they are this user's."""
+    """Make a folder and all folders below it writable for their owner, so that they can be removed.
+
+    Folders of other users stay as they are.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return
     with suppress(OSError):
@@ -100,7 +103,7 @@ class Store:
         return self.root / ".cache" / kind
 
     def find(self, kind: str, version: str) -> Artifact | None:
-        """Return the finished artifact of a stage kind with a version (cache key); None without a complete record."""
+        """Return the finished artifact of a stage kind and a version (cache key); None when there is none."""
         candidates = (self.root / kind).glob(f"*-{version}")
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
@@ -155,8 +158,9 @@ class Store:
         return FileLock(self.root / ".locks" / f"{kind}-{resume_key}", fallback_to_soft=False)
 
     def commit(self, work: Path, record: Record) -> Artifact:
-        """Turn a finished work folder into the artifact of `record`, replacing an older artifact of the same version.
+        """Move a finished work folder into the store as the artifact that `record` describes.
 
+        It replaces an older artifact of the same version.
         Scratch is removed last, so that a crash before then costs no work.
         """
         folder = self.folder_of(record.kind, record.stage, record.version)
@@ -180,7 +184,7 @@ class Store:
         return artifact
 
     def recover(self, kind: str, version: str) -> None:
-        """Finish turning a work folder into an artifact after a crash between the move and the record.
+        """Complete an artifact that a crash left without a record after its work folder had been moved into the store.
 
         Call it under the lock.
         """
@@ -189,7 +193,7 @@ class Store:
                 _finish_commit(folder)
 
     def remove_mark(self, artifact: Path) -> None:
-        """Remove an artifact's mark for its follow-up program (model registration), which has now run."""
+        """Remove the mark of an artifact whose follow-up program, such as registration in MLflow, has now run."""
         with self.explained(f"note that {artifact.name} is complete"):
             (artifact / PENDING_HOOK_FILE).unlink()
             _sync(artifact)
