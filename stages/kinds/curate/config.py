@@ -228,7 +228,9 @@ class Decontaminate(StrictModel):
     words: int = Field(
         13, ge=5, le=50, description="Length in words of the n-grams that a row may not share with a benchmark sample."
     )
-    min_shared: PositiveInt = Field(1, description="Number of shared n-grams at which a row is dropped.")
+    min_shared: PositiveInt = Field(
+        1, description="Number of n-grams that a row must share with benchmark samples to be dropped."
+    )
     benchmarks: dict[str, BenchmarkTasks] = Field(
         default_factory=dict,
         description="Benchmark tasks to compare rows with, in blocks with names of your choice. Default: the tasks of "

@@ -56,7 +56,7 @@ class Benchmarks:
         self.num_too_short = 0
         """Number of benchmark samples that are not searched for in rows, because all their texts are too short."""
         self.num_common = 0
-        """Number of n-grams that are ignored since most samples of their task contain them."""
+        """Number of benchmark n-grams that are ignored since most samples of their task contain them."""
         runs: dict[int, list[tuple[Hashes, NDArray[np.int64]]]] = defaultdict(list)
         for _, of_task in itertools.groupby(items, key=lambda item: item.task):
             for num_words, found in self._task(list(of_task)).items():
@@ -84,7 +84,7 @@ class Benchmarks:
         return None
 
     def _task(self, items: Sequence[TaskItem]) -> dict[int, tuple[Hashes, NDArray[np.int64]]]:
-        """Return the n-gram hashes of one benchmark task's samples and the sample of each, by n-gram length."""
+        """Return one benchmark task's n-gram hashes by n-gram length, each with the number of a sample that has it."""
         runs_by_length: dict[int, list[tuple[Hashes, int]]] = defaultdict(list)
         for item in items:
             number = len(self._names)

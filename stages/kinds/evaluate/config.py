@@ -17,7 +17,7 @@ from stages.rewards.judge import RatingConfig
 from stages.serving.served_models import AskedModelConfig
 
 TASK = re.compile(r"^(task|group):", re.MULTILINE)
-"""Pattern by which a YAML file is recognized as a definition of tasks."""
+"""Pattern by which a YAML file is recognized as a definition of evaluation tasks."""
 
 
 class EvaluateConfig(AskedModelConfig):

@@ -27,7 +27,7 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from stages.serving.endpoint import Endpoint, endpoint_for
 
 MISSING_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Exceptions for missing or unreadable files, which are not retried, unlike connection errors."""
+"""Exceptions for missing or unreadable files: unlike after connection errors, the evaluation is not retried."""
 
 
 def run(config: EvaluateConfig, context: StageContext) -> StageResult:

@@ -40,7 +40,7 @@ NOT_PROMOTED = "not promoted"
 NUM_NAMED = 3
 
 Bundle = Mapping[str, LocalFile]
-"""Files to publish, by the names that they get at the target."""
+"""Files to publish, by the names that they get at the publishing target."""
 State = Literal["published", "was there", "dry run", "not promoted"]
 
 
@@ -148,7 +148,7 @@ def run(config: PublishConfig, context: StageContext) -> StageResult:
 
 
 def _publish(target: Target, bundle: Bundle, planned: Publication, context: StageContext) -> Publication:
-    """Send the files that the target lacks, remove outdated ones, and verify the target's checksums."""
+    """Send the files that the publishing target lacks, remove outdated ones, and verify the checksums there."""
     held = target.held(bundle)
     missing = _differing(bundle, held)
     # Only files that an earlier publication listed are removed: others at the target are not ours.
@@ -172,7 +172,7 @@ def _publish(target: Target, bundle: Bundle, planned: Publication, context: Stag
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:
-    """Return the names of files that the target lacks or has with other content.
+    """Return the names of files that the publishing target lacks or has with other content.
 
     The list of checksums comes last: where files arrive one by one, it confirms that all have arrived.
     """

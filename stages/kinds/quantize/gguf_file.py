@@ -227,7 +227,7 @@ class StoredTypes:
         return {**counts, **smaller}
 
     def in_words(self) -> str:
-        """Return a phrase for the log, such as `stored as 12 Q4_K, 3 Q6_K`."""
+        """Return a phrase for the log on a GGUF file's matrices, such as `stored as 12 Q4_K, 3 Q6_K`."""
         return "stored as " + ", ".join(f"{count} {name}" for name, count in self._counts().items())
 
     def caveats(self) -> Iterator[str]:

@@ -81,7 +81,7 @@ class LlamaCppProgram:
 
 
 def free_cores() -> int:
-    """Return the number of CPU cores that were idle in the last minute, at least 1, for the server's threads.
+    """Return the number of CPU cores that were idle in the last minute, at least 1, for llama.cpp's threads.
 
     Threads beyond those spin at barriers: an answer that takes 6 ms on an idle core took 6 s with two threads on two
     busy ones.

@@ -130,7 +130,10 @@ def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, floa
 
 
 def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> _Entry | None:
-    """Return the server's report of a token that a logit bias forces, with its log-probability; None without one."""
+    """Sample one token that a logit bias forces, and return the server's report of its log-probability.
+
+    None if the server reports none.
+    """
     options = {"max_tokens": 1, "temperature": 0, "logprobs": num_likeliest, "logit_bias": [[token, CERTAIN]]}
     request = {"model": client.model, "prompt": prompt, **options}
     reported = client.answer("/v1/completions", Choices[_Choice], request).choices[0].logprobs

@@ -22,7 +22,7 @@ gc.enable()
 
 
 def run_benchmarks() -> None:
-    """Run the benchmarks one after another, each as the `vllm` command would."""
+    """Run all load benchmarks of a server in this process, each as `vllm bench serve` would."""
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     results = [main(parser.parse_args(arguments)) for arguments in json.load(sys.stdin)]

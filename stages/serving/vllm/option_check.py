@@ -18,7 +18,7 @@ class Refusing(FlexibleArgumentParser):
     """Argument parser that raises ValueError for an invalid option instead of ending the process."""
 
     def error(self, message: str) -> None:
-        """Raise ValueError with the parser's message."""
+        """Raise ValueError with the message by which vLLM's argument parser refuses an option."""
         raise ValueError(message)
 
 

@@ -1,4 +1,4 @@
-"""Replacement of adapters and whole models in a running vLLM, requested from vLLM directly instead of by the proxy.
+"""Replacement of adapters and whole models in a running vLLM, by requests to vLLM itself instead of through the proxy.
 
 Each version of an adapter has a name and a folder of its own. Under a name that was used before, vLLM would answer from
 the prefix cache of the former weights, or read the files again at every request. Whole weights replace those that it

@@ -77,7 +77,7 @@ class OciRegistry:
         self._client = httpx.Client(timeout=TIMEOUT, auth=auth)
 
     def check(self) -> None:
-        """Check write access by beginning an upload, which needs write permission, and cancelling it."""
+        """Check write access to the OCI registry by beginning an upload and cancelling it."""
         self._ask("DELETE", str(self._begin_upload()), accepted=(202, 204, 404, 405))
 
     def prepare(self, licence: str | None) -> None:

@@ -68,7 +68,7 @@ def forms() -> str:
 
 
 def token_of(address: Address) -> str | None:
-    """Return the name of the environment variable with the target's token; None if the target needs none."""
+    """Return the name of the environment variable with a publishing target's token; None if it needs none."""
     return TARGETS[address.scheme].token
 
 

@@ -52,10 +52,10 @@ class Held:
 
 
 LocalFiles = Mapping[str, LocalFile]
-"""Files to be published, by the names that they get at the target."""
+"""Files to be published, by the names that they get at the publishing target."""
 Names = Collection[str]
 Sent = Callable[[int], None]
-"""Callback for progress: gets the number of bytes that were just sent."""
+"""Callback for the progress of publishing: gets the number of bytes that were just sent."""
 
 
 class Target(Protocol):
@@ -66,16 +66,16 @@ class Target(Protocol):
     """
 
     def check(self) -> None:
-        """Check that the target accepts publications, without changing anything there."""
+        """Check that the publishing target accepts files, without changing anything there."""
 
     def prepare(self, licence: str | None) -> None:
-        """Create the target's repository or folder if it does not exist, private if the recipe says so.
+        """Create the repository or folder to publish to if it does not exist, private if the recipe says so.
 
         licence: of the publication, as its card states it; a new repository may have to state one.
         """
 
     def held(self, expected: LocalFiles) -> Held:
-        """Return the target's files with checksums, as the target states them or as computed from its content."""
+        """Return the publishing target's files with checksums, as stated there or as computed from their content."""
 
     def read_text(self, name: str) -> str | None:
         """Return the text of a small published file, such as an earlier publication's list of checksums."""
