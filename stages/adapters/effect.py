@@ -142,5 +142,5 @@ def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
 
 
 def experts_together(factors: Tensor, name: str) -> Tensor:
-    """Join the LoRA factors of a layer's experts as PEFT stores them: the inverse of `of_each_expert`."""
+    """Join the LoRA factors of a layer's experts into the one tensor that PEFT stores. Inverse of `of_each_expert`."""
     return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

@@ -212,7 +212,7 @@ def check_weights(adapter: Adapter, base: Path) -> None:
 
 
 def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return, by LoRA layer, the adapted parameter outside linear layers, such as stacked experts."""
+    """Return the adapted parameters outside linear layers, such as stacked experts, by PEFT's layer name."""
     modules: dict[str, list[str]] = {}
     for name in config.get("target_parameters") or ():
         modules.setdefault(name.rpartition(".")[0], []).append(name)

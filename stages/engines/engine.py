@@ -42,8 +42,8 @@ class Engine(Protocol):
     """Training engine: a model and its optimizer, spread over processes, with the methods that training loops call."""
 
     data_rank: int
-    """Index of the share of each global batch that this process computes; it is equal on processes that split one
-    model."""
+    """Data-parallel index of this process: the share of each global batch that it computes. Processes that split one
+    model have the same index."""
     data_parallel_size: int
     """Number of shares into which data parallelism splits a global batch."""
     num_devices: int

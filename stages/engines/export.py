@@ -178,7 +178,7 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights that the writer has been given so far."""
+        """Names of all weights added so far, in written files or waiting for the next file."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:

@@ -49,7 +49,7 @@ def token_log_probabilities(
 
 @torch.no_grad()
 def greedy_tokens(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
-    """Return the likeliest token at every position that has a target, IGNORED elsewhere; int64 [rows, sequence].
+    """Return the likeliest token at every position that has a target, -100 elsewhere; int64 [rows, sequence].
 
     Arguments as in `token_log_probabilities`; transforms keep the order of logits, so none is needed.
     """

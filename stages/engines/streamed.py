@@ -62,7 +62,7 @@ class StreamedModel:
         return ordered
 
     def put_beside(self, adapter: Adapter) -> None:
-        """Add an adapter to the streamed model by forward hooks: each adapted layer then gives W x + scaling B A x."""
+        """Add an adapter by forward hooks to a model read from disk: adapted layers then give W x + scaling B A x."""
         for layer in self.ordered(set(adapter.factors)):
             self.causal_lm.get_submodule(layer).register_forward_hook(partial(_add, adapter, layer))
 

@@ -66,7 +66,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return how many times the recipe's LoRA rank a parameter gets; 0 means that it gets no adapter.
+        """Return a parameter's LoRA rank as a multiple of the recipe's rank; 0 if the parameter gets no adapter.
 
         A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
         """

@@ -25,7 +25,7 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Work of all attention layers that have the same window size.
+    """Size of the attention layers that share one window size, from which attention's FLOPs are computed.
 
     width: sum of heads × (query-key width + value width).
     """

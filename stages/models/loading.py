@@ -22,8 +22,8 @@ AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "Aut
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50
 MAX_NORMALIZER_GROWTH = 2.0**20
-"""Largest factor by which a tokenizer's normalizer may lengthen a text. Some published ones reach a thousand; beyond
-this bound, a text that only servers and benchmarks see could fill the memory."""
+"""Largest factor by which a tokenizer's normalizer may lengthen a text. Some published normalizers reach a thousand;
+beyond this bound, a text that only servers and benchmarks see could fill the memory."""
 LEAST_SHARE = 0.5
 """Smallest allowed share of the expected tokens when a sentence is repeated; fewer tokens show a tokenizer that loses
 text."""
@@ -135,5 +135,8 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
 
 
 def _letters(text: str) -> str:
-    """Return a text's letters and digits in one case, since some tokenizers know one case only."""
+    """Return a text's letters and digits in one case, to compare a text with what it decodes to.
+
+    Some tokenizers know one case only.
+    """
     return "".join(filter(str.isalnum, text)).casefold()

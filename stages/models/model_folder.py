@@ -317,7 +317,7 @@ def _token_ids(config: Mapping[str, Any], size: int | None) -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of each token in a tokenizer's vocabulary. A Unigram model lists its tokens in order."""
+    """Return the id of each token in a tokenizer's vocabulary. A Unigram model lists its tokens by id."""
     model = tokenizer.get("model")
     found = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(found, list):

@@ -1,4 +1,4 @@
-"""Faster start of processes that build models or only read their tokenizers, by leaving out imports."""
+"""Faster start of processes that use Transformers, by leaving out imports that they do not need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start_training_quickly() -> None:
 
 
 def _import_names_of_models() -> None:
-    """Import `transformers.models` without reading all of its files for their names again, which takes 0.3 s."""
+    """Import `transformers.models` from Transformers' cached list of names, which saves 0.3 s of reading files."""
     if "transformers.models" in sys.modules:
         return
     define = import_utils.define_import_structure

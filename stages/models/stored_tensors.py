@@ -35,7 +35,7 @@ NAMED_IN_INDEX = {
         )
     ),
 }
-"""Classes and functions that a checkpoint's index may name, in addition to torch's dtypes."""
+"""Classes and functions that may be unpickled from a checkpoint's index, in addition to torch's dtypes."""
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -52,7 +52,7 @@ class Growth:
         """Read the steps of a normalizer, as in a `tokenizer.json`, and how much each can lengthen a text."""
         self._steps = [(step, _factor(step)) for step in _steps(normalizer)]
         self.factor = math.prod(factor for _, factor in self._steps)
-        """Largest factor by which all steps together could lengthen a text, if each were at its worst."""
+        """Largest factor by which the whole normalizer could lengthen a text, if each step were at its worst."""
 
     @classmethod
     def of(cls, backend: Tokenizer) -> Growth:

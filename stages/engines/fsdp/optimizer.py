@@ -129,7 +129,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             torch._foreach_copy_([piece.kept[name] for piece in pieces], row.split(sizes))
 
     def _bits(self, pieces: list[_Piece], sizes: list[int], rounded: list[str], step: int) -> Tensor:
-        """Return random bits for weights and moments that are rounded to bf16, int32 [rounded, elements]."""
+        """Return random bits for rounding weights and Adam's moments to bf16, int32 [rounded tensors, elements]."""
         device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
         places = torch.arange(sum(sizes), device=device)
         shifts = [piece.first - start for piece, start in zip(pieces, starts, strict=False)]

@@ -39,7 +39,7 @@ class RouterBalance:
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
     def begin_step(self, num_tokens: float) -> None:
-        """Reset the sum of the load-balancing loss for a training step.
+        """Set the sum of the load-balancing loss to zero before a training step.
 
         num_tokens: tokens of the global batch, without padding.
         """

@@ -30,7 +30,7 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
 
 
 def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return the likeliest token at each target, IGNORED elsewhere: int64 [rows, tokens, 1], the same on every rank.
+    """Return the likeliest token at each target, -100 elsewhere: int64 [rows, tokens, 1], the same on every rank.
 
     Arguments as in `wanted_log_probabilities`. Of several that are equally likely, the first is returned.
     """

@@ -121,7 +121,7 @@ class Pipeline:
     def _finish(
         self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the loss to differentiate, an unused token count and a result, from the last stage's logits."""
+        """Return a micro-batch's loss, an unused token count and its result, as Megatron's schedules expect."""
         group = parallel_state.get_context_parallel_group()
         signal = batch.signal
         wanted = split.local(signal.wanted, group.rank(), padding=IGNORED)

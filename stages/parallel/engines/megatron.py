@@ -24,7 +24,7 @@ USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),
     "cp": (4, "keys and values travel around all cp processes in every layer"),
 }
-"""Highest usual value of each parallel degree, with the reason, by degree."""
+"""Value of each parallel degree above which a layout is likely to be slow, with the reason, by degree."""
 
 
 class MegatronRules(EngineRules):
