@@ -34,7 +34,7 @@ KEYS = (*Layout.model_fields, BATCH_FIELD)
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """Layout of a comparison that is spelled correctly but cannot work, with the reason."""
+    """Layout of a comparison that is written correctly but cannot run, with the reason."""
 
     text: str
     engine: str

@@ -127,7 +127,7 @@ def content_changes(before: Contents, after: Contents) -> Iterator[str]:
 
 
 def changed_amount(old: str, new: str) -> str:
-    """Describe a file's change of size as `300 → 350 rows`; at the same size as `other rows, 300 rows`."""
+    """Describe how a file's size changed, as `300 → 350 rows`, or as `other rows, 300 rows` if the size is the same."""
     number, _, unit = old.partition(" ")
     return f"{number} → {new}" if old != new and new.endswith(unit) else f"other {unit}, {new}"
 
@@ -281,7 +281,10 @@ def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
-    """Describe what changed in a file or folder between two of its hashes; None unless both contents were recorded."""
+    """Describe what changed in a file or folder between two of its hashes.
+
+    None unless the contents under both hashes were recorded.
+    """
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None

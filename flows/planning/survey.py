@@ -122,7 +122,7 @@ class Survey:
     system: str = ""
     template: Path | None = None
     has_template: bool = True
-    """True if the model has a chat template of its own, or if that is unknown."""
+    """True if the model has a chat template of its own, or if it is not known whether it has one."""
     labels: set[bool | None] = field(default_factory=set)
     """Distinct labels (good or bad answer) of the training rows."""
     questions: list[dict[str, str]] = field(default_factory=list)

@@ -245,7 +245,7 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
 
 
 def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem for each reference that names no stage, or a stage that makes something else than needed.
+    """Yield a problem for each reference that names no stage, or a stage that makes the wrong kind of artifact.
 
     stages: the valid ones. References of the others are read from `tree`, so that all are reported.
     """

@@ -1,4 +1,4 @@
-"""Training curves of a refresh's report, with those of earlier champions behind them, and the data learned from."""
+"""Training curves for a refresh's report, with those of earlier champions behind them, and the trainings' data."""
 
 from __future__ import annotations
 

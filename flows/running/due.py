@@ -193,7 +193,7 @@ def _not_wanted() -> State[Any] | None:
 
 
 def _busy(plan: Plan) -> str | None:
-    """Return why the refresh would have to wait for devices that others hold, or None if all are free."""
+    """Return why a refresh would have to wait for machine slots that others hold, or None if enough are free."""
     slots = Slots(home() / "slots", num_slots())
     wanted = {
         stage.name: wanted_slots(stage.config, slots.count) for stage in plan.stages.values() if stage.action == "run"

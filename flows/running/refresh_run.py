@@ -250,7 +250,7 @@ class RefreshRun:
             self.record = after(self.record, event)
 
     def begin(self, prefect_flow_run_id: str, prefect_run_count: int) -> None:
-        """Record which Prefect flow run this is, and how often Prefect has started it."""
+        """Record in the ledger which Prefect flow run runs this refresh, and how often Prefect has started it."""
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
@@ -327,7 +327,10 @@ class RefreshRun:
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether a stage could start now. Until inputs have been checked, only stages without upstream can."""
+        """Return whether a stage could start now.
+
+        Before inputs have been checked, only stages without upstream stages can.
+        """
         is_open = self._is_checked or not stage.upstream
         return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 

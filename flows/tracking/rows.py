@@ -21,7 +21,7 @@ HELD_OUT = "evaluation_"
 CURVES = ("loss", f"{HELD_OUT}loss")
 METRICS_PER_BATCH = 1000
 MEDIAN = "_median"
-"""Suffix of the name under which the median of a metric logged in every step is recorded at the end."""
+"""Suffix of a final metric's name, for the median of a metric that is logged in every training step."""
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 

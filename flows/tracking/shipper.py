@@ -100,7 +100,7 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Record that MLflow did not answer, so that nothing waits for it.
+        """Record in `mlflow.json` the error with which copying to MLflow failed.
 
         An MLflow run may have been created nevertheless.
         """
@@ -270,7 +270,7 @@ def ship_pending(client: MlflowClient) -> None:
 
 
 def only_shipper(ledger: Ledger) -> FileLock:
-    """Return the lock under which a `Shipper` must work, since two at once would create every MLflow run twice."""
+    """Return the lock that a `Shipper` must hold, since two copying at once would create every MLflow run twice."""
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 
 

@@ -19,8 +19,8 @@ from stages.planner.costs import StepCase
 from stages.planner.workload import Software, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Temporary bytes per weight that dequantizing a layer's weights takes: a fp32 copy, plus half an index (nf4) or the
-rounded value (int8)."""
+"""Temporary bytes per weight while a layer is dequantized: a fp32 copy, plus half an index (nf4) or the rounded value
+(int8)."""
 
 
 def kept_bytes_per_token(case: StepCase) -> float:

@@ -26,8 +26,8 @@ BACKWARD_ATTENTION = 2.5
 """Cost of fused attention's backward pass relative to its forward pass: five matrix products instead of two (Dao 2023,
 section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Number of kernel launches in one layer's forward pass (fused or eager), and the additional ones of a mixture of
-experts."""
+"""Number of kernel launches in one layer's forward pass, fused or eager. `experts` is the number of additional launches
+for a mixture of experts."""
 LAUNCHES_OF_A_COLLECTIVE = 3
 """Host time of calling one collective (such as an all-reduce) as a number of kernel launches: its kernel, and the
 events that streams wait for."""

@@ -27,7 +27,7 @@ class Efficiency:
     matmul_half_waves: float = 1.125
     """Number of output tiles per processor at which a matrix product reaches half of the rate `matmul`."""
     matmul_half_depth: float = 109.0
-    """Length of the summed dimension at which a matrix product reaches half of the rate `matmul`."""
+    """Length of the inner (summed) dimension at which a matrix product reaches half of the rate `matmul`."""
     grouped: float = 0.62
     """Speed of the experts' grouped matrix products, relative to that of dense matrix products."""
     attention: float = 0.5

@@ -138,8 +138,8 @@ class Software:
     fp8_activation_inputs: bool = False
     """True if inputs of activation functions are kept in fp8 for the backward pass."""
     casts_at_products: bool = False
-    """True if, in fp8 or fp4, each dense matrix product casts its inputs, which are kept and gathered in 16 bits;
-    experts compute in bf16."""
+    """True if fp8 and fp4 apply only within dense matrix products, which cast their inputs from 16 bits. The inputs are
+    kept and gathered in 16 bits; experts compute in bf16."""
     cuda_graphs: bool = False
     """True if steps are replayed from CUDA graphs, so that kernel launches take no host time."""
     fragments_states: bool = False
