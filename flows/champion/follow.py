@@ -134,7 +134,7 @@ class Follower:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether no start or end of an engine, and no decision about the canary, is under way."""
+        """Return whether serving is settled: no engine starts or ends, and no decision about the canary is pending."""
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:

@@ -350,7 +350,10 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """Observer of a stage that runs outside any refresh; it prints only that the stage waits."""
+    """Observer of a stage that runs outside any refresh, such as by `lifecycle adopt`.
+
+    It prints only that the stage waits.
+    """
 
     def __init__(self) -> None:
         self._has_reported_wait = False

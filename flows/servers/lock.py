@@ -1,4 +1,4 @@
-"""Lock of the servers' supervisor, whose next holder inherits the previous one's sockets and processes."""
+"""Lock that lets only one supervisor run the local servers, and hand-over of their sockets to the next supervisor."""
 
 from __future__ import annotations
 

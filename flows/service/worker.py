@@ -115,7 +115,7 @@ def _announce(flow_run: FlowRun) -> None:
 
 
 class Clock:
-    """Detector of a clock that was set back, which plans scheduled runs while Prefect's server does not.
+    """Detector of a machine clock that was set back, which plans scheduled runs while Prefect's server does not.
 
     When the clock was set back, the server plans nothing until the old time comes again, because its loops are due at
     clock times. Planned runs begin at their new time; late ones are not reported as late.
@@ -128,7 +128,10 @@ class Clock:
         self._behind_until_s = 0.0
 
     def look(self) -> None:
-        """Check whether the clock was set back; print that once, and plan runs while Prefect's server does not."""
+        """Check whether the machine's clock was set back; print that once, and then plan scheduled runs for Prefect.
+
+        Prefect's server plans no runs until its old time is reached again.
+        """
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
         self._offset_s = offset_s
