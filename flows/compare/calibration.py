@@ -104,7 +104,7 @@ def why_left_out(run: LoggedRun) -> str | None:
 
 
 def fit(observations: Sequence[Observation], start: Hardware) -> Calibration:
-    """Fit the hardware constants to the observations by least squares, held near those of `start`."""
+    """Fit the hardware constants to measured runs by least squares, held near the constants of `start`."""
     from scipy.optimize import least_squares
 
     values = {name: getattr(start.efficiency, name) for name in CONSTANTS} | {LATENCY: start.intra_node_latency_s}

@@ -19,7 +19,8 @@ from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""Prefixes of config fields that trial runs often override: having no effect is then no error, only a warning."""
+"""Prefixes of config fields that trial runs often override. If one of these fields has no effect, that is only a
+warning, not an error."""
 
 
 class Problems:
@@ -44,7 +45,7 @@ class Problems:
         self._errors.setdefault(str(error), error)
 
     def check(self) -> None:
-        """Raise the collected problem, or for several of them one error that lists all.
+        """Raise the collected problem; several problems are raised as one error that lists all.
 
         Several of one class stay of that class. A source that does not answer counts only when nothing else is wrong:
         another attempt would find the other problems again.

@@ -52,7 +52,7 @@ def choose_layouts(
     unreachable: MutableMapping[str, str] | None = None,
     failed: Collection[str] = (),
 ) -> tuple[Recipe, list[LayoutChoice]]:
-    """Return the recipe with a concrete layout in place of each `layout: auto`, and each choice with its alternatives.
+    """Return the recipe with each `layout: auto` replaced by a chosen layout, and each choice with its alternatives.
 
     unreachable: where given, a stage whose model's hub does not answer keeps its `auto`, and is noted with the reason.
     failed: stages with an error of their own; trainings of their models keep their `auto`. Raises LayoutError when no

@@ -92,7 +92,7 @@ class ModelConfigs:
 
 
 def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
-    """Read the facts of a model from its source; None while its hub has not answered which revision to read.
+    """Read a model's facts from its source; None if its hub has not responded yet with the revision to read.
 
     Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
     """

@@ -21,8 +21,8 @@ from stages.hubs.registry import HUBS
 
 Resolved = dict[str, JsonValue]
 Outside = dict[str, Resolved]
-"""Resolved inputs from outside the store (content hashes, revisions, versions) by stage name, each by field path or
-name."""
+"""Resolved inputs from outside the store (content hashes, revisions, versions) of each stage, by stage name. Those of a
+stage are kept by field path or name."""
 
 
 def resolve_outside(

@@ -419,5 +419,5 @@ def _evaluation(plan: _Plan) -> str:
 
 
 def _context(plan: _Plan) -> int:
-    """Return the context length in tokens of the recipe's server, which must hold a question and its answer."""
+    """Return the context length in tokens of a first recipe's server, long enough for a question and its answer."""
     return min(plan.model.max_positions or 2 * plan.sequence_length, 2 * plan.sequence_length)

@@ -1,4 +1,4 @@
-"""Overrides of a recipe, given as `path=value` texts, as in `lifecycle run --set`; values are read as YAML."""
+"""Overrides of a recipe as `path=value` texts, such as those of `lifecycle run --set`, with values read as YAML."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ Identity = dict[str, JsonValue]
 """Identity of an artifact, the JSON object from which its version is hashed. Keys: kind, stage_version, config,
 upstream (version by field path), outside (content hash, revision, … by field path)."""
 DIGEST = re.compile("[0-9a-f]{64}")
-"""Pattern of a content hash (SHA-256), whose change is shown as `has changed`; other values, such as commits, are shown
-themselves."""
+"""Pattern of a content hash (SHA-256). A changed hash is shown as `has changed`, but other values, such as commits, are
+shown themselves."""
 
 
 @dataclass(frozen=True)

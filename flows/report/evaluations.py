@@ -145,7 +145,7 @@ def _shown(text: str) -> str:
 
 
 def _end(text: str) -> str:
-    """Return the end of a prompt that is too long to show; the question stands there, after the few-shot examples."""
+    """Return the end of a prompt that is too long to show. The question stands there, after the few-shot examples."""
     text = redact(text)
     return visible(text if len(text) <= SHOWN_CHARACTERS else f"{ELLIPSIS}{text[-SHOWN_CHARACTERS:]}")
 

@@ -131,7 +131,10 @@ def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
 
 
 def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
-    """Return the scores of all evaluations by TASK.METRIC; of two with the same name, that of the first evaluation."""
+    """Return the scores of all evaluations by TASK.METRIC.
+
+    Of two scores with the same name, that of the first evaluation counts.
+    """
     return {
         name: value
         for one in reversed(evaluations)

@@ -104,7 +104,7 @@ def _drawn(training: TrainingCurves) -> dict[str, Any]:
 
 
 def _points(curve: Curve) -> list[tuple[int, float | None]]:
-    """Return a few evenly spaced points of a curve, including its ends, for the table beside its chart."""
+    """Return a few evenly spaced points of a curve, first and last included, for the table beside its chart."""
     last = len(curve.steps) - 1
     places = sorted({round(last * n / (TABLE_POINTS - 1)) for n in range(TABLE_POINTS)})
     return [(curve.steps[place], curve.values[place]) for place in places]

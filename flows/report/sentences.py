@@ -55,7 +55,10 @@ def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequen
 
 
 def _publications(record: RefreshRecord) -> Iterator[str]:
-    """Yield a sentence on each publishing stage; its failure does not undo a promotion."""
+    """Yield a sentence on each publishing stage: the target that it published to, or its failure.
+
+    A failure does not undo a promotion.
+    """
     for name, entry in record.stages.items():
         tags = entry.result.tags
         if makes(entry.kind, "publication") and entry.state == "failed":

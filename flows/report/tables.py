@@ -102,7 +102,7 @@ def serving_table(stages: Sequence[StageReport]) -> Table:
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
-    """Yield counts of the rows, documents and tokens that stages read, made or left out.
+    """Yield counts of the rows, documents and tokens that each stage read, produced or left out.
 
     Each count is a tuple (stage, counted thing, number).
     """

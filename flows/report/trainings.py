@@ -70,7 +70,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
 
 
 def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
-    """Yield the curves of the same stage in an earlier champion's training; none if both come from one training run."""
+    """Yield the training curves of the same stage in an earlier champion; none if both come from one training run."""
     for artifact in closure(champion, index):
         record = artifact.record
         if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:

@@ -70,7 +70,7 @@ def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 
 
 def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
-    """Send events for states of a flow run to Prefect, as its server does itself, so that automations react to them.
+    """Send Prefect events for states of a flow run, as its server does itself, so that automations react to them.
 
     A repeated event does no harm. Prefect holds an event of a run back until the one of the state before, if that is
     less than 5 minutes old, has come, for 15 minutes at the longest, and with it the notification of how the run ended.
@@ -168,7 +168,7 @@ def _try_to_start(
 
 
 def _not_wanted() -> State[Any] | None:
-    """Return a state that says why a scheduled run is left out (a newer one is due, …); None if it should run.
+    """Return a Prefect state with the reason why this scheduled run is left out; None if it should run.
 
     Of missed runs only the last one runs, and none of a paused or removed schedule. A person's run, or retry, is never
     left out.

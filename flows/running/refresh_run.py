@@ -327,7 +327,7 @@ class RefreshRun:
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether a stage could start now.
+        """Return whether a stage could start now, since its upstream stages are built and it has not begun.
 
         Before inputs have been checked, only stages without upstream stages can.
         """

@@ -1,4 +1,4 @@
-"""Runner of a single stage: finds it cached, or starts its process, watches it and commits its artifact."""
+"""Runner of a single stage: finds it cached, or starts its process, watches it and stores its artifact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ there."""
 
 @dataclass(frozen=True)
 class LiveServer:
-    """Server started by a serve stage, which keeps running after the stage's artifact was committed."""
+    """Server started by a serve stage, which keeps running after the stage's artifact was moved into the store."""
 
     lease: Lease
     process: Process
@@ -107,10 +107,7 @@ class Observer(Protocol):
         """
 
     def tick(self) -> None:
-        """Do an observer's periodic work.
-
-        Called about every 0.3 s while a stage's process runs, and once after its end.
-        """
+        """Handle a periodic call while a stage's process runs, about every 0.3 s, and once after its end."""
 
     def ended(self, end: AttemptEnd) -> None:
         """Handle the end of an attempt at a stage, after its artifact was stored or it failed.
@@ -213,7 +210,7 @@ def _build(
 
 
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
-    """Finish the follow-up of a stored artifact, such as registering a champion, that an earlier attempt left undone.
+    """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
 
     Completion counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built
     again.

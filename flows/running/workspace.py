@@ -1,4 +1,4 @@
-"""Work folder of a stage: prepared before an attempt, and committed as the stage's artifact after success.
+"""Work folder of a stage: prepared before an attempt, and moved into the store as the stage's artifact after success.
 
 config.json, metrics.jsonl, …  see `stages/core/contract.py`
 log.txt                        output of all processes of all attempts

@@ -36,19 +36,19 @@ UNFOLDED = {"mlflow.runType": "evaluation"}
 
 
 def run_page_of(attempt: str | None) -> str | None:
-    """Return the web address of a stage attempt's run in MLflow; None while MLflow is no server or lacks the run."""
+    """Return the web address of a stage attempt's run in MLflow; None without an MLflow server or without the run."""
     run = run_id_of(attempt)
     return _run_page(attempt.partition("/")[0], run) if attempt and run else None
 
 
 def page_of(refresh: str) -> str | None:
-    """Return the web address of a refresh's run in MLflow; None while MLflow is no server or lacks the run."""
+    """Return the web address of a refresh's run in MLflow; None without an MLflow server or without the run."""
     run = read_shipped(ledger_of(refresh)).parent_run_id
     return _run_page(refresh, run) if run else None
 
 
 def report_page_of(refresh: str) -> str | None:
-    """Return the web address of a refresh's HTML report in MLflow; None if MLflow is no server or lacks it."""
+    """Return the web address of a refresh's HTML report in MLflow; None without an MLflow server or the run."""
     page, _, options = (page_of(refresh) or "").rpartition("?")
     return f"{page}/artifacts/{REPORT_FILE}?{options}" if page else None
 

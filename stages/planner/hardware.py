@@ -74,7 +74,7 @@ class Hardware:
     inter_node_gb_per_s: float
     """Bandwidth in GB/s between nodes for each device, in one direction: its share of the node's network."""
     sustained: float = 1.0
-    """Share of peak FLOP/s that power and clocks allow in a long run, relative to an A100."""
+    """Share of peak FLOP/s that power limit and clocks allow in a long run; 1 stands for the share of an A100."""
     intra_node_latency_s: float = 8e-6
     """Seconds of latency of one collective within a node."""
     inter_node_latency_s: float = 20e-6
@@ -91,8 +91,8 @@ class Hardware:
     """Bandwidth in GB/s between a device and its host's memory, in one direction: 25 for PCIe 4, 50 for PCIe 5, more
     for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Exceptions of this hardware to the training program's usual behaviour, as pairs of a field of `Software` and its
-    value."""
+    """Differences of the training program's behaviour on this hardware from its usual one, as pairs of a field of
+    `Software` and its value."""
 
     def habits(self, software: Software) -> Software:
         """Return a training program's behaviour (fused kernels, …) with this hardware's exceptions applied."""

@@ -96,7 +96,7 @@ def search(request: SearchRequest) -> SearchResult:
 
 
 def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
-    """Return the layouts that fit, fastest first, then those whose memory is tight; empty if no layout is legal."""
+    """Return the layouts that fit in memory, fastest first, then tight ones; empty if no layout is legal."""
     try:
         return safest_first(search(request).fitting)
     except LayoutError:

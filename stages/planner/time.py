@@ -54,8 +54,8 @@ class TimeEstimate:
     parts: TimeParts
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs utilization: FLOPs of the model (`stages.models.flops`) over the devices' peak in bf16 (fp32 in
-    fp32)."""
+    """Model FLOPs utilization: the model's FLOPs per second relative to the devices' peak in bf16 (in fp32 for fp32
+    training). `stages.models.flops` counts the FLOPs."""
     bubble_fraction: float
     reference_pass_s: float
     """Seconds of forward passes over one step's rows before training, such as a reference model's; 0 without any."""
@@ -170,7 +170,7 @@ def _head(case: TimedCase) -> Pass:
 
 
 def _model_flops(case: TimedCase) -> ModelFlops:
-    """Return the FLOPs per token that training needs: with the adapter, or without the head of a reward model."""
+    """Return the FLOPs per token that training needs, adapters included. The head of a reward model is left out."""
     adapter = case.workload.adapter
     flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
     return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
