@@ -87,6 +87,7 @@ def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False)
     settled: this home is no copy any more.
     """
     is_copy = is_unsettled_copy() and not settled
+    # The copy's own identity is written: from here on only `is_copy` says that it is one.
     written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy)
     write_atomically(_file(), written.model_dump_json(indent=1))
 
@@ -124,6 +125,7 @@ def missing_worker() -> str | None:
     if worker and (worker.process.alive() or host_of(worker)):
         return None
     try:
+        # read-only, since Prefect's server may be writing, and no empty database must be made where there is none
         address = f"{(home() / PREFECT.name / 'prefect.db').as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True, timeout=1.0)) as database:
             (count,) = database.execute(ACTIVE).fetchone()
@@ -140,6 +142,7 @@ def _read() -> ServerRecords:
         return ServerRecords()
     except ValidationError as error:
         raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
+    # a copied file: the processes that it names are the original's
     return records if records.home is None or records.home.is_here() else ServerRecords(is_copy=True)
 
 
@@ -161,6 +164,7 @@ def main() -> None:
     try:
         change = {"process": ProcessIdentity.of(pid), "deaths": deaths}
     except ProcessLookupError:
+        # PID 0, or one that has ended since: the former identity stays, which counts as dead
         change = {"deaths": deaths}
     if name in records:
         write_records({**records, name: records[name].model_copy(update=change)})
