@@ -81,6 +81,7 @@ def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callab
         output = decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options)
         return output, lambda states: states.reshape(*shape, -1)
     documents = PackedDocuments(inputs.documents.lengths, device, least_fill=0)
+    # `least_fill=0` makes one bucket: the padded positions are then a matrix with a row for each document.
     rows = pad_documents(inputs.input_ids.flatten(), documents).view(-1, documents.longest)  # [documents, longest]
     output = decoder(input_ids=rows, **options)
     return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
@@ -141,6 +142,7 @@ def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
     """Compute attention over packed documents by flash kernels; tensors are [tokens, heads, head_width]."""
     boundaries, longest = documents.boundaries, documents.longest
+    # -1: no limit. A window counts the token itself, `varlen_attn` only those before it.
     tokens_before = -1 if scoring.window_tokens is None else scoring.window_tokens - 1
     grouped: dict[str, Any] = {"enable_gqa": True}
     if not _takes_grouped_queries(varlen_attn):  # torch before 2.13: a copy of keys and values for each query's head
@@ -155,7 +157,7 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
         longest,
         longest,
         scale=scoring.scaling,
-        window_size=(tokens_before, 0),
+        window_size=(tokens_before, 0),  # 0 tokens after: causal
         **grouped,
     )
 
@@ -191,6 +193,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
     length, window = query.shape[2], scoring.window_tokens
     if scoring.softcap is not None or scoring.sinks is not None:
         return _explicit_attention(query, key, value, scoring)
+    # A window at least as long as the documents hides nothing: without a mask a fused causal kernel may run.
     mask = None if window is None or window >= length else _causal_mask(length, window, query.device)
     return functional.scaled_dot_product_attention(
         query,
@@ -210,20 +213,25 @@ def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scor
     Arguments are those of `_padded_attention`.
     """
     num_documents, num_heads, length, width = query.shape
+    # Grouped queries: consecutive query heads share the key and value head that is repeated for them.
     key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
+    # [documents, heads, length, length]: a row for each query, a column for each key
     scores = query @ key.transpose(2, 3) * (width**-0.5 if scoring.scaling is None else scoring.scaling)
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    # After the soft cap, which would turn -inf into -softcap.
     scores = scores.masked_fill(~_causal_mask(length, scoring.window_tokens or length, query.device), -torch.inf)
     if scoring.sinks is not None:
         sinks = scoring.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(num_documents, -1, length, 1)
         scores = torch.cat([scores, sinks], dim=3)  # [documents, heads, length, length + 1]
+    # A sink's column takes its share of the weights, then is cut off: it has no value to add.
     weights = scores.softmax(dim=3, dtype=torch.float32)[..., :length].to(query.dtype)
     return functional.dropout(weights, scoring.dropout) @ value
 
 
 def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
     """Return the causal mask, bool [length, length]: True where the row's token may see the column's token."""
+    # window_tokens 2: each row is True at its own column and the one before
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
 
 

@@ -45,12 +45,16 @@ def row_balance(
     """
     num_experts = probabilities.shape[1]
     is_real = rows >= 0
+    # [tokens, experts + 1]: choices, and a last column of ones that counts the tokens; 0 in padding
     counted = torch.cat([is_chosen, is_real[:, None]], 1) * is_real[:, None]
-    row = rows.clamp(min=0)
+    row = rows.clamp(min=0)  # padding adds zeros to row 0
     zeros = probabilities.new_zeros(num_rows, num_experts + 1)
+    # [rows, experts + 1]; no gradient runs through counts, so their sum over processes needs none
     counts = add_up(zeros.index_add(0, row, counted.float()))
     choices, num_tokens = counts[:, :-1], counts[:, -1]
+    # [rows, experts]: this process's part of each row's sum of probabilities
     summed = zeros[:, :-1].index_add(0, row, probabilities * is_real[:, None])
+    # f × P × tokens = choices × Σ probabilities ÷ tokens; a row of nothing but padding gives 0 ÷ 1.
     return num_experts * ((choices * summed).sum(1) / num_tokens.clamp(min=1)).sum()
 
 

@@ -57,6 +57,7 @@ class PackedDocuments:
     def boundaries(self) -> Tensor:
         """Document boundaries in the flattened rows, int32 [documents + 1]: each start, and the end of the last."""
         lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
+        # lengths [3, 2] -> boundaries [0, 3, 5]; int32 is what flash attention takes
         return lengths.cumsum(0, dtype=torch.int32).to(self.device)
 
     @cached_property
@@ -68,6 +69,7 @@ class PackedDocuments:
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None
+            # Longest first: the bucket's length is that of its first document, and all others fit.
             if last and length >= self.least_fill * last.length:
                 buckets[-1] = Bucket(last.start, last.num_documents + 1, last.length)
             else:
@@ -84,10 +86,13 @@ class PackedDocuments:
         """Index of each token of the flattened rows among the padded positions, int64 [tokens]."""
         padded_lengths = [bucket.length for bucket in self.buckets for _ in range(bucket.num_documents)]
         lengths = torch.tensor(self.lengths)
+        # Stable, so that equal lengths take padded places in the order of the rows.
         longest_first = lengths.argsort(descending=True, stable=True)
         padded_starts = torch.empty_like(lengths)
+        # where each document begins among the padded positions
         padded_starts[longest_first] = torch.tensor([0, *padded_lengths[:-1]]).cumsum(0)
-        starts = lengths.cumsum(0) - lengths
+        starts = lengths.cumsum(0) - lengths  # where it begins in the flattened rows
+        # lengths [2, 3]: padded starts [3, 0], starts [0, 2], shifts [3, 3, -2, -2, -2], slots [3, 4, 0, 1, 2]
         shifts = (padded_starts - starts).repeat_interleave(lengths)
         return (torch.arange(len(shifts)) + shifts).to(self.device)
 

@@ -73,7 +73,9 @@ def export_model(
     """
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
+    # Generators: weights are gathered, cast and written one after the other, never all in memory.
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
+    # Other ranks only consume the stream, whose gathering is collective; names matter to the writer alone.
     originals = _originals(causal_lm, kept, source.folder) if is_main_process() else kept
     if score:
         originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
@@ -89,7 +91,7 @@ def check_exportable(causal_lm: Any, source: Path) -> None:
     """
     tied = _tied(causal_lm)
     empty = (
-        (name, torch.empty_like(weight, device="meta"))
+        (name, torch.empty_like(weight, device="meta"))  # names and shapes alone, so that nothing is copied
         for name, weight in causal_lm.state_dict().items()
         if name not in tied
     )
@@ -128,6 +130,7 @@ def write_model(
     are copied as they are. Each weight is written in its dtype; `dtype` is that of most, which the config names.
     Collective; raises as `export_model`.
     """
+    # Gathering each weight is collective: ranks that do not write must take part, or rank 0 would wait.
     if not is_main_process():
         for _ in named_weights:
             pass
@@ -135,7 +138,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(folder)
     for name, weight in named_weights:
-        writer.add(name, weight.to("cpu").contiguous())
+        writer.add(name, weight.to("cpu").contiguous())  # safetensors refuses strided tensors
     if carried is not None:
         for name, weight in _carried(source.folder, carried, writer.names):
             writer.add(name, weight)
@@ -144,6 +147,7 @@ def write_model(
     _write_config(source, folder, dtype, score.config if score else {})
     written = weight_shapes(folder)
     if score:
+        # The source has a language model's head, which the score head replaces: neither is compared.
         tied = {*tied, score.name}
         written.pop(score.written_as)
     _check_same_weights(weight_shapes(source.folder), written, tied)
@@ -191,6 +195,7 @@ class _ShardWriter:
     def finish(self) -> None:
         """Write the remaining weights, give the files their final names and, if there are several, index them."""
         self._write_shard()
+        # The final names give the number of files, which is known only now.
         for index in range(len(self._shards)):
             follow_file_mask(self._part(index))
         if len(self._shards) == 1:
@@ -201,6 +206,7 @@ class _ShardWriter:
             file = f"model-{index + 1:05}-of-{len(self._shards):05}.safetensors"
             self._part(index).replace(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
+        # Last: without the index, several files are no model, so that a crash before it leaves none that loads.
         content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
         write_atomically(self._folder / "model.safetensors.index.json", json.dumps(content, indent=2))
 
@@ -249,6 +255,7 @@ def _originals(
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
+            # The name without prefix only where the files have that one and not the full one.
             yield name if name in names or name.removeprefix(prefix) not in names else name.removeprefix(prefix), weight
 
 
@@ -258,6 +265,7 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
     current: str | None = None
     for name, weight in named_weights:
         layer = _layer(name)
+        # Weights come layer by layer, so that a group is complete when the next layer begins.
         if group and layer != current:
             yield group
             group = {}
@@ -273,6 +281,7 @@ def _layer(name: str) -> str:
     It ends with the first number; a name without a number is returned whole.
     """
     parts = name.split(".")
+    # model.layers.3.mlp.experts.7.w1 -> model.layers.3: a layer's experts stay together
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
 

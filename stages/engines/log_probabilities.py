@@ -76,6 +76,7 @@ def likeliest_tokens(
     selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
     found = torch.zeros(targets.numel(), 2, number, device=targets.device)
     for chunk in _chunks(len(positions), head.weight.shape[0]):
+        # both [tokens of the chunk, number]
         values, tokens = _log_softmax(_head_output(selected[chunk], head.weight, bias), transform).topk(number)
         found[positions[chunk]] = torch.stack([tokens.float(), values], 1)
     return found.view(*targets.shape, 2, number)
@@ -138,16 +139,18 @@ class _LogProbabilities(torch.autograd.Function):
         chunks = _chunks(len(positions), weight.shape[0])
         for chunk in chunks:
             log_softmax = _log_softmax(_head_output(selected[chunk], weight, bias), transform)
-            values[chunk] = log_softmax.gather(1, targets[chunk])
+            values[chunk] = log_softmax.gather(1, targets[chunk])  # [tokens of the chunk, number]
+        # With a transform the backward pass needs the head's output, which the log-softmax does not give back.
         kept = log_softmax if len(chunks) == 1 and transform is None and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(selected, weight, bias, positions, targets, kept)
         ctx.transform, ctx.chunks, ctx.num_tokens = transform, chunks, hidden.shape[0]
+        # [rows × sequence, number]: 0 where there is no target
         return values.new_zeros(hidden.shape[0], targets.shape[1]).index_copy_(0, positions, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         selected, weight, bias, positions, targets, kept = ctx.saved_tensors
-        gradient = gradients[0].index_select(0, positions)
+        gradient = gradients[0].index_select(0, positions)  # [positions, number]
         sum_dtype = weight.dtype if len(ctx.chunks) <= 1 else torch.float32  # a sum of chunks in bf16 loses digits
         _, learns_weight, learns_bias, *_ = ctx.needs_input_grad
         weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if learns_weight else None
@@ -169,10 +172,12 @@ class _LogProbabilities(torch.autograd.Function):
             weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
             bias_gradient = bias_gradient.to(bias.dtype)
+        # None: positions, targets and transform
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _head_output(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The product is in the head's dtype, the softmax over it in fp32.
     return functional.linear(hidden, weight, bias).float()
 
 
@@ -198,6 +203,7 @@ def _output_gradient(
     output = _head_output(hidden, weight, bias)
     if transform is None:
         return _softmax_gradient(output.log_softmax(1), targets, gradient).to(weight.dtype)
+    # Backward runs without gradients; a graph of the transform alone gives its derivative.
     with torch.enable_grad():
         output.requires_grad_()
         logits = transform(output)
@@ -210,10 +216,12 @@ def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) ->
 
     It is Σ gradient × (onehot(target) - softmax) over targets.
     """
+    # softmax × -Σ gradient; below, each target's own gradient comes on top. A token that is wanted twice gets both.
     result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
     return result.scatter_add_(1, targets, gradient)
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
+    # At least one token, though its vocabulary alone exceed the limit.
     tokens_per_chunk = max(1, CHUNK_LOGITS // vocabulary)
     return [slice(start, start + tokens_per_chunk) for start in range(0, num_tokens, tokens_per_chunk)]

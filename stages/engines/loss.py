@@ -58,6 +58,7 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
     """
     counts = [loss.counts(batch.signal) for batch in micro_batches]
     names = list(counts[0])
+    # float64 holds every count exactly up to 2^53, fp32 only to 2^24.
     own = torch.tensor([sum(one[name] for one in counts) for name in names], dtype=torch.float64)
     return dict(zip(names, add_up(own).tolist(), strict=True))
 
@@ -65,6 +66,7 @@ def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tens
 def stacked(parts: Parts) -> Tensor:
     """Return a micro-batch's shares of loss and metrics as one tensor to be summed, float64 [1 + number of metrics]."""
     loss, metrics = parts
+    # float64, so that a sum over many micro-batches and processes loses no digits of the fp32 parts.
     return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 
 

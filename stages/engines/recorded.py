@@ -47,11 +47,12 @@ def record_log_probabilities(
     """
     batch = recorded.batch
     log_probabilities, greedy = engine.predictions(batch)
+    # [documents]: log-probability of each document, in nats
     sums = batch.documents.sums(log_probabilities)
     if is_main_process():
         documents = []
         for number in range(min(batch.documents.count, MOST_DOCUMENTS)):
-            of_document = batch.documents.ids == number
+            of_document = batch.documents.ids == number  # bool [rows, sequence]
             of_targets = of_document & batch.signal.has_target
             documents.append(
                 RecordedDocument(

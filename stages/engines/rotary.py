@@ -31,6 +31,7 @@ def rotate_by_document(decoder: nn.Module) -> None:
     Afterwards a document begins wherever a position is 0.
     """
     for module in _length_dependent(decoder):
+        # An attribute of the instance: other models of the same class keep their forward.
         module.forward = partial(_by_document, module.forward)
 
 
@@ -59,6 +60,7 @@ def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
     try:
         yield
     finally:
+        # Latest first: modules may share a config, of which the later module has kept values already changed.
         for undo in reversed(restore):
             undo()
 
@@ -82,11 +84,13 @@ def _by_document(
     """
     positions = position_ids.flatten()
     starts = (positions == 0).nonzero().squeeze(1)
+    # starts [0, 3] of 5 positions -> lengths [3, 2]
     lengths = torch.diff(starts, append=starts.new_tensor([len(positions)]))
-    lengths_by_token = lengths.repeat_interleave(lengths)
+    lengths_by_token = lengths.repeat_interleave(lengths)  # [3, 2] -> [3, 3, 3, 2, 2]
     cosines = sines = positions.new_empty(0)
     for length in lengths.unique().tolist():
         forward(like, positions.new_zeros(1, 1), *kind, **kinds)  # resets the frequencies that a longer text has set
+        # [1, length, width]: angles of one document, for all of this length
         found = forward(like, torch.arange(length, device=positions.device)[None], *kind, **kinds)
         if not cosines.numel():
             cosines, sines = (angles.new_empty(len(positions), angles.shape[-1]) for angles in found)

@@ -76,6 +76,8 @@ class StreamedModel:
         """Return the last hidden states at all target tokens, [targets, width], in one pass over the weights."""
         decoder = decoder_of(self.causal_lm)
         rows = [torch.tensor(document.input_ids) for document in documents]
+        # One batch for all documents reads the weights from disk once. Padding follows each document, and causal
+        # attention never sees it; but angles that depend on the longest text must be computed for each alone.
         together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
         hidden = [
             state
@@ -83,7 +85,7 @@ class StreamedModel:
             for state in decoder(input_ids=pad_sequence(batch, batch_first=True), use_cache=False)[0]
         ]
         selected = [
-            state[: len(row)][torch.tensor(document.targets) >= 0]
+            state[: len(row)][torch.tensor(document.targets) >= 0]  # [targets, width]; IGNORED is negative
             for state, row, document in zip(hidden, rows, documents, strict=True)
         ]
         return torch.cat(selected)
@@ -119,4 +121,5 @@ def by_document(log_probabilities: Tensor, greedy: Tensor, documents: Sequence[R
 
 def _add(adapter: Adapter, layer: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     a, b = adapter.factors[layer]
+    # Two narrow products; B A would be a matrix as large as the layer's weight.
     return output + adapter.scaling_of(layer) * (inputs[0] @ a.float().T) @ b.float().T

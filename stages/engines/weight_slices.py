@@ -36,5 +36,5 @@ class WeightFiles:
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return a slice of a tensor in the weight files, read by name; without an index, the whole tensor."""
-        found: Tensor = self._slices[name][index or ...]
+        found: Tensor = self._slices[name][index or ...]  # the bytes are read here
         return found
