@@ -32,6 +32,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
     checkpoint = hidden * size / (layout.tp if software.shards_checkpoints else along_sequence)
+    # Each recomputed layer keeps its input only.
     if layout.recompute == "full":
         rest = 1 - software.recomputed_share
         kept = kept_bytes_per_token(_without_recomputation(case)) if rest else 0.0
@@ -43,22 +44,32 @@ def kept_bytes_per_token(case: StepCase) -> float:
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
     inputs = dict.fromkeys(Place, 1.0) if casts else _kept_inputs(shape, workload)
+    # Bytes that a norm keeps of each value: fused, its input; eager, a copy in fp32 and, where its weight learns,
+    # another in the precision of training.
     of_norm = 0 if software.fused_elementwise else 4
     of_norm += size if software.fused_elementwise or workload.adapter is None else 0
+    # Bytes per token that tensor parallelism does not divide (unless along the sequence): two norms and the inputs of
+    # products.
     unsplit = hidden * (2 * of_norm + into_products * (inputs[Place.INTO_ATTENTION] + inputs[Place.INTO_FFN]))
+    # Two dropout masks of one byte.
     unsplit += 2 * hidden if software.dropout else 0
     split = _ffn_bytes_per_token(shape, size, into_products, inputs[Place.OUT_OF_FFN], software, workload)
     unsplit += 2 * size * shape.latent_width  # as they come, and as the next products have them
+    # Fused attention keeps queries and its output, keys and values, and the rotary part of queries and keys.
     split += 2 * size * (shape.query_width + shape.kv_width + shape.rotary_width)
+    # The output projection's input once more, in 8 bits.
     split += shape.query_width * inputs[Place.OUT_OF_ATTENTION] if workload.in_few_bits and not casts else 0
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
+        # Korthikanti et al. 2022: 2 bytes of softmax for each score; dropout adds a mask of one byte and its 2-byte
+        # output.
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
     return unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
 
 
 def workspace_per_token(case: StepCase) -> float:
     """Return the temporary bytes per token of a layer's backward pass: recomputed activations, widest gradients."""
+    # What the layer that runs backward holds for a moment beyond what every layer keeps.
     whole = kept_bytes_per_token(_without_recomputation(case))
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
@@ -127,17 +138,20 @@ def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float
         return 0.0
     size = case.workload.compute_bytes
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer]
+    # Summed over all layers, and divided by their number at the end: an adapter may be on some layers only.
     outputs = sum(one.outputs for one in linears)
     # Added to the weights, an adapter of experts meets no token.
     ranks = adapter.rank * len(linears) + (0.0 if case.engine.merges_experts else stacked_ranks(shape, adapter))
     kept = size * (ranks + (2 * outputs if adapter.use_dora else 0))
     kept += size * outputs if keeps_results else 0
+    # The dropped-out input, and a mask of one byte.
     kept += (size + 1) * sum(one.inputs for one in linears) if adapter.dropout and not keeps_results else 0
     return kept / shape.num_layers
 
 
 def recomputed_products_share(shape: ModelShape, software: Software) -> float:
     """Return the share of a layer's matrix-product FLOPs that selective recomputation repeats in the backward pass."""
+    # [queries, keys, values, out, …] -> keys, out, … are computed again.
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
     flops = sum(inputs * outputs for inputs, outputs in _products(shape))
     return sum(inputs * outputs for inputs, outputs in dropped) / flops
@@ -181,6 +195,7 @@ def _ffn_bytes_per_token(
     into_activation = 1 if software.fp8_activation_inputs else size
     kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
     kept += into_products * inputs
+    # Copies of a routed token: the experts' input, kept only where they learn, and their output.
     dispatches = 2 if workload.adapter is None else 1 + dispatched_share(shape, workload.adapter)
     dispatched = dispatches * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
     return kept * _ffn_width(shape) + dispatched

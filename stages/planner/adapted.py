@@ -93,6 +93,7 @@ def trained_parameters(
     """
     layers, share = _layers_of(shape, stage, vpp)
     factors = sum(_layer_parameters(shape, adapter, joins_layers, layer, tp) for layer in layers)
+    # Modules that are saved whole count on every stage, wherever they are.
     return share * factors + saved_parameters(shape, adapter)
 
 
@@ -127,6 +128,7 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
     added, saved = 0.0, 0.0
     for layer in range(shape.num_layers):
         stacked = stacked_parameters(shape, layer)
+        # Number of copies of each stacked parameter that a token meets: every router, its own experts only.
         met = {one.name: 1 if one.is_router else shape.experts_per_token for one in stacked}
         added += sum(_factor_parameters(one, adapter.rank, 1) for one in adapted_layers(shape, adapter)[layer])
         added += sum(
@@ -138,6 +140,7 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
     return replace(
         base,
         layer_parameters=base.layer_parameters + added,
+        # Frozen weights still cost FLOPs forward, and backward for the gradients of activations.
         frozen_layer_parameters=base.layer_parameters - saved,
         is_head_frozen=not adapter.saves("lm_head"),
     )
@@ -174,7 +177,9 @@ def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: 
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         for place in {one.place for one in adapted}:
             outputs = [one.outputs for one in linear_layers(shape, layer) if one.place is place]
+            # Outputs [4096, 1024, 1024] at rank 16: a block mask of 6144 × 48.
             total += sum(outputs) * len(outputs) * adapter.rank if len(outputs) > 1 else 0
+    # Mask and product; an average layer's, times the layers of this stage.
     return 2 * compute_bytes * total / tp * stage.num_layers / shape.num_layers
 
 
@@ -196,6 +201,7 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
         stacked = {one.place for one in _learning_stacks(shape, adapter, layer) if not _is_dispatched_to(one)}
+        # The experts' input is the dispatched tokens, which `dispatched_share` counts.
         learn.append({one.place for one in adapted} | saved | stacked)
     return {place: sum(place in one for one in learn) / shape.num_layers for place in Place}
 
@@ -204,6 +210,7 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
 def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
     """Return the share of mixture-of-experts layers whose experts are trained, so that they keep dispatched tokens."""
     learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
+    # No mixture layers: 0 / 1.
     return sum(learn) / max(1, shape.num_mixture_layers)
 
 
@@ -240,6 +247,7 @@ def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> flo
     """Return the bytes of the whole frozen base model as the FSDP engine stores it, before sharding."""
     other_bytes = {"bf16": 2, "fp32": 4}.get(adapter.base_precision or "", compute_bytes)
     linears = [one for layer in range(shape.num_layers) for one in linear_layers(shape, layer)]
+    # Only linear layers are quantized; embedding, norms and experts stay in the other precision.
     frozen = [one for one in linears if not adapter.saves(one.name)]
     others = shape.num_parameters - saved_parameters(shape, adapter) - sum(one.inputs * one.outputs for one in frozen)
     return other_bytes * others + sum(_stored_bytes(one, adapter.base_precision, other_bytes) for one in frozen)
@@ -248,6 +256,8 @@ def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> flo
 @lru_cache(maxsize=256)
 def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
     """Return the bytes of one whole layer with its adapter as FSDP gathers it; quantized weights stay packed."""
+    # FSDP2 casts floating-point weights to the compute precision as it gathers them; packed bytes it leaves as they
+    # are.
     frozen = frozen_bytes(
         shape, adapter if adapter.is_quantized else replace(adapter, base_precision=None), compute_bytes
     )
@@ -255,6 +265,7 @@ def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int
     trained = trained_parameters(shape, adapter, False, whole, 1, 1)
     trained += trained_expert_parameters(shape, adapter, whole, 1, 1, 1)
     outside = shape.embedding_parameters + shape.head_parameters
+    # Embedding and head are gathered apart from the layers.
     return (frozen + compute_bytes * (trained - outside)) / shape.num_layers
 
 
@@ -262,7 +273,9 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, l
     linears = adapted_layers(shape, adapter)[layer]
     if joins_layers:
         places = {one.place for one in linears}
+        # An adapter on one of the fused matrices is one on all of them.
         linears = tuple(one for one in linear_layers(shape, layer) if one.place in places)
+    # DoRA learns a length for each output row, which is not cut.
     lengths = sum(one.outputs for one in linears) if adapter.use_dora else 0
     routers = [(one, rank) for one, rank in adapted_parameters(shape, adapter)[layer] if one.is_router]
     factors = sum(_factor_parameters(one, adapter.rank, tp) for one in linears)
@@ -282,6 +295,7 @@ def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> 
 def _stored_bytes(linear: Linear, precision: str | None, other_bytes: int) -> float:
     """Return the bytes of one frozen weight matrix: packed nf4 or int8 with scales, else `other_bytes` per weight."""
     if precision == "nf4":
+        # A row of 4096 weights: 2048 bytes of codes, 64 block scales of one byte, and the row's scale in fp32.
         return linear.outputs * (linear.inputs / 2 + linear.inputs / NF4_BLOCK + ROW_SCALE_BYTES)
     if precision == "int8":
         return linear.outputs * (linear.inputs + ROW_SCALE_BYTES)

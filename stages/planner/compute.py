@@ -107,6 +107,7 @@ class LayerTime:
         busy = self.attention_core + self.products + self.elementwise
         if self.host_is_device:
             return busy + Pass(self.host_s, 2 * self.host_s)
+        # Launches of the backward pass: twice those of the forward pass, as its kernels are.
         return Pass(math.hypot(busy.forward_s, self.host_s), math.hypot(busy.backward_s, 2 * self.host_s))
 
 
@@ -114,6 +115,7 @@ class LayerTime:
 def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> LayerTime:
     """Return the predicted seconds of one layer, averaged over the model's dense and mixture-of-experts layers."""
     shape = work.shape
+    # Share of the layers that are mixtures of experts; the others are dense.
     mixture = shape.num_mixture_layers / shape.num_layers
     experts = work
     if work.precision in CASTS and software.casts_at_products:
@@ -141,6 +143,7 @@ def _collective_launches(work: LayerWork) -> int:
     """
     if work.tp == 1:
         return 0
+    # The backward pass counts twice as many, in `LayerTime.both`.
     return LAUNCHES_OF_A_COLLECTIVE * (4 if work.sequence_parallel else 2)
 
 
@@ -164,6 +167,7 @@ def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth
     if not rows or not columns:
         return 0.0
     efficiency = hardware.efficiency
+    # [4096, …] × […, 4096] -> 32 × 32 tiles; on 108 processors 9.5 waves, so 0.89 of the full rate.
     tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
     waves = tiles / hardware.num_processors
     share = waves / (waves + efficiency.matmul_half_waves) * depth / (depth + efficiency.matmul_half_depth)
@@ -171,11 +175,14 @@ def matmul_s(hardware: Hardware, precision: PlannedPrecision, rows: float, depth
         hardware.sustained_flops_per_s(precision) * efficiency.matmul * share * min(_aligned(depth), _aligned(columns))
     )
     element_bytes = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}[precision]
+    # Bytes: both operands in the product's precision, the result in 16 bits at least.
     moved = element_bytes * (rows * depth + depth * columns) + max(2, element_bytes) * rows * columns
+    # Roofline: whichever is slower, computing or moving the operands.
     return max(2 * rows * depth * columns / rate, moved / memory_rate(hardware))
 
 
 def _aligned(dimension: float) -> float:
+    # 4096 -> 1.0 (divisible by 64), 1000 -> 0.75 (by 8 only), an odd width -> 0.12.
     size = int(dimension)
     return next(share for power, share in ALIGNED if size % power == 0)
 
@@ -191,8 +198,10 @@ def _product(
 def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
     shape = work.shape
     queries, keys_and_values = shape.query_width + shape.rotary_width, 2 * shape.kv_width
+    # [inputs, outputs] of each product; tensor parallelism divides one of the two. First the output projection.
     matrices: list[tuple[float, float]] = [(shape.query_width / work.tp, shape.hidden_size)]
     if shape.latent:
+        # The projection down to the latents is whole on every tensor-parallel rank, those up from them are cut.
         matrices.append((shape.hidden_size, shape.latent_width))
         matrices.append((shape.latent.query_rank, queries / work.tp))
         matrices.append((shape.latent.kv_rank, keys_and_values / work.tp))
@@ -205,6 +214,7 @@ def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
 def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
     shape, frozen = work.shape, work.is_frozen
     width = shape.ffn_size / work.tp
+    # Gate and up are one product of twice the width.
     into = (2 if shape.gated_ffn else 1) * width
     inward = _product(hardware, work.precision, work.tokens, shape.hidden_size, into, frozen)
     return inward + _product(hardware, work.precision, work.tokens, width, shape.hidden_size, frozen)
@@ -217,12 +227,14 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     """
     shape = work.shape
     held = shape.num_experts / work.ep
+    # Rows for the experts of one rank if all experts are met equally; the `etp` ranks of an expert see the same rows.
     tokens = work.tokens * shape.experts_per_token * work.etp / work.tp
     rows = held * TILE * math.ceil(tokens / held / TILE)
     width = shape.expert_ffn_size / work.etp
     into = (2 if shape.gated_ffn else 1) * width
     inward = _product(hardware, work.precision, rows, shape.hidden_size, into, work.is_frozen)
     products = inward + _product(hardware, work.precision, rows, width, shape.hidden_size, work.is_frozen)
+    # Bytes of sorting tokens by expert, and of the way back: each reads and writes every row.
     moved = 4 * tokens * shape.hidden_size * work.size / memory_rate(hardware)
     return products.times(1 / hardware.efficiency.grouped) + Pass(moved, moved)
 
@@ -230,7 +242,9 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
 def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     shape = work.shape
     attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
+    # Keys that a query meets on average: half of the row under the causal mask, else the whole window.
     pairs = attended / 2 if attended == work.sequence_length else attended
+    # Queries with keys (rotary part included) and probabilities with values; a multiply-add is two FLOPs.
     flops = 2 * work.tokens * pairs * (2 * shape.query_width + shape.rotary_width) / work.tp
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     share = (
@@ -245,10 +259,13 @@ def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
 def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     """Return the seconds of unfused attention: two batched matrix products, softmax and dropout over all scores."""
     shape = work.shape
+    # No kernel skips the masked half here: every score of the square is computed and stored.
     scores = work.tokens * work.sequence_length * shape.num_heads / work.tp
     rate = hardware.sustained_flops_per_s("fp32" if work.precision == "fp32" else "bf16") * hardware.efficiency.matmul
     depth = shape.head_dim / (shape.head_dim + hardware.efficiency.matmul_half_depth)
+    # Two products of two FLOPs for each score and channel.
     products_s = 4 * scores * shape.head_dim / (rate * depth * _aligned(shape.head_dim))
+    # The factor is in bytes for 16-bit scores; softmax, and dropout with its mask, pass over all of them.
     moved = scores * (13 if software.dropout else 8) * work.size / 2
     forward_s = max(products_s, 0.0) + moved / memory_rate(hardware)
     return Pass(forward_s, 2 * forward_s)
@@ -260,6 +277,7 @@ def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pas
     Norms and residuals take ten passes over the hidden states.
     """
     shape = work.shape
+    # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
     whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
     mixture = shape.num_mixture_layers / shape.num_layers
     width = (1 - mixture) * shape.ffn_size + mixture * shape.experts_per_token * shape.expert_ffn_size

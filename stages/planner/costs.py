@@ -65,6 +65,7 @@ class StepCase:
         joins_layers = self.engine.joins_layers
         learning = learning_parameters(self.shape, joins_layers, self.layout, self.workload.adapter, stage)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
+        # Routers count among the dense parameters, and only mixture layers have one.
         frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
         return replace(learning, dense=learning.dense - frozen)
 
@@ -103,6 +104,7 @@ class SearchRequest:
         """Limits that a legal layout must meet: nodes, processes per node, tokens per row, rows per step."""
         per_node = min(self.num_gpus, self.hardware.gpus_per_node)
         rows = self.workload.global_batch_size
+        # Nodes are rounded up: 12 GPUs of nodes with 8 are on two.
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 

@@ -203,6 +203,7 @@ def built_in(name: str) -> Hardware:
 
     Raises RecipeError that lists the known names.
     """
+    # `H100 80GB`, `h100_80gb` -> h100-80gb
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in HARDWARE:
         return HARDWARE[key]
@@ -239,15 +240,18 @@ def from_yaml(path: Path) -> Hardware:
         raise RecipeError(f"reading hardware from {path}: {error}") from error
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields with values, as in `bf16_tflops: 989`")
+    # The three blocks are taken out first, so that the rest are fields of `Hardware`.
     base = given.pop("like", None)
     start = {f.name: getattr(built_in(base), f.name) for f in fields(Hardware)} if base else {}
     efficiency = _checked(path, Efficiency, given.pop("efficiency", None) or {})
     software = _software(path, given.pop("software", None) or {})
+    # Without a `name` of its own, a file's device is named like the file, not like the device that it starts from.
     merged = {**start, "name": path.stem, **_checked(path, Hardware, given)}
     missing = [f.name for f in fields(Hardware) if f.name not in merged and f.default is MISSING]
     if missing:
         raise RecipeError(f"reading hardware from {path}: {', '.join(missing)} missing; or say `like: h100-80gb`")
     hardware = Hardware(**merged)
+    # Fields in the file replace single ones of the base device, not its whole block.
     software = {**dict(hardware.software), **software}
     return replace(
         hardware, efficiency=replace(hardware.efficiency, **efficiency), software=tuple(sorted(software.items()))
@@ -263,6 +267,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
         if name not in known:
             raise RecipeError(f"reading hardware from {path}: unknown software {name!r}; known: {', '.join(known)}")
         is_switch = isinstance(known[name], bool)
+        # In Python True is an int too, so a switch and a number are told apart first.
         if isinstance(value, bool) != is_switch or not isinstance(value, int | float) or value < 0:
             expected = "true or false" if is_switch else "a number, at least 0"
             raise RecipeError(f"reading hardware from {path}: software.{name} is {value!r}; expected {expected}")
@@ -288,6 +293,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 def _lacks(name: str, value: Any) -> str | None:
     """Return what a hardware field should contain (such as "a positive number"), or None if its value is valid."""
+    # `null` says that a device has no such precision, or that its price is not known.
     if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
         return None
     if name == "host_is_device":
@@ -331,7 +337,9 @@ def named_like(device_name: str) -> Hardware | None:
     Such a name is `NVIDIA A100-SXM4-80GB`.
     """
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
+    # {nvidia, a100, sxm4, 80gb} holds {a100, 80gb}
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]
+    # The longest is the most specific of several.
     return HARDWARE[max(known, key=len)] if known else None
 
 
@@ -351,6 +359,7 @@ def has_bf16_units() -> bool:
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     features = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    # The first core stands for all of them; () where there is no such file, as on macOS.
     return not BF16_FEATURES.isdisjoint(next(features, ()))
 
 
@@ -363,5 +372,6 @@ def shared_cpu(machine: Hardware, processes: int) -> Hardware:
         memory_gib=machine.memory_gib / processes,
         memory_gb_per_s=machine.memory_gb_per_s / processes,
         num_processors=max(1, machine.num_processors // processes),
+        # A process is a device here, and all of them are one node.
         gpus_per_node=processes,
     )

@@ -96,6 +96,7 @@ def memory(
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     """Return the pipeline stages that may use most memory: first ones keep most micro-batches, the last has logits."""
+    # The first stage may have fewer layers than the others; then the second may hold more activations.
     if stages[0].num_layers >= stages[1].num_layers:
         return stages[0], stages[-1]
     return stages[0], stages[1], stages[-1]
@@ -115,6 +116,7 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency) -> Stag
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
     num_groups = sum(degree > 1 for degree in degrees)
     held_gib = efficiency.runtime_gib + num_groups * efficiency.communicator_gib
+    # parts[3:]: without weights, gradients and optimizer states, which last for the whole run.
     fragmented = sum(parts) if case.software.fragments_states else sum(parts[3:])
     runtime = held_gib * GIB + efficiency.fragmentation * fragmented
     return StageMemory(*(part / GIB for part in (*parts, runtime)))
@@ -147,7 +149,9 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
     layout, micro_batches = case.layout, int(case.micro_batches)
     after = layout.pp - stage.index - 1
     if layout.vpp == 1:
+        # 1F1B with pp = 4: the stages hold 4, 3, 2 and 1 micro-batches.
         return stage.num_layers * min(micro_batches, after + 1)
+    # Chunks of layers that an interleaved stage runs forward before its first backward pass, and that one's own.
     chunks = 2 * after + (layout.vpp - 1) * layout.pp + 1
     return stage.num_layers / layout.vpp * min(micro_batches * layout.vpp, chunks)
 
@@ -162,6 +166,7 @@ def _logits(case: StepCase) -> float:
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
     if case.software.chunked_logits:
         adapter = case.workload.adapter
+        # With several chunks the head's gradient is added up in fp32 from chunk to chunk.
         learns = logits > LOGITS_CHUNK and (adapter is None or adapter.saves("lm_head"))
         head_gradient = 4 * case.shape.embedding_parameters / case.layout.tp if learns else 0
         return 12 * min(logits, LOGITS_CHUNK) + head_gradient
@@ -170,6 +175,7 @@ def _logits(case: StepCase) -> float:
 
 def _communication(case: StepCase, stage: PipelineStage) -> float:
     message = case.tokens * case.shape.hidden_size * case.workload.compute_bytes
+    # Under a pipeline: a hidden state and a gradient, each received and sent.
     messages = 4 * message * (case.layout.pp > 1) + 2 * message * (case.layout.tp > 1)
     return messages + case.engine.buffer_bytes(case, stage)
 
@@ -181,5 +187,6 @@ def host_bytes(case: StepCase, stage: PipelineStage) -> float:
     """
     if not case.layout.cpu_offload:
         return 0.0
+    # The engine answers 0 for what is offloaded, so it is asked as if nothing were.
     on_device = replace(case, layout=case.layout.model_copy(update={"cpu_offload": False}))
     return sum(case.engine.model_states(on_device, stage))

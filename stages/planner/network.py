@@ -69,7 +69,9 @@ def gather_s(hardware: Hardware, group: Group, num_bytes: float) -> float:
         return 0.0
     per_node = group.ranks_per_node(hardware)
     nodes = math.ceil(group.size / per_node)
+    # A ring sends each rank all but its own share.
     intra_s = num_bytes * (group.size - 1) / group.size / intra_rate(hardware) if per_node > 1 else 0.0
+    # The rings of a node's ranks share the bytes, each over its own network card.
     inter_s = num_bytes * (nodes - 1) / nodes / (per_node * inter_rate(hardware))
     return max(intra_s, inter_s) + _latency_s(hardware, per_node, nodes)
 
@@ -90,6 +92,7 @@ def dispatch_s(hardware: Hardware, group: Group, num_bytes: float, experts_per_t
     per_node = group.ranks_per_node(hardware)
     nodes = math.ceil(group.size / per_node)
     inside_s = num_bytes * experts_per_token * (per_node - 1) / per_node / intra_rate(hardware)
+    # (1 - 1/nodes)^k: the chance that none of a token's k experts lies on a given node.
     nodes_met = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
     return max(inside_s, num_bytes * nodes_met / inter_rate(hardware)) + _latency_s(hardware, per_node, nodes)
 

@@ -45,6 +45,8 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
     """
     if pp == 1:
         return (PipelineStage(0, num_layers, True, True),)
+    # 30 layers over 4 stages -> most 8, lacking 2 -> [7, 8, 8, 7]. Balanced, embedding and head count as a layer
+    # each.
     most = -(-(num_layers + (2 if balances_head else 0)) // pp)
     lacking = most * pp - num_layers
     counts = [most] * pp
@@ -62,6 +64,7 @@ def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape
     """
     if vpp > 1 or not shape.dense_layers or stage.num_layers == shape.num_layers:
         return shape
+    # Numbered anew from 0: only the number of dense layers matters below.
     dense = range(sum(0 <= layer - stage.first_layer < stage.num_layers for layer in shape.dense_layers))
     return replace(shape, num_layers=stage.num_layers, dense_layers=frozenset(dense))
 
@@ -80,6 +83,7 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
     if stage.has_embedding:
         dense += shape.embedding_parameters / tp + shape.position_parameters
     if stage.has_head:
+        # A tied head on another stage than the embedding is a copy of its own.
         own_head = not (shape.tied_embeddings and stage.has_embedding)
         dense += own_head * shape.embedding_parameters / tp + shape.norm_parameters
     return RankParameters(dense, stage.num_layers * experts)

@@ -49,8 +49,10 @@ def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
 
     request: has the teacher's shape.
     """
+    # The adapter belongs to the model that learns, not to its teacher.
     whole = replace(request.workload, adapter=None)
     estimated = memory(request.shape, candidate.engine, candidate.layout, whole)
+    # A teacher learns nothing: no gradients, no optimizer; of the logits, its own but no gradient of them.
     return max(one.total - one.gradients - one.optimizer - one.activations - one.logits / 2 for one in estimated.stages)
 
 
@@ -95,6 +97,7 @@ def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
 
     def distance(one: Candidate) -> int:
         other = one.layout.model_dump()
+        # Another engine weighs more than all fields of a layout together.
         return 100 * (one.engine != candidate.engine) + sum(own[name] != other[name] for name in own)
 
     return min(fitting, key=lambda one: (distance(one), one.time.step_time_s))

@@ -92,6 +92,7 @@ def search(request: SearchRequest) -> SearchResult:
     Raises LayoutError if no layout is legal; it names the nearest number of devices that has one.
     """
     found = _search(request, NEAR_MISS)
+    # Nothing comes near the memory: all are estimated, for the answer which needs least.
     return found if found.fitting or found.too_large else _search(request, math.inf)
 
 
@@ -128,14 +129,17 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
                 num_legal += 1
                 chosen, needed = _with_memory(request, engine, layout, every_stage=False)
                 fits = needed.peak_gib <= request.memory_gib
+                # A step time costs more than an estimate of memory; a layout far beyond the memory gets none.
                 if needed.peak_gib <= near_miss * request.memory_gib:
                     (fitting if fits else too_large).append(_with_time(request, engine, chosen, needed))
+                # Sizes ascend within a group, so the following ones do not fit either.
                 if COSTS[engine].more_with_batch and not fits:
                     break
     if not num_legal:
         raise LayoutError(_no_layout(request))
     fitting.sort(key=_step_time_s)
     best_s = _step_time_s(fitting[0]) if fitting else math.inf
+    # A layout that lacks memory is of interest only if more memory would make training faster.
     faster = sorted((candidate for candidate in too_large if _step_time_s(candidate) < best_s), key=_step_time_s)
     by_memory = sorted(too_large, key=lambda candidate: candidate.memory.peak_gib)
     return SearchResult(tuple(fitting), tuple(faster if fitting else by_memory), num_legal)
@@ -150,6 +154,7 @@ def _with_memory(
     """
     needed = _memory(request, engine, layout, every_stage=every_stage)
     is_asked = "accumulate" in RULES[engine].own_fields and layout.accumulate == "auto"
+    # Shards of gradients have the precision of the stored weights: in bf16 their sum would lose digits.
     adds_up_in_fp32 = request.workload.state_bytes.weight == 4
     if not is_asked or not adds_up_in_fp32 or memory_fit(needed.peak_gib, request.memory_gib) == "fits":
         return layout, needed
@@ -181,6 +186,7 @@ def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]
     for degrees in COSTS[engine].degrees(request):
         shares = degrees["dp_shard"] * degrees.get("dp_replicate", 1)
         sizes = _micro_batch_sizes(request, shares)
+        # Unvalidated, since thousands are made and `is_legal` refuses the bad ones.
         layouts = (Layout.model_construct(**{**DEFAULTS, **degrees, "micro_batch_size": size}) for size in sizes)
         legal = [layout for layout in layouts if is_legal(engine, layout, constraints, request.shape)]
         if legal:
@@ -192,6 +198,7 @@ DEFAULTS = Layout().model_dump()
 
 def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
     """Return the micro-batch sizes to search: powers of two that divide one rank's share of the global batch."""
+    # Rows of a step for one data-parallel rank.
     rows, rest = divmod(request.workload.global_batch_size, shares)
     if rest:
         return []
@@ -214,6 +221,7 @@ def _no_layout(request: SearchRequest) -> str:
 
 def _nearest(request: SearchRequest) -> int | None:
     for distance in range(1, request.num_gpus + 1):
+        # Fewer devices before more, at the same distance.
         for number in (request.num_gpus - distance, request.num_gpus + distance):
             if number > 0 and any(legal_layouts(replace(request, num_gpus=number))):
                 return number

@@ -118,9 +118,11 @@ def _parts(case: TimedCase) -> TimeParts:
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
     costs = {stage: _layer_cost(_staged(case, stage)) for stage in _ends(stages)}
+    # Seconds of one micro-batch in each stage; only one stage has the head.
     stage_s = {stage: stage.num_layers * cost.total_s + stage.has_head * _sum(head) for stage, cost in costs.items()}
     slowest = max(stage_s, key=lambda stage: stage_s[stage])
     staged, cost = _staged(case, slowest), costs[slowest]
+    # The pipeline fills and drains through every stage, so the bubble goes by the mean stage, not by the slowest.
     mean_s = (case.shape.num_layers * _layer_cost(case).total_s + _sum(head)) / layout.pp
     compute_s = slowest.num_layers * _sum(cost.layer.both) + slowest.has_head * _sum(head)
     bubble_s = (layout.pp - 1) / layout.vpp * mean_s
@@ -162,6 +164,7 @@ def _forward_pass_s(case: TimedCase) -> float:
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
     layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
+    # A stage takes model_s / pp; the last micro-batch leaves the pipeline pp - 1 such times after it entered.
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
 
@@ -195,6 +198,7 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
         return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
     if recompute == "none":
         return 0.0
+    # Selective recomputation of an engine that keeps all but the attention core.
     if not case.engine.keeps_products:
         return layer.attention_core.forward_s
     return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
@@ -207,6 +211,7 @@ def _tensor_parallel(case: TimedCase) -> Pass:
     """
     if case.layout.tp == 1:
         return Pass(0.0, 0.0)
+    # Bytes of one hidden state. It is reduced twice in a pass: after attention and after the feed-forward block.
     message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
     seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
     exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
@@ -221,12 +226,16 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     cp = case.layout.cp
     if cp == 1:
         return Pass(0.0, 0.0)
+    # Bytes of this rank's keys and values.
     message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
     reach = case.layout.tp * cp
+    # The ring's longest hop sets its pace: from the last rank back to the first, (cp - 1) × tp ranks away.
     seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
     core = layer.attention_core
     return Pass(
+        # All but one of the cp blocks are computed while the next one is on its way.
         case.exposed_s(seconds, core.forward_s * (cp - 1) / cp),
+        # Backward the keys and values go around again, with their gradients.
         case.exposed_s(2 * seconds, core.backward_s * (cp - 1) / cp),
     )
 
@@ -237,8 +246,10 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
         return Pass(0.0, 0.0)
     shape = case.shape
     token_bytes = shape.hidden_size * case.workload.compute_bytes
+    # Each tensor-parallel rank dispatches its own share of the tokens.
     num_tokens = case.work.tokens / case.layout.tp
     group = network.expert_group(case.layout)
+    # Twice: to the experts and back.
     seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
     mixture = shape.num_mixture_layers / shape.num_layers
     if not case.software.overlaps_experts:
@@ -256,6 +267,7 @@ def _pipeline_messages_s(case: TimedCase) -> float:
     if layout.pp == 1:
         return 0.0
     message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes / layout.tp
+    # Pipeline ranks are numbered slowest, so neighbours are a whole stage's ranks apart.
     stride = layout.world_size // layout.pp
     seconds = 2 * network.neighbour_s(case.hardware, stride, message)
     hidden = 1 - case.hardware.efficiency.overlapped if layout.vpp > 1 else 1.0
@@ -266,6 +278,7 @@ def _optimizer_s(case: TimedCase, stage: PipelineStage) -> float:
     """Return the seconds of Adam's update, from the memory traffic of weights, moments and gradients."""
     layout = case.layout
     parameters = case.engine.optimizer_parameters(case.trained(stage), layout)
+    # Bytes moved for a parameter: master weight and two moments in fp32 read and written, and gradient and weight.
     bytes_each = 24 + 2 * 4 + case.workload.compute_bytes
     rate = case.hardware.host_gb_per_s * 1e9 if layout.cpu_offload else memory_rate(case.hardware)
     return parameters * bytes_each / rate

@@ -41,9 +41,11 @@ class FsdpCosts(EngineCosts):
             learning = self.optimizer_parameters(case.trained(stage), layout)
             matrices = _muon_matrices(case, stage) / shards
             weights = size.weight * self.optimizer_parameters(held, layout)
+            # Muon keeps one fp32 moment of a matrix instead of two.
             return weights, size.weight * learning, size.moments * learning - 4 * matrices
         trained = case.trained(stage).total / shards
         frozen = frozen_bytes(case.shape, adapter, workload.compute_bytes) / shards
+        # LoRA factors and their gradients are in fp32, whatever the base is stored in.
         return frozen + 4 * trained, 4 * trained, size.moments * trained
 
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
@@ -56,6 +58,7 @@ class FsdpCosts(EngineCosts):
         held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
         outside = outside_parameters(case.shape, stage, layout.tp)
         keeps_layers = not layout.reshard_after_forward or layout.pp > 1
+        # The layer that computes, the next, which FSDP gathers meanwhile, and those that are prefetched besides.
         alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
         if case.workload.adapter is not None:
             # Gathered parameters arrive in one buffer and are copied out of it; a single process gathers nothing ahead.
@@ -66,6 +69,7 @@ class FsdpCosts(EngineCosts):
             layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
             return alive * layer + size * outside
         if layout.optimizer_shards == 1:
+            # A single process gathers nothing, but casts its fp32 weights.
             return (size * held) if size < 4 else 0.0
         layer = (held - outside) / stage.num_layers
         gathered = size * (alive * layer + outside)
@@ -95,11 +99,14 @@ class FsdpCosts(EngineCosts):
         replicas_s = network.all_reduce_s(hardware, replicas, 4 * reduced / layout.optimizer_shards)
         forward_s = case.exposed_s(gather_s, layer.both.forward_s)
         backward_s = layer.both.backward_s + recompute_s
+        # Gathering a layer again for the backward pass.
         again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
+        # All of a layer's communication hides behind the same backward pass, so what each part adds is a difference.
         with_gradients_s = case.exposed_s(again_s + reduce_s + replicas_s, backward_s)
         without_s = case.exposed_s(again_s, backward_s)
         gatherings = case.micro_batches if layout.pp == 1 else 1.0
         reductions = 1.0 if _reduces_once(case) else case.micro_batches
+        # Embedding and head are one group of FSDP's, around all layers.
         root_s = network.gather_s(hardware, group, size * outside)
         root_s += network.gather_s(hardware, group, 4 * outside_reduced)
         root_s = case.exposed_s(root_s, (head.forward_s + head.backward_s))
@@ -113,6 +120,7 @@ class FsdpCosts(EngineCosts):
         return case.exposed_s(gather_s, layer.both.forward_s)
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
+        # Sharded over all devices, or within a node and replicated over nodes, whose network is slower.
         for dp_shard in sorted({request.num_gpus, min(request.num_gpus, request.hardware.gpus_per_node)}):
             if request.num_gpus % dp_shard:
                 continue
@@ -136,6 +144,7 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
         return 0.0
     shape, layout = case.shape, case.layout
     held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+    # Two norms a layer, and the last one before the head.
     norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
     positions = shape.position_parameters * stage.has_embedding
     return held - outside_parameters(shape, stage, layout.tp) - norms - positions
@@ -166,4 +175,5 @@ def _offload_s(case: TimedCase) -> float:
     if workload.adapter:
         stored = frozen_bytes(case.shape, workload.adapter, workload.compute_bytes)
     shard_bytes = stored / case.layout.dp_shard
+    # Gathered forward and backward in each micro-batch; the 1 is the gradient's way back.
     return (2 * case.micro_batches + 1) * shard_bytes / (case.hardware.host_gb_per_s * 1e9)

@@ -35,6 +35,7 @@ class MegatronCosts(EngineCosts):
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:
         shards = expert_shards = layout.optimizer_shards
         if shards > 1:
+            # Fewer ranks hold the same expert than the same dense weight, so fewer share its optimizer state.
             expert_shards = max(1, shards * layout.tp // (layout.ep * layout.etp))
         return held.dense / shards + held.expert / expert_shards
 
@@ -73,6 +74,7 @@ class MegatronCosts(EngineCosts):
         experts = network.expert_replica_group(layout)
         reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
         reduce_s += network.gather_s(hardware, experts, gradient_bytes * held.expert)
+        # Updated weights with the distributed optimizer; without it, the second half of the gradients' all-reduce.
         gather_bytes = case.workload.compute_bytes if layout.optimizer_shards > 1 else gradient_bytes
         gather_s = network.gather_s(hardware, shards, gather_bytes * held.dense)
         gather_s += network.gather_s(hardware, experts, gather_bytes * held.expert)
@@ -80,6 +82,7 @@ class MegatronCosts(EngineCosts):
             hardware, network.replica_group(layout), gradient_bytes * held.dense / layout.optimizer_shards
         )
         if layout.dp_replicate > 1 and layout.optimizer_shards == 1:
+            # Unsharded: experts are all-reduced too, which takes twice as long as a reduce-scatter.
             return _exposed_s(case, 2 * reduce_s + replicas_s, stage.num_layers * layer.both.backward_s)
         exposed_gather_s = _exposed_s(case, gather_s, stage.num_layers * layer.both.forward_s)
         return _exposed_s(case, reduce_s + replicas_s, stage.num_layers * layer.both.backward_s) + exposed_gather_s
@@ -103,10 +106,13 @@ class MegatronCosts(EngineCosts):
     def _variants(self, request: SearchRequest, degrees: dict[str, Any], shares: int) -> Iterator[dict[str, Any]]:
         per_stage = request.shape.num_layers // degrees["pp"]
         even = request.shape.num_layers % degrees["pp"] == 0
+        # Interleaving needs a pipeline, and equal chunks.
         chunks = [vpp for vpp in INTERLEAVINGS if vpp == 1 or (degrees["pp"] > 1 and even and per_stage % vpp == 0)]
         flash = (request.software or request.hardware.habits(self.software)).flash_attention
         for vpp in chunks:
+            # With the distributed optimizer, or with every rank keeping the whole optimizer state.
             for dp_shard in {shares, 1}:
+                # Selective recomputation drops the scores, which flash attention never keeps.
                 for recompute in ("none", "full") if flash else ("none", "selective", "full"):
                     variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard}
                     yield {**degrees, **variant, "recompute": recompute}
@@ -118,6 +124,7 @@ def _exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> flo
 
 
 def _context_degrees(request: SearchRequest, num_ranks: int) -> list[int]:
+    # The causal mask gives later tokens more work: each rank takes a chunk from either end of the row, hence the 2.
     most = max(1, request.workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK // 2)
     return [2**power for power in range(most.bit_length()) if num_ranks % 2**power == 0]
 
