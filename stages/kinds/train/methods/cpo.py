@@ -99,6 +99,7 @@ class CpoLoss:
         """Return each answer's reward, β log π or AlphaPO's function of it, float32 [documents]."""
         values, alpha = signal.log_probabilities(token_log_probabilities), self.config.alpha
         if self.config.loss_type in OF_MEANS:
+            # [documents]: mean log-probability of a token, so that longer answers have no lower reward
             values = values / signal.documents.sums(signal.has_target.float())
         return self.config.beta * ((1 - (-alpha * values).exp()) / alpha if alpha else values)
 
@@ -110,6 +111,7 @@ class CpoLoss:
         if config.loss_type == "hinge":
             return (1 - margins).relu()
         if config.loss_type == "ipo":
+            # The rewards hold β, and IPO is of plain log-probabilities.
             return (margins / config.beta - 1 / (2 * config.beta)) ** 2
         logits = margins - config.simpo_gamma if config.loss_type in WITH_MARGIN else margins
         return -(1 - config.label_smoothing) * logsigmoid(logits) - config.label_smoothing * logsigmoid(-logits)

@@ -110,7 +110,9 @@ class DistillLoss:
         assert candidates is not None
         # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens
         targets, student = token_log_probabilities[..., 0], token_log_probabilities[..., 1:]
+        # The teacher's tokens are sorted, so index 0 is its likeliest.
         is_same = (student.argmax(-1) == 0).float()
+        # rounding can leave it a little below 0, hence the clamp in the metric
         rest = 1 - candidates.log_probabilities.exp().sum(-1)
         teacher = candidates.log_probabilities
         if not candidates.is_whole_vocabulary:
@@ -134,6 +136,7 @@ class DistillLoss:
             return _kl(teacher, student)
         if beta == 1:
             return _kl(student, teacher)
+        # log(β t + (1 - β) s), without leaving log space: small probabilities would underflow
         weights = student.new_tensor([beta, 1 - beta]).log()
         mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
         return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
@@ -152,6 +155,7 @@ def _with_rest(log_probabilities: Tensor) -> Tensor:
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)
+    # below ε the difference from 1 is rounding, and log 0 would make the divergence infinite
     return torch.cat([log_probabilities, rest.clamp(min=torch.finfo(rest.dtype).eps).log()], -1)
 
 

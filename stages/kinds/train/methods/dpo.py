@@ -135,9 +135,11 @@ class DpoLoss:
 
         sums, reference = signal.log_probabilities(token_log_probabilities), signal.reference_log_probabilities
         if reference is None:
+            # log π_ref = 0: the log-ratios c and r are then log π itself
             reference = sums.new_zeros(sums.shape)
         tokens = signal.documents.sums(signal.has_target.float())
         return Pairs(
+            # documents 2k are chosen, 2k + 1 rejected, always in the same row
             chosen=sums[0::2],
             rejected=sums[1::2],
             reference_chosen=reference[0::2],

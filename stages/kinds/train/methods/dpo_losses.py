@@ -80,6 +80,7 @@ def ipo(pairs: Pairs, options: Options) -> Tensor:
 
     Azar et al. 2023, equation 17.
     """
+    # A square around 1 / 2β instead of log σ: it does not push h towards infinity where all annotators agree.
     return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
 
 
@@ -96,6 +97,7 @@ def robust(pairs: Pairs, options: Options) -> Tensor:
 
     Chowdhury et al. 2024.
     """
+    # Over labels that are flipped with probability ε, this has the mean of the loss on the true labels; it may be < 0.
     right, wrong = -logsigmoid(options.beta * pairs.h), -logsigmoid(-options.beta * pairs.h)
     return ((1 - options.label_smoothing) * right - options.label_smoothing * wrong) / (1 - 2 * options.label_smoothing)
 
@@ -105,6 +107,7 @@ def exo_pair(pairs: Pairs, options: Options) -> Tensor:
 
     Ji et al. 2024, equation 16.
     """
+    # logs of the model's distribution over the two answers; the labels' is (1 - ε, ε), and log1p(-ε) is log(1 - ε)
     wins, loses = logsigmoid(options.beta * pairs.h), logsigmoid(-options.beta * pairs.h)
     return wins.exp() * (wins - math.log1p(-options.label_smoothing)) + loses.exp() * (
         loses - math.log(options.label_smoothing)
@@ -158,6 +161,7 @@ def discopop(pairs: Pairs, options: Options) -> Tensor:
     Lu et al. 2024, equation 5; τ is `discopop_tau`.
     """
     logits = options.beta * pairs.h
+    # share of the exponential loss: towards 1 where the model already prefers the chosen answer clearly
     share = (logits / options.discopop_tau).sigmoid()
     return -logsigmoid(logits) * (1 - share) + (-logits).exp() * share
 
@@ -167,6 +171,7 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
     It compares distributions: those of the pairs in one packed row, the same under every layout.
     """
+    # The model's k-th smallest preference meets the reference's k-th smallest, which may be of another pair.
     model = _sorted_in_rows(pairs.chosen - pairs.rejected, pairs.rows)
     reference = _sorted_in_rows(pairs.reference_chosen - pairs.reference_rejected, pairs.rows)
     return _smoothed(options.beta * (model - reference), options.label_smoothing)
@@ -214,4 +219,5 @@ def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
 
     rows: row number of each pair, ascending.
     """
+    # `values[:0]` is for a micro-batch of padding alone: `cat` takes no empty list, and the result keeps its graph.
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

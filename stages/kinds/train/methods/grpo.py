@@ -113,7 +113,9 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
     if scale_rewards == "group":
         advantages = advantages / (_deviation(groups) + ADDED_TO_DEVIATION)
     if scale_rewards == "batch":
+        # one deviation for the whole round, [1, 1]
         advantages = advantages / (_deviation(rewards.view(1, -1)) + ADDED_TO_DEVIATION)
+    # NaN is a completion without a reward: advantage 0, so that it contributes no gradient.
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
@@ -121,6 +123,7 @@ def _deviation(groups: Tensor) -> Tensor:
     """Return the unbiased standard deviation of each row, ignoring NaN, [groups, 1]; 0 for a row of one number."""
     numbers = (~groups.isnan()).sum(1, keepdim=True)
     squares = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+    # Unbiased (n - 1); the clamp is for a row of one number: 0 / 1, not 0 / 0.
     return (squares / (numbers - 1).clamp(min=1)).sqrt()
 
 
@@ -151,14 +154,17 @@ class GrpoLoss:
         ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds
         clipped = ratios.clamp(lowest, highest)
+        # The worse of the two: clipping only takes gain away, and a ratio that moved the wrong way keeps its gradient.
         losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), signal)
         weights, server_metrics = self._correction(signal, totals)
         if weights is not None:
+            # before the divergence is added, which stays unweighted, as in TRL
             losses = losses * _on_tokens(weights, signal)
         divergences = self._divergences(token_log_probabilities, ratios, signal)
         losses = losses + self.config.beta * divergences if self.config.beta else losses
         metrics = {
             "kl": _mean(divergences.detach(), signal, totals),
+            # Monte Carlo: the tokens were drawn from π_old, so this is unbiased only while the model is still π_old.
             "entropy": _mean(-token_log_probabilities.detach(), signal, totals),
             "clipped_low_fraction": _mean(((ratios < lowest) & (advantages < 0)).float(), signal, totals),
             "clipped_high_fraction": _mean(((ratios > highest) & (advantages > 0)).float(), signal, totals),
@@ -178,9 +184,11 @@ class GrpoLoss:
         """
         assert signal.rollouts is not None
         advantages = signal.rollouts.advantages
+        # 0 where there is no target (prompts, padding): a ratio of 1 there, and no gradient
         changes = (token_log_probabilities - signal.rollouts.old_log_probabilities).where(signal.has_target, 0.0)
         if self.config.importance_sampling_level == "token":
             return changes.exp(), signal.documents.of_tokens(advantages)
+        # [documents]: geometric mean of the tokens' ratios; their product would leave any clip range with the length.
         return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
@@ -193,6 +201,7 @@ class GrpoLoss:
         if reference is None:
             return token_log_probabilities.new_full(token_log_probabilities.shape, float("nan"))
         changes = (reference - token_log_probabilities).where(signal.has_target, 0.0)
+        # "k3": never negative, and 0 only where both models agree
         found = changes.exp() - changes - 1
         return found * _on_tokens(ratios, signal) if self.config.use_bias_correction_kl else found
 
@@ -207,7 +216,9 @@ class GrpoLoss:
         nothing = {name: rollouts.advantages.new_tensor(float("nan")) for name in names}
         if rollouts.server_log_probabilities is None:
             return None, nothing
+        # log π_old / π_server, both constants: the weights below scale the gradient and have none of their own
         differences = rollouts.old_log_probabilities - rollouts.server_log_probabilities
+        # NaN where the server reported none: such a token counts as no difference.
         differences = differences.where(signal.has_target, 0.0).nan_to_num(nan=0.0)
         known = {**nothing, "server_difference": differences.abs().sum() / totals["server tokens"]}
         if not config.importance_sampling_correction:
@@ -228,6 +239,7 @@ class GrpoLoss:
             return (of_completions / _num_tokens(signal)).sum() / totals["completions"]
         if self.config.loss_type == "dr_grpo":
             return of_completions.sum() / (totals["completions"] * self.config.max_completion_length)
+        # The floor is for a global batch whose completions are all masked: 0 / 0 would be NaN.
         return of_completions.sum() / max(1.0, totals["tokens"])
 
 

@@ -64,6 +64,7 @@ class KtoLoss:
         config, kl = self.config, signal.kl or 0.0
         ratios = signal.log_probabilities(token_log_probabilities) - signal.reference_log_probabilities
         signs, weights = (
+            # `good` where the label is True, `bad` where it is False: [documents]
             signal.is_good * (good - bad) + bad
             for good, bad in ((1.0, -1.0), (config.desirable_weight, config.undesirable_weight))
         )
@@ -75,6 +76,7 @@ class KtoLoss:
             "reward_chosen": chosen,
             "reward_rejected": rejected,
             "reward_margin": chosen - rejected,
+            # one number for the global batch: weighted by documents, so that the micro-batches' parts add up to it
             "kl": rewards.new_tensor(kl * signal.documents.count / totals["documents"]),
         }
         return losses.sum() / totals["documents"], metrics

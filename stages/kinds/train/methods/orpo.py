@@ -74,6 +74,7 @@ def _log_odds(log_probability: Tensor) -> Tensor:
 
     certain = -torch.finfo(log_probability.dtype).eps
     kept = log_probability.clamp(max=certain)
+    # log(1 - P) by expm1: near P = 1 the difference 1 - exp(log P) would lose all digits
     return kept - torch.log(-torch.expm1(kept))
 
 

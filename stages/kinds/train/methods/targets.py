@@ -23,6 +23,7 @@ class TailWeights:
         places = _places_of_targets(batch)
         lengths = batch.documents.sums(batch.signal.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)  # of a pair's two answers
+        # [documents and paddings], to be indexed by `ids`, which number the padding of rows too
         of_documents = torch.cat([shared, shared.new_zeros(len(batch.documents.lengths) - len(shared))])
         in_tail = places > of_documents[batch.documents.ids]
         return batch.with_signal(target_weights=torch.where(in_tail, self.alpha, 1.0))
@@ -48,7 +49,9 @@ class ChosenPrompts:
         """Return the batch of pairs with preferred prompts as targets too; `target_weights` are 0 at prompts."""
         following = batch.inputs.input_ids.roll(-1, 1)
         ids = batch.documents.ids
+        # `roll` brings a row's first token to its end: equal ids are not enough where a document fills the row,
+        # and only the first token of a document has position 0.
         has_next = (ids == ids.roll(-1, 1)) & (batch.inputs.position_ids.roll(-1, 1) > 0)
-        is_chosen = (ids < batch.documents.count) & (ids % 2 == 0)
+        is_chosen = (ids < batch.documents.count) & (ids % 2 == 0)  # ids from `count` on are padding
         targets = torch.where(is_chosen & has_next, following, batch.signal.targets)
         return batch.with_signal(targets=targets, target_weights=batch.signal.has_target.float())

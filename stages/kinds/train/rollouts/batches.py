@@ -108,6 +108,7 @@ class RolloutBatches:
         path = self._folder / f"step-{step}.json"
         if is_main_process():
             self._clear(path)
+        # Rank 0 decides for all: sampling is collective. A file is there if an attempt was killed in this round.
         is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
         sync_s = 0.0 if is_kept else self._server.sample(step, lambda server: self._write_round(step, server, path))
         sampled = Round.read(path)
@@ -121,6 +122,7 @@ class RolloutBatches:
                 self._context.warn(
                     f"the completions kept for step {step} were sampled with other weights: they are sampled again"
                 )
+                # All processes come here, since the mean is of all; another one may have removed the file.
                 path.unlink(missing_ok=True)
                 return self._new_round(step)
             check_difference(
@@ -153,6 +155,8 @@ class RolloutBatches:
     def _clear(self, path: Path) -> None:
         """Remove files of sampled completions that are no longer needed to resume, and those of an earlier attempt."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
+        # Rounds up to the latest checkpoint are learned; those after it, of an earlier attempt,
+        # were sampled with weights that no longer exist.
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
             if other != path and (self._is_first or int(other.stem.removeprefix("step-")) <= latest):
@@ -175,6 +179,7 @@ class RolloutBatches:
     def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
         """Return this process's micro-batches for each step of a round, with the engine's log-probabilities."""
         self._watchdog.begins("the engine's log-probabilities of the completions")
+        # e.g. 96 completions, steps_per_generation 3: parts of 32, one for each optimizer step
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
         shares = [
             self._server.packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
@@ -187,6 +192,7 @@ class RolloutBatches:
         reference = self._reference.target_log_probabilities(batch) if self._reference else None
         rollouts = replace(
             batch.signal.rollouts,
+            # before the round's first update, when the engine still has the weights that sampled
             old_log_probabilities=self._engine.target_log_probabilities(batch),
             reference_log_probabilities=reference,
         )
@@ -198,8 +204,9 @@ class RolloutBatches:
         for batch in (batch for part in parts for batch in part):
             assert batch.signal.rollouts and batch.signal.rollouts.server_log_probabilities is not None
             change = batch.signal.rollouts.old_log_probabilities - batch.signal.rollouts.server_log_probabilities
-            differences.append(change[batch.signal.has_target].abs())
+            differences.append(change[batch.signal.has_target].abs())  # [targets of the batch]
         of_tokens = torch.cat(differences).double()
+        # [2]: sum of the differences, and number of tokens without the leading zero
         sums = torch.stack([of_tokens.sum(), torch.tensor(float(len(of_tokens) - 1), dtype=torch.float64)])
         total, count = self._engine.sum_over_data(sums).tolist()
         return {"mismatch_mean": total / max(1.0, count), "mismatch_max": max(gathered(of_tokens.max().item()))}
@@ -282,5 +289,6 @@ class RolloutData:
     def plan(self) -> RoundPlan:
         """Plan of the sampling rounds: which steps learn from each round, and which prompts are sampled in it."""
         config, options = self.config, self.options
+        # global_batch_size counts completions, of which each prompt has num_generations
         per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
         return RoundPlan(len(self.prompts), per_round, options, config.seed)

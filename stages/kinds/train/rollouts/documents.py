@@ -81,6 +81,7 @@ class Packing:
         width = (
             self.sequence_length
             if self.packing
+            # default: a process's share may be padding alone
             else max((len(document) for row in rows for document in row), default=2)
         )
         batch = packed_batch(
@@ -90,12 +91,14 @@ class Packing:
         for number, row in enumerate(rows):
             begin = 0
             for document in row:
+                # Position t predicts token t + 1, so the prompt's last one predicts the completion's first.
                 first = begin + len(document.prompt) - 1
                 server[number, first : first + len(document.completion)] = torch.tensor(document.log_probabilities)
                 begin += len(document)
         rollouts = Rollouts(
             advantages=torch.tensor([document.advantage for row in rows for document in row], dtype=torch.float32),
             old_log_probabilities=torch.zeros(batch.signal.targets.shape),
+            # completions that are not learned have no targets
             server_log_probabilities=server.where(batch.signal.has_target, 0.0),
         )
         return batch.with_signal(rollouts=rollouts, temperature=self.temperature)

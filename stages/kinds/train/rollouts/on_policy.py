@@ -80,6 +80,7 @@ class OnPolicyBatches:
         self.engine.broadcast_from_rank0(0.0)  # rank 0 overwrites the file only when all have read it
         sampled_s = time.perf_counter()
         if not self.server.has_probe:
+            # There was nothing to compare when the first weights were given, so these are checked now.
             self.server.take_probe(documents)
             self.server.check(step)
         self.watchdog.begins(f"the teacher's tokens for the answers of step {step}")
@@ -217,5 +218,6 @@ def check_prompts(dataset: PackedDataset) -> None:
 
 def _prompt_length(loss: NDArray[np.bool_]) -> int:
     """Return the number of prompt tokens from a document's target mask: those before the last run of targets."""
+    # targets 0 0 1 1 0 1 1 -> 5: the last run of targets begins at token 5. The first token is never a target.
     last = np.flatnonzero(loss[1:])[-1] + 1
     return int(np.flatnonzero(~loss[1:last])[-1]) + 2 if not loss[1:last].all() else 1

@@ -128,6 +128,7 @@ class RoundPlan:
 
     def prompts(self, first_step: int) -> list[int]:
         """Return the numbers of the prompts that are completed in the sampling round that begins with `first_step`."""
+        # A round counts as one global batch of prompts; rank 0 samples it whole, so it is not cut into shares.
         order = DataOrder(self.num_prompts, self.prompts_per_round, 1, 0, 1, self.seed)
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
@@ -137,6 +138,7 @@ class RoundPlan:
         draw: the number of the redraw, from 1 on.
         """
         random = np.random.default_rng([self.seed, first_step, draw])
+        # without repetitions, unless there are fewer prompts than wanted
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
 
 
@@ -177,7 +179,7 @@ class Asked:
             "top_p": options.top_p,
             "stop": list(options.stop) or None,
             "seed": self.seed,
-            "logprobs": 0,
+            "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
             **EVERY_TOKEN,
         }
@@ -227,11 +229,13 @@ class Sampler:
         generate_s = score_s = 0.0
         num_tokens = num_draws = 0
         groups: list[Group] = []
+        # DAPO's dynamic sampling: groups of equal rewards have advantage 0, and are replaced while draws remain.
         while num_draws < self.options.max_draws and (missing := self._missing(groups)):
             prompts = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
             asked = [
                 Asked(
                     self.prompts[prompt].token_ids,
+                    # of the position too: the same prompt, drawn twice, must not get the same completions
                     request_seed(self.plan.seed, first_step, num_draws, position),
                     self.options.max_completion_length,
                 )
@@ -266,6 +270,7 @@ class Sampler:
             for index, one in enumerate(group):
                 completion = asked.completion(one.text, len(one.token_ids))
                 named.append((f"completion {index} of the prompt in {asked.place}", completion))
+        # flat, completion by completion in the order of `named`; taken apart into groups again below
         judgements = iter(self.judge(named))
         groups = []
         for prompt, group in zip(prompts, completions, strict=True):
