@@ -119,24 +119,29 @@ class FsdpEngine:
         Either way they are added up in fp32, and losses come divided by the counts of the global batch.
         """
         self._model.train()
+        # Before the first forward pass: each micro-batch's loss is divided by the counts of the whole global batch.
         totals = totals_of(loss, micro_batches, self.sum_over_data)
         num_balanced = num_tokens(micro_batches, self.sum_over_data) if self._balances_experts else 0.0
         added_up: list[Tensor] = []
         balances: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
+            # Without it gradients stay whole on every process until the last micro-batch, which reduces the sum.
             self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
             self._model.set_requires_all_reduce(is_last)  # replicas only need to agree on the sum
             on_device = batch.to(self.device)
             output = self._model(on_device, balances_experts=self._balances_experts)
             log_probabilities, *balance = output if self._balances_experts else (output,)
             parts = loss(log_probabilities, on_device.signal, totals)
+            # Without a balancing loss the sum is its start, the loss alone.
             sum((self._moe.aux_loss_coefficient / num_balanced * one for one in balance), parts[0]).backward()
             added_up.append(stacked(parts))
             balances += [one.detach() for one in balance]
+        # [micro-batches, 1 + metrics] → [1 + metrics], then over processes
         mean, metrics = means(self._all_reduce(torch.stack(added_up).sum(0)), loss)
         measured = {METRIC: self._all_reduce(torch.stack(balances).sum()).item() / num_balanced} if balances else {}
         grad_norm = self._grad_norm()
+        # Both are reduced, so that every process skips the step or none does; the loop then raises.
         if math.isfinite(mean) and math.isfinite(grad_norm):
             self._update(learning_rate, grad_norm, max_grad_norm)
         self._optimizer.zero_grad()
@@ -206,6 +211,7 @@ class FsdpEngine:
             from stages.adapters.check import loading_problem
 
             parameters = self._model.causal_lm.named_parameters()
+            # Collective, so before other ranks return.
             learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
             if not is_main_process():
                 return []
@@ -213,6 +219,7 @@ class FsdpEngine:
             problems = write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, *start)
             unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return [*problems, *([unloadable] if unloadable else [])]
+        # A generator: one weight is gathered at a time, in the same order on every rank.
         named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(
             self._model.causal_lm,
@@ -240,10 +247,12 @@ class FsdpEngine:
         return find_weights(self._folder, **options)
 
     def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
+        # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.
         twin = deepcopy(self._model) if files else None  # compared in fp32
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:
+            # With `cpu_offload` shards stay in host memory, where FSDP2 expects them.
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
@@ -268,11 +277,13 @@ class FsdpEngine:
             assert rows, "that are given to an engine whose adapter starts from them"
             directions = start_directions(self._model, settings.adapter, rows, self._folder, self._trust_remote_code)
         elif start and not self._merged and start.has_own_ranks:
+            # For their ranks alone: `go_on_with` sets the values.
             directions = {layer: a for layer, (a, _) in start.factors.items()}
         added = add_adapter(
             causal_lm, settings.adapter, settings.seed, has_weights=is_main_process(), directions=directions
         )
         check_mergeable(changed_weights(causal_lm), self._folder)
+        # Before `go_on_with` and training change them: the export needs the first values.
         self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
         if start and not self._merged:
             go_on_with(causal_lm, start)
@@ -285,6 +296,7 @@ class FsdpEngine:
 
     def _update(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
         if max_grad_norm is not None and grad_norm > max_grad_norm:
+            # In place on the shards: one factor for all gradients needs no communication.
             torch._foreach_mul_(self._local_gradients(), max_grad_norm / grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate * group["learning_rate_ratio"]
@@ -295,6 +307,7 @@ class FsdpEngine:
         norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:
+            # Over shards only: replicas hold the same gradients, which would be counted several times.
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))
         return squared.sqrt().item()
 

@@ -61,12 +61,14 @@ def start_directions(
     directions: dict[str, Tensor] = {}
     shapes: list[Any] = [None]
     if dist.get_rank() == 0:
-        if not rows.file.exists():
+        if not rows.file.exists():  # an attempt that continues takes the directions of the first
+            # PEFT chooses the layers on a copy without weights: an adapter in the model itself would be in the way.
             template = model_without_weights(folder, trust_remote_code=trust_remote_code)
             add_adapter(template, config, seed=0, has_weights=False)
             _keep(most_varied(model, config, list(adapted_layers(template)), rows.batches), rows.file)
         directions = load_file(rows.file)
         shapes = [{name: tuple(one.shape) for name, one in directions.items()}]
+    # Ranks other than 0 need the shapes alone: they build the same adapter, and sharding sends the values.
     dist.broadcast_object_list(shapes, src=0)
     return directions or {name: torch.empty(shape) for name, shape in shapes[0].items()}
 
@@ -85,6 +87,7 @@ def most_varied(
         init_lora_weights="eva",
         eva_config=EvaConfig(rho=config.eva_rho),
     )
+    # PEFT's decomposition draws random numbers; training's generator stays as it was.
     with torch.random.fork_rng(devices=[]):
         directions: dict[str, Tensor] = get_eva_state_dict(
             model.causal_lm,
@@ -125,6 +128,7 @@ def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) 
 
 def _keep(directions: dict[str, Tensor], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete: a crash in between leaves no file that the next attempt would take.
     part = file.with_suffix(".part")
     save_file(
         {name: one.float().clone(memory_format=torch.contiguous_format) for name, one in directions.items()}, part

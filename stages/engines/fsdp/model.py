@@ -71,6 +71,7 @@ class TargetLogProbabilities(nn.Module):
             return self.of_hidden(hidden_states(decoder, batch.inputs), batch, **wanted)
         hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs)
         rows = batch.documents.token_rows
+        # a scalar for each mixture layer
         layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
         return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
 
@@ -91,6 +92,7 @@ class TargetLogProbabilities(nn.Module):
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log-probabilities of one document's target tokens from its logits [1, tokens, vocabulary]."""
+        # IGNORED is no index: clamped to token 0, whose value the mask then clears.
         of_targets = logits.float().log_softmax(-1).gather(2, batch.signal.targets.clamp(min=0)[..., None]).squeeze(2)
         return of_targets * batch.signal.has_target
 
@@ -171,6 +173,7 @@ def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
     todo: list[nn.Module] = [causal_lm]
     while todo:
         module = todo.pop(0)
+        # Not searched further: a layer inside a layer is sharded with the outer one.
         if isinstance(module, GradientCheckpointingLayer) or _is_unsplittable(causal_lm, module):
             layers.append(module)
         else:
@@ -211,6 +214,7 @@ def _with_undefined_weights(causal_lm: Any) -> Any:
     Buffers that no file has get their values.
     """
     causal_lm.to_empty(device="cpu")
+    # `to_empty` gave tied weights memory of their own.
     causal_lm.tie_weights()
     for weight in causal_lm.state_dict(keep_vars=True).values():
         weight._is_hf_initialized = True  # the mark that Transformers puts on weights that it has read
@@ -248,11 +252,12 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
     causal_lm = model.causal_lm.eval()
     vocab_size = causal_lm.config.get_text_config().vocab_size
     documents = (torch.arange(sum(PROBE_LENGTHS)) % vocab_size).split(PROBE_LENGTHS)
+    # The first document counts as long; the second and last as short, which leaves the frequencies as they were.
     with long_from(decoder_of(causal_lm), PROBE_LONG_FROM):
         found = model(_packed(documents).to(device))[0]
         alone = [_by_transformers(model, _packed([document]).to(device)) for document in documents]
     difference = (found - torch.cat(alone)).abs().max().item()
-    if not difference < PROBE_TOLERANCE:
+    if not difference < PROBE_TOLERANCE:  # also where the difference is NaN
         raise ModelError(
             f"{type(causal_lm).__name__} gives other log-probabilities to packed documents than to each alone "
             f"(by {difference:.2g} nats): its attention, or what it does to its logits, is not known here; this "
@@ -262,6 +267,7 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 
 def _packed(documents: Sequence[Tensor]) -> Batch:
     """Pack documents of token ids into a batch of one row; all tokens but each document's first are targets."""
+    # The target of a token is the next one; a document's last token has none.
     targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     lengths = [len(document) for document in documents]
@@ -274,7 +280,7 @@ def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
     """Return a document's log-probabilities, [tokens], as Transformers' own attention and head compute them."""
     causal_lm = model.causal_lm
     attn_implementation = causal_lm.config._attn_implementation
-    causal_lm.set_attn_implementation("eager")
+    causal_lm.set_attn_implementation("eager")  # Transformers' plain matrix products, as reference
     given: Tensor = model(document, by_transformers=True)[0]
     causal_lm.set_attn_implementation(attn_implementation)
     return given

@@ -104,6 +104,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def _whole(self, parameter: nn.Parameter) -> _Piece:
         state = self.state[parameter]
         kept = {"weight": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        # `view`, not `reshape`: the results are written back through these views.
         flat = {name: _local(one).view(-1) for name, one in kept.items()}
         assert parameter.grad is not None
         gradient = _local(parameter.grad).reshape(-1)
@@ -114,9 +115,11 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         sizes = [len(piece.gradient) for piece in pieces]
         device = pieces[0].gradient.device
         rounded = [name for name in KEPT if pieces[0].kept[name].dtype == torch.bfloat16]
+        # Rounded rows come first, so that they are one slice of `values`.
         rows = [*rounded, *(name for name in KEPT if name not in rounded)]
         # Before the values, so that intermediate results of both are never there at a time.
         bits = self._bits(pieces, sizes, rounded, step) if rounded else None
+        # [weight and moments, elements of all pieces]: one kernel then works on many small parameters
         values = torch.empty(len(rows), sum(sizes), dtype=torch.float32, device=device)
         gradient = torch.empty_like(values[0])
         torch._foreach_copy_(gradient.split(sizes), [piece.gradient for piece in pieces])
@@ -132,6 +135,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         """Return random bits for rounding weights and Adam's moments to bf16, int32 [rounded tensors, elements]."""
         device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
         places = torch.arange(sum(sizes), device=device)
+        # Place of an element in its whole parameter: the same bits, however parameters are sharded or put into buckets.
         shifts = [piece.first - start for piece, start in zip(pieces, starts, strict=False)]
         torch._foreach_add_(places.split(sizes), shifts)
         keys = torch.zeros(len(rounded), sum(sizes), dtype=torch.int32, device=device)
@@ -185,9 +189,10 @@ def _move(
     (beta1, beta2), rate = group["betas"], group["lr"]
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    # √(second moment ÷ bias correction) + ε, into the gradient's memory, which is free from here on
     denominator = torch.div(exp_avg_sq, 1 - beta2**step, out=gradient).sqrt_().add_(group["eps"])
     change = torch.div(exp_avg, denominator, out=denominator).mul_(rate / (1 - beta1**step))
-    weight.mul_(1 - rate * group["weight_decay"]).sub_(change)
+    weight.mul_(1 - rate * group["weight_decay"]).sub_(change)  # decoupled decay, before the step
 
 
 def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
@@ -195,6 +200,8 @@ def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
 
     Values that bf16 can hold stay.
     """
+    # bf16 is the upper half of fp32: bits 0 … 65535 carry into it with probability lower half ÷ 65536.
+    # -65536 is 0xFFFF0000 as int32.
     values.view(torch.int32).add_(bits).bitwise_and_(-65536)
     return values
 
@@ -206,11 +213,11 @@ def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
     They are a hash of places (int64) and a 32-bit key (int32, or one for all): Wellons's `lowbias32`. It is unsigned;
     products and additions wrap around as in int32, and the masks make right shifts those of unsigned numbers.
     """
-    mixed = (places ^ (places >> 32)).int() ^ key
+    mixed = (places ^ (places >> 32)).int() ^ key  # both halves of a 64-bit place count
     mixed ^= (mixed >> 16).bitwise_and_(0xFFFF)
     mixed *= 0x7FEB352D
     mixed ^= (mixed >> 15).bitwise_and_(0x1FFFF)
-    mixed *= 0x846CA68B - 2**32
+    mixed *= 0x846CA68B - 2**32  # 0x846CA68B as a signed 32-bit number
     mixed >>= 16
     return mixed.bitwise_and_(0xFFFF)
 
@@ -220,11 +227,13 @@ def first_element(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor) or not parameter.numel():
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    # Row × elements of a row: FSDP2 shards by rows, so that a shard's elements are consecutive.
     return offset[0] * (parameter.numel() // len(parameter)) if parameter.ndim else 0
 
 
 def _key(*parts: object) -> int:
     """Return a signed 32-bit hash of the arguments, from which random bits for rounding are derived."""
+    # Python's own `hash` differs from process to process.
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:4], signed=True)
 
 
@@ -263,14 +272,17 @@ class MuonAndAdamW(torch.optim.AdamW):
             state["momentum_buffer"] = torch.zeros_like(gradient)
             state["step"] = torch.zeros(())  # which AdamW asks of every state that it restores
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - muon.momentum)
+        # Nesterov: (1 - μ) gradient + μ momentum
         update = gradient.lerp(momentum, muon.momentum) if muon.nesterov else momentum
         rows, columns = parameter.shape[-2:]
-        ratio = math.sqrt(max(1, rows / columns))
+        ratio = math.sqrt(max(1, rows / columns))  # Jordan et al.: tall matrices move further
         if muon.adjust_lr_fn == "match_rms_adamw":
             ratio = 0.2 * math.sqrt(max(rows, columns))  # Liu et al. 2025, equation 4
+        # Collective: every process of the mesh must reach the same parameters in the same order.
         whole = update.full_tensor() if isinstance(update, DTensor) else update
         change = orthogonalized(whole.to(self._dtype), muon.ns_steps).to(parameter.dtype)
         if isinstance(update, DTensor):
+            # `src_data_rank=None`: each process cuts its shard from its own result, without communication.
             change = distribute_tensor(change, update.device_mesh, update.placements, src_data_rank=None)
         parameter.mul_(1 - learning_rate * weight_decay).add_(change, alpha=-learning_rate * ratio)
 
@@ -282,7 +294,9 @@ def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
+    # At most as many rows as columns: the Gram matrix X Xᵀ is then the smaller one.
     wide = matrices.mT if is_tall else matrices
+    # The Frobenius norm bounds the largest singular value: all are at most 1, where the iteration converges.
     wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=LEAST_NORM)
     for _ in range(num_iterations):
         gram = wide @ wide.mT
@@ -295,6 +309,7 @@ def matrices_of_layers(causal_lm: Any) -> set[str]:
 
     Stacks of experts' matrices are among them.
     """
+    # By identity: a head that is tied to the embedding is the same parameter.
     looked_up = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Embedding)}
     looked_up.add(id(causal_lm.get_output_embeddings().weight))
     return {

@@ -40,6 +40,7 @@ class AllToAllReduceScatter:
     ) -> None:
         """Sum `input_tensor` [processes × n] over processes; write this process's part to `output_tensor` [n]."""
         assert op == dist.ReduceOp.SUM, op
+        # [processes × n]: this process's part of the tensor, as each process has it
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
@@ -80,6 +81,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     weights: dict[str, torch.Tensor] = {}
     if is_spread and dist.get_rank() == 0:  # kept here, since shards replace the parameters
         weights = {name: value.detach() for name, value in model.state_dict().items()}
+    # As in torchtitan: recomputation, then compilation of what is recomputed, then sharding.
     apply_recompute(model.causal_lm, layout)
     if layout.compile:
         for layer in layers:
@@ -124,6 +126,8 @@ def apply_fsdp(
     for module in [*separate, *layers]:
         learns = any(one.requires_grad for one in module.parameters())
         fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **(options if learns else frozen))
+    # Last: the root takes the weights that no group above has. The head's backward follows its
+    # forward at once, so that the root stays gathered.
     fully_shard(model, reshard_after_forward=False, **options)
     for module in fsdp_modules(model):
         # Losses come divided by the count of the global batch: gradients add up, they are not averaged.
@@ -152,6 +156,7 @@ def reduce_unused(model: nn.Module) -> None:
 def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     """Give weights without a gradient a zero gradient before FSDP2 reduces the gradients of their group."""
     for weight in group.fsdp_params if group.reduce_grads else ():
+        # Never gathered in this pass, or with a sum over earlier micro-batches.
         if not hasattr(weight, "_unsharded_param") or weight.unsharded_accumulated_grad is not None:
             continue
         parameter = weight.unsharded_param
@@ -167,7 +172,9 @@ def apply_prefetch(model: nn.Module, layers: list[nn.Module], num_layers: int) -
     order = [_as_fsdp(module) for module in [model, *layers]]
     for index, module in enumerate(order):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + num_layers])
+        # From 1: the root is gathered already. Reversed, since backward runs from the last layer to the first.
         module.set_modules_to_backward_prefetch(order[max(1, index - num_layers) : index][::-1])
+    # The root's backward, of the head, comes first: it gathers the last layers, the last one first.
     order[0].set_modules_to_backward_prefetch(order[: -num_layers - 1 : -1])
 
 
@@ -186,6 +193,7 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
 
 
 def _spread_weights(model: TargetLogProbabilities, weights: dict[str, torch.Tensor], layout: Layout) -> None:
+    # Collective: only rank 0 has `weights`; the others receive their shards.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=layout.cpu_offload)
     set_model_state_dict(model, weights, options=options)
     for buffer in model.buffers():  # rotary frequencies and the like are in no state dict

@@ -51,6 +51,7 @@ class DocumentScores(TargetLogProbabilities):
         counted = numbers < documents.count
         if self._padding_token is not None:
             counted &= inputs.input_ids.flatten() != self._padding_token
+        # [documents]: the last counted place of each; -1 for padding, and for a document of padding tokens alone
         last = places.new_full((len(documents.lengths),), -1)
         last = last.scatter_reduce(0, numbers, torch.where(counted, places, -1), "amax")
         # [tokens] → [rows, sequence]
@@ -69,6 +70,7 @@ def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> t
     score = nn.Linear(causal_lm.get_output_embeddings().weight.shape[1], 1, bias=False)
     nn.init.normal_(score.weight, std=getattr(text, "initializer_range", 0.02), generator=generator)
     causal_lm.set_output_embeddings(score)
+    # A head of one row cannot be tied; the export would leave a tied weight out.
     causal_lm.all_tied_weights_keys = {}
     _check_names(causal_lm, head)
     return DocumentScores(causal_lm, head.config["pad_token_id"]), head

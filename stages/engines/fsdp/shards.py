@@ -24,6 +24,7 @@ from stages.parallel.layout import Layout
 
 def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
     """Move the given parameters of a model to the meta device, to free their memory. Tied parameters stay tied."""
+    # By identity: tied parameters are one key, and so become one parameter on `meta`.
     emptied = {id(one): nn.Parameter(one.to("meta"), requires_grad=one.requires_grad) for one in dropped}
     for module in model.modules():
         for name, weight in _own_weights(module):
@@ -40,6 +41,7 @@ def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
         reader.take(name, rows)
+    # Every process learns of every bad weight, so that all raise and none waits in the next collective.
     everyones: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, reader.not_finite)
     check_all_finite(files.folder, sorted({name for names in everyones for name in names}))
@@ -60,8 +62,10 @@ def check_sharded(
     weights are gathered three times.
     """
     keep_kinds_of_layers(twin.causal_lm)
+    # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.
     apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
     for prefix, module in twin.named_modules():
+        # The model's own shards, not copies: both are cut in the same way, by the same mesh.
         for name, weight in _own_weights(model.get_submodule(prefix)):
             setattr(module, name, weight)
     check_log_probabilities(twin, device)
@@ -82,6 +86,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
     kinds = [(repr(layer), kind, _settings(layer)) for layer, kind in zip(layers, types, strict=True)]
     holders = [one for one in causal_lm.modules() if isinstance(one, nn.ModuleList) and list(one) == layers]
     for holder in holders:
+        # `index` is a kind's first layer; the largest of these is the last layer that shows a new kind.
         del holder[max(2, 1 + max(map(kinds.index, kinds))) :]
         config.num_hidden_layers = len(holder)
 
@@ -92,7 +97,7 @@ def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
         (prefix, name, value)
         for prefix, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | float | str | None) and "idx" not in name
+        if isinstance(value, int | float | str | None) and "idx" not in name  # `layer_idx` differs everywhere
     ]
 
 
@@ -104,11 +109,13 @@ class _ShardReader:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._sharing: dict[int, list[tuple[nn.Module, str]]] = {}
         self.not_finite: list[str] = []
+        # Duplicates too: a shared weight must be replaced in every module that has it.
         for prefix, module in causal_lm.named_modules(remove_duplicate=False):
             for name, weight in _own_weights(module):
                 self._owners[f"{prefix}.{name}".replace(INNER, "")] = module, name
                 self._sharing.setdefault(id(weight), []).append((module, name))
             if isinstance(module, QuantizedLinear):
+                # Files have the matrix that the codes are made of, under its usual name.
                 self._owners[f"{prefix}.weight".replace(INNER, "")] = module, "codes"
 
     def rows_of(self, name: str) -> slice | None:
@@ -118,8 +125,8 @@ class _ShardReader:
         module, attribute = self._owners[name]
         kept = getattr(module, attribute)
         if isinstance(kept, nn.Parameter):
-            return _rows(kept) if kept.is_meta else None
-        return slice(0, len(kept)) if kept.ndim else slice(None)
+            return _rows(kept) if kept.is_meta else None  # None: it has values already, such as a new score head
+        return slice(0, len(kept)) if kept.ndim else slice(None)  # a buffer, whole on every process
 
     def take(self, name: str, rows: Tensor) -> None:
         """Copy rows of a weight, read to the CPU, into this process's shard of it."""

@@ -67,7 +67,7 @@ class ModelFiles:
         made = {name for target, source in self._sources.items() for name in _targets(target, source)}
         names: dict[int, list[str]] = {}
         for name, weight in expected.items():
-            names.setdefault(id(weight), []).append(name)
+            names.setdefault(id(weight), []).append(name)  # tied weights are one tensor with several names
         self.missing = sorted(same[0] for same in names.values() if not made.intersection(same))
         """Names of model weights that the files lack. Weights tied to each other count once."""
         self.mismatched = sorted(
@@ -76,6 +76,7 @@ class ModelFiles:
             if source.converter is None and self._shapes[source.tensors[0][0]] != tuple(expected[target].shape)
         )
         """Names of model weights whose shape in the files differs from the model's."""
+        # Only where the files hold several of the tied names can their values differ.
         self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
     def has_untied(self) -> bool:
@@ -95,6 +96,7 @@ class ModelFiles:
         with WeightFiles(self.folder) as files:
             for target, source in self._sources.items():
                 wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
+                # A list, since entries are deleted on the way.
                 for name in [name for name, rows in wanted.items() if rows.start == rows.stop is not None]:
                     del wanted[name]  # of a weight with fewer rows than there are processes
                     yield name, torch.empty(0, *self._weights[name].shape[1:])
@@ -113,8 +115,9 @@ class ModelFiles:
         Of stacked experts only the wanted ones are read, of other weights all.
         """
         assert source.converter
+        # Row i of a stack is the i-th tensor of each pattern: of other experts not a byte is read.
         chosen = wanted[target] if source.stacks_rows else slice(None)
-        converter = deepcopy(source.converter)
+        converter = deepcopy(source.converter)  # it collects tensors, and is used again for other layers
         for pattern in dict.fromkeys(pattern for _, pattern in source.tensors):
             for name in [name for name, of in source.tensors if of == pattern][chosen]:
                 converter.add_tensor(target, name, pattern, files.read(name))
@@ -135,8 +138,10 @@ class ModelFiles:
         by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         expected, prefix = self._bare.state_dict(), self._bare.base_model_prefix
         sources: dict[str, Source] = {}
+        # Natural order (2 before 10): experts are stacked in the order in which their tensors are added.
         for name in sorted(self._shapes, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+            # A renaming may hit a name that is right as it is.
             if target not in expected and name in expected:
                 target, pattern = rename_source_key(name, [], [], prefix, expected)
             if target in expected:

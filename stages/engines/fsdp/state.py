@@ -58,8 +58,10 @@ class TrainingState:
             "model": self._by_expert(self._untied(state["model"])),
             "optimizer": {"state": self._moments_by_expert(state["optimizer"]["state"])},
         }
+        # Before reading, so that all processes raise one error, which names what differs.
         check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
         dcp.load(wanted, storage_reader=CheckpointReader(folder), process_group=self._group)
+        # `wanted` holds the tensors of `state`, or views of them: loading has filled both.
         set_state_dict(
             self._model,
             self._optimizer,
@@ -82,6 +84,7 @@ class TrainingState:
 
     def _moments_by_expert(self, state: dict[str, Any]) -> dict[str, Any]:
         def seen(name: str, kept: dict[str, Any]) -> dict[str, Any]:
+            # All but `step`, which is a scalar.
             moments = {key: self._by_expert({name: one})[name] for key, one in kept.items() if one.ndim}
             return {**kept, **moments}
 
