@@ -88,8 +88,9 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
     if is_complete(entry):
         return entry
     cache.mkdir(parents=True, exist_ok=True)
+    # A soft lock is a file, which would stay behind a killed process.
     with FileLock(cache / f".{key}.lock", fallback_to_soft=False):
-        if is_complete(entry):
+        if is_complete(entry):  # another process filled it while this one waited
             return entry
         partial = cache / f".{key}.partial"
         for stale in (partial, entry):
@@ -97,6 +98,7 @@ def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], ma
         partial.mkdir()
         try:
             make(partial)
+            # In one step, once it is whole: a crash before it leaves the partial folder only.
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

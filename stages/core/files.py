@@ -16,11 +16,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Text is written as UTF-8.
     """
+    # In the same folder, since a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
+            # Before the rename: else a crash of the machine could leave the new name without its content.
             os.fsync(stream.fileno())
         temporary.replace(path)
     except BaseException:
@@ -50,7 +52,7 @@ def remove_cut_off_line(path: Path) -> None:
     if path.is_file():
         content = path.read_bytes()
         with path.open("r+b") as stream:
-            stream.truncate(content.rfind(b"\n") + 1)
+            stream.truncate(content.rfind(b"\n") + 1)  # 0 without a line end
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

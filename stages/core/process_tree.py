@@ -51,6 +51,7 @@ def living_processes() -> dict[int, tuple[int, int]]:
     processes = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
+            # After the name in parentheses, which may hold spaces and parentheses itself: state, ppid, pgrp, session.
             state, parent, _, session = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:4]
             if state not in "ZX":
                 processes[pid] = (int(parent), int(session))
@@ -72,6 +73,7 @@ def started_ticks(pid: int) -> int | None:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # `starttime` is field 22 of proc(5), and the 20th after the name.
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -103,7 +105,7 @@ def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] =
     """
     files = {*shared_memory, *shared_memory_of(find())}
     kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
-    wait_for_end(find, CLEANING_S)
+    wait_for_end(find, CLEANING_S)  # only resource trackers are left
     kill_until_gone(find)
     remove_shared_memory(files)
 
@@ -131,6 +133,7 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     if not Path(SHARED_MEMORY).exists():
         return set()
     device = Path(SHARED_MEMORY).stat().st_dev
+    # A line of `maps`: address, permissions, offset, device, inode, path.
     device_in_maps = f"{os.major(device):02x}:{os.minor(device):02x}"
     inodes = set()
     for pid in pids:
@@ -203,6 +206,7 @@ class Supervisor:
         self.stop_requested = False
         self.shared_memory: set[Path] = set()
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to us, not to init
+        # Before the command starts: one that ends at once must wake `_wait`, too.
         self.wakeup = self._listen()
         self.child = self._start(command)
 
@@ -211,6 +215,7 @@ class Supervisor:
         began_s = time.monotonic()
         shortest_s, longest_s = SAMPLE_INTERVALS_S
         while self.status is None and not self.stop_requested:
+            # Every 0.5 s in the first 10 s, then a twentieth of the age, every 5 s from 100 s on.
             self._wait(min(longest_s, max(shortest_s, (time.monotonic() - began_s) / SAMPLES_PER_AGE)))
             self.shared_memory |= shared_memory_of(descendants(os.getpid()))
         self._end_descendants()
@@ -220,6 +225,7 @@ class Supervisor:
         """Install signal handlers that remember requests to end and wake `_wait` through a pipe."""
         readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writable)
+        # Without a handler, even an empty one, Python would write nothing to the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -233,8 +239,10 @@ class Supervisor:
         child = os.fork()
         if child:
             return child
+        # The pipe is the supervisor's: no signal to the child may write to it.
         signal.set_wakeup_fd(-1)
         die_with_parent()
+        # The supervisor ended before the kernel was asked, so no signal will come.
         if os.getppid() != supervisor:
             os._exit(128 + signal.SIGTERM)
         try:
@@ -254,16 +262,17 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
+            # Adopted orphans are reaped as well, but only the command's end counts.
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
                 if pid == self.child:
                     code = os.waitstatus_to_exitcode(status)
-                    self.status = code if code >= 0 else 128 - code
+                    self.status = code if code >= 0 else 128 - code  # -9 -> 137, as in a shell
 
     def _end_descendants(self) -> None:
         """End all descendant processes with SIGTERM, and with SIGKILL after a grace period."""
         left = functools.partial(descendants, os.getpid())
-        self.shared_memory |= shared_memory_of(left())
+        self.shared_memory |= shared_memory_of(left())  # before they end: an ended process maps nothing
         send(signal.SIGTERM, left())
         wait_for_end(left, self.grace_s)
         end_processes(left, self.shared_memory)

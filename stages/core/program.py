@@ -88,6 +88,7 @@ class Program:
         if self._process is None:
             self._launch()
             try:
+                # The program speaks first: without a question it says that its imports are done, or have failed.
                 self._answer(b"", timeout_s)
             except BaseException:
                 self.close()
@@ -100,6 +101,7 @@ class Program:
         limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
         still be at work on the question; the next one then starts it again.
         """
+        # `surrogatepass`: texts may hold half of a character, which UTF-8 refuses.
         line = _ENCODER.encode(question).encode("utf-8", "surrogatepass") + b"\n"
         self.start()
         return self._answer(line, timeout_s)
@@ -110,6 +112,7 @@ class Program:
         Each of these raises TimeoutError.
         Which of time, memory, the stack or the process itself is gone first depends on the machine.
         """
+        # Outside of the `try`: a program that cannot be started is an error of its own, no timeout.
         self.start()
         try:
             return self.ask(question, timeout_s)
@@ -130,6 +133,7 @@ class Program:
         home = tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) if self._needs_home else None
         environment = bare_environment(Path(home.name) if home else NOWHERE)
         token = os.urandom(16).hex()
+        # Only this process holds the writing end: its end closes the pipe, and the program is killed.
         lifeline, held = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -138,6 +142,7 @@ class Program:
                 stdout=subprocess.PIPE,
                 env=environment | {TOKEN_VARIABLE: token, LIFELINE: str(lifeline)},
                 pass_fds=(lifeline,),
+                # A process group of its own, which is killed as a whole.
                 start_new_session=True,
                 bufsize=0,
             )
@@ -148,6 +153,7 @@ class Program:
             raise
         finally:
             os.close(lifeline)
+        # Runs at `close`, when this object is collected, or when the interpreter exits, but once only.
         self._end = weakref.finalize(self, _end, self._process, held, token, home)
         assert self._process.stdin and self._process.stdout
         os.set_blocking(self._process.stdin.fileno(), False)
@@ -188,6 +194,7 @@ class Program:
             poll.register(answers, select.POLLIN)
             if left:
                 poll.register(questions, select.POLLOUT)
+            # Milliseconds, a C int: a time limit without end would overflow.
             poll.poll(min(remaining_s, LONGEST_POLL_S) * 1000)
             with contextlib.suppress(BlockingIOError):
                 if not (piece := os.read(answers, PIECE_BYTES)):
@@ -195,6 +202,7 @@ class Program:
                 answer += piece
             if len(answer) > MAX_ANSWER_BYTES:
                 raise ProgramEndedError(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        # The rest of this question would be read as the next one.
         if left:
             raise ProgramEndedError("answered before it had read the question")
         return bytes(answer)
@@ -237,6 +245,7 @@ def _end(
     with process:  # closes the pipes, and waits
         pass
     os.close(lifeline)
+    # What has left the process group is found by its token.
     end_processes(lambda: marked_processes(token, session=process.pid))
     if home:
         home.cleanup()

@@ -42,6 +42,7 @@ def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answ
     """
     try:
         try:
+            # Counts CPU time of this process, user and system, and sends SIGPROF.
             signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
             return work(*arguments)
         finally:
@@ -65,6 +66,7 @@ def answer_questions(
     Text printed to the standard output goes to the standard error.
     """
     _end_with_asking_process()
+    # From here on, only `answers` leads to the asking process.
     answers = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGPROF, _interrupt)
@@ -131,6 +133,7 @@ def _end_with_asking_process() -> None:
     the end of a pipe would not get its turn while a step of C holds the interpreter.
     """
     lifeline = int(os.environ.pop(LIFELINE))
+    # A negative owner is a process group. SIGKILL takes the place of SIGIO, and O_ASYNC turns the signal on.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

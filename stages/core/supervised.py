@@ -102,6 +102,7 @@ class Supervised:
         if self.process.poll() is None:
             self.process.terminate()
             try:
+                # After the grace period the supervisor itself kills what is left, and removes shared memory.
                 self.process.wait(self.grace_s + 15.0)
             except subprocess.TimeoutExpired:
                 self.process.kill()
@@ -109,6 +110,7 @@ class Supervised:
         self._close()
 
     def _close(self) -> None:
+        # Threads may see the end at once; a descriptor closed twice may be another's by then.
         with self._closing:
             if not self._closed:
                 self._closed = True

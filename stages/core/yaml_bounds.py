@@ -42,6 +42,7 @@ class _Collection:
         text: text of a scalar; None for a mapping or list.
         """
         self.num_children += 1
+        # In a mapping, keys and values come by turns.
         is_key = self.is_mapping and self.num_children % 2 == 1
         if is_key:
             self.place = text or "?"
@@ -56,6 +57,7 @@ class _Reader:
     """Counter of the values in a YAML text, which is given each event of the YAML parser."""
 
     def __init__(self) -> None:
+        # The text itself, as a list whose only item is the outermost value.
         self._open = [_Collection(None, is_mapping=False)]
         self._known: dict[str, tuple[int, int]] = {}
         self._num_written = 0

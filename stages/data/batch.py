@@ -69,7 +69,7 @@ class Documents:
     @property
     def token_rows(self) -> torch.Tensor:
         """Index of the batch row in which each token lies, int64 [rows, sequence]; -1 for padding."""
-        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]
+        rows = torch.arange(len(self.ids), device=self.ids.device)[:, None]  # [rows, 1], broadcast over the sequence
         return torch.where(self.ids < self.count, rows, -1)
 
     @property
@@ -77,6 +77,7 @@ class Documents:
         """Row of the batch in which each document lies, int64 [count]; padding is not counted."""
         rows = torch.arange(len(self.ids), device=self.ids.device)[:, None].expand_as(self.ids)
         found = torch.zeros(len(self.lengths), dtype=torch.int64, device=self.ids.device)
+        # A document lies in one row, so each of its tokens writes the same number; [segments] -> [count].
         return found.index_copy(0, self.ids.flatten(), rows.flatten())[: self.count]
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ class Documents:
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Return per-document values [count] repeated at each of their tokens: float [rows, sequence], 0 in padding."""
         padding = values.new_zeros(len(self.lengths) - self.count)
-        return torch.cat([values, padding])[self.ids]
+        return torch.cat([values, padding])[self.ids]  # [segments] -> [rows, sequence]
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class PackedDataset:
     @property
     def row_lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each row, without padding, int64 [rows]."""
+        # [rows + 1]: where each row begins, in tokens
         return np.diff(self._document_starts[self._row_starts])
 
     @property
@@ -126,7 +127,9 @@ class PackedDataset:
         """Number of tokens of the longest document in the dataset."""
         starts = self._document_starts
         blocks = (
-            starts[begin : begin + BLOCK_DOCUMENTS + 1] for begin in range(0, self.num_documents, BLOCK_DOCUMENTS)
+            # One start more than documents: the last one is where the block ends.
+            starts[begin : begin + BLOCK_DOCUMENTS + 1]
+            for begin in range(0, self.num_documents, BLOCK_DOCUMENTS)
         )
         return max(int(np.diff(block).max()) for block in blocks)
 
@@ -169,11 +172,13 @@ class PackedDataset:
 
     def margins(self, row: int) -> list[float]:
         """Return how much better the chosen answer of each pair in a row is; 0 if the data has no margins."""
+        # Documents 2k (chosen) and 2k + 1 (rejected) are pair k.
         pairs = self.row_documents([row])[0::2] // 2
         return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of tokens with loss in each of the given packed rows, int64 [rows]."""
+        # Without the first token, which nothing predicts.
         return np.array([self._row(row)[1][1:].sum() for row in row_indices], dtype=np.int64)
 
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
@@ -200,11 +205,14 @@ class PackedDataset:
 
     def _mismatched_row(self, row: int) -> Row:
         documents = self.documents(row)
+        # Answers move on by one document within the row; the first document gets the last one's.
         before = documents[-1] if len(documents) > 1 else self.documents((row - 1) % len(self))[-1]
         joined = []
         for (tokens, loss), (other, other_loss) in zip(documents, [before, *documents[:-1]], strict=True):
+            # `argmax` of booleans is the first True: the first learned token, where the answer begins.
             own, answer = int(loss.argmax()), int(other_loss.argmax())
             joined.append((np.append(tokens[:own], other[answer:]), np.append(loss[:own], other_loss[answer:])))
+        # Only a document alone in its row may be too long now: in a longer row the sum of lengths stays.
         cut = [(tokens[: self.about.sequence_length], loss[: self.about.sequence_length]) for tokens, loss in joined]
         lengths = np.array([len(tokens) for tokens, _ in cut])
         return np.concatenate([tokens for tokens, _ in cut]), np.concatenate([loss for _, loss in cut]), lengths
@@ -214,6 +222,7 @@ class PackedDataset:
         return packed_batch(rows, shape, self.about.padding_token)
 
     def _row(self, row: int) -> Row:
+        # [documents + 1]: the last one is where the next row begins.
         starts = self._document_starts[self._row_starts[row] : self._row_starts[row + 1] + 1]
         tokens = slice(starts[0], starts[-1])
         return self._tokens[tokens], self._loss[tokens], np.diff(starts)
@@ -260,6 +269,7 @@ class _Segments:
         self.lengths = np.array(lengths)
         # [segments]: each segment's first place in the flattened rows.
         starts = np.cumsum(self.lengths) - self.lengths
+        # lengths [3, 2] -> positions [0, 1, 2, 0, 1]
         self.position_ids = (np.arange(num_rows * width) - np.repeat(starts, self.lengths)).reshape(shape)
         self.document_ids = np.repeat(np.array(numbers), self.lengths).reshape(shape)
 

@@ -120,6 +120,7 @@ class MixtureOrder:
         """Return the numbers of `count` rows in the mixture's order, from position `first` (counted from 0) on."""
         slots = np.arange(first, first + count, dtype=np.uint64)
         places = slots * np.uint64(STRIDE) + np.uint64(self._begin)  # modulo WHEEL
+        # [count]: the dataset in whose share a place lies; a place on a border is of the next one.
         numbers = np.searchsorted(np.array(self._borders[:-1], np.uint64), places, side="right")
         taken, first_rows = self.taken(first), [0, *accumulate(self.sizes)]
         rows = []
@@ -131,6 +132,7 @@ class MixtureOrder:
 
     def taken(self, num_slots: int) -> list[int]:
         """Return how many rows of each dataset are among the first `num_slots` rows of the mixture's order."""
+        # [datasets + 1]: how many of the slots lie below each border
         below = [0, *(_num_below(border, num_slots, self._begin) for border in self._borders[:-1]), num_slots]
         return [end - start for start, end in pairwise(below)]
 
@@ -151,6 +153,7 @@ class MixtureOrder:
     @property
     def _borders(self) -> list[int]:
         """Cumulative shares of the mixture's datasets, scaled from [0, 1] to integers below 2**64."""
+        # 2**64 itself does not fit into uint64.
         return [min(WHEEL - 1, round(end * WHEEL)) for end in accumulate(self.shares)]
 
 
@@ -159,6 +162,7 @@ def _num_below(border: int, num_slots: int, begin: int) -> int:
 
     Each row at place x counts ⌊x⌋ - ⌊x - border⌋: 1 if x lies below the border, else 0.
     """
+    # A whole wheel more keeps the offset positive; it adds 1 to each slot's term, which is subtracted again.
     shifted = _floor_sum(num_slots, STRIDE, begin - border + WHEEL) - num_slots
     return _floor_sum(num_slots, STRIDE, begin) - shifted
 
@@ -170,6 +174,7 @@ def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> in
     """
     total = 0
     while True:
+        # Whole multiples of the modulus are summed at once; factor and offset are below it then.
         total += count * (count - 1) // 2 * (factor // modulus) + count * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
         end = factor * count + offset
@@ -178,4 +183,5 @@ def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> in
         count, offset, factor, modulus = end // modulus, end % modulus, modulus, factor
 
 
+# `rows` needs the order of a whole dataset for each of its rows.
 _row_order = lru_cache(maxsize=16)(row_order)

@@ -129,6 +129,7 @@ class PieceSource:
             )
         with closing(self._tokenized([(part, key) for key, part in missing.items()])) as tokenized:
             for part, key in parts:
+                # Equal parts share a key and are tokenized once; `missing` has the order in which `tokenized` yields.
                 if missing.pop(key, None):
                     next(tokenized)
                 yield from ((part.part, piece) for piece in self._store.read(key))
@@ -174,6 +175,7 @@ class PieceSource:
         for row in rows:
             yield row
             cpu_s = time.process_time() + self.tokenizer.tokenizer.template_cpu_s
+            # Set by the first row, so that CPU time for imports and the tokenizer does not count.
             self._ends_s = min(self._ends_s, cpu_s + limit_s)
             if cpu_s > self._ends_s:
                 self.last_in_time = row.place
@@ -214,7 +216,7 @@ def num_processes(num_bytes: int) -> int:
     threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
     if threads and threads.isdecimal():
-        cores = min(cores, int(threads) * ranks)
+        cores = min(cores, int(threads) * ranks)  # the threads are of one rank
     return max(1, min(cores, MAX_PROCESSES, num_bytes // BYTES_PER_PROCESS))
 
 
@@ -234,6 +236,7 @@ def tokenize(
     todo = iter(parts)
     try:
         while True:
+            # `todo` is an iterator: each round goes on where the last one stopped.
             for keyed in todo:
                 waiting.append((keyed, pool.submit(_tokenize, *keyed)))
                 if len(waiting) >= PARTS_AHEAD * processes:
@@ -241,6 +244,7 @@ def tokenize(
             if not waiting:
                 break
             keyed, done = waiting.popleft()
+            # In the order of the parts, not in that of their ends.
             yield keyed, done.result()
     except BrokenProcessPool as error:
         raise ResourceError(
@@ -269,6 +273,7 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
     global _worker
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    # One thread a process: the pool has a process for each core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = _Worker(tokenizer, PieceStore(store))
 
@@ -350,6 +355,7 @@ def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
     """Yield the parts of a remote JSON Lines file as byte ranges; the numbers of their lines are unknown."""
     state, pointed = FileState.of(path), file_digest(path)
     num_bytes = size_bytes(path)
+    # An empty file is one empty part.
     for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
         end = min(begin + PART_BYTES_ELSEWHERE, num_bytes)
         part = Part(path, f"{name} (from byte {begin})" if begin else name, begin, end)
@@ -360,6 +366,7 @@ def _of_lines(path: Path, name: str) -> Iterator[DataPart]:
     state = FileState.of(path)
     begin = num_lines = 0
     with path.open("rb") as stream:
+        # `not begin`: an empty file is one empty part.
         while (block := stream.read(PART_BYTES)) or not begin:
             rest = b"" if block.endswith(b"\n") else stream.readline(LONGEST_LINE_BYTES + 1)
             digest = hashlib.sha256(block)
@@ -399,11 +406,13 @@ def _digest(path: Path, metadata: pyarrow.parquet.FileMetaData, groups: range) -
     """Return a digest of some row groups of a Parquet file (bytes and metadata), for the cache key of their tokens."""
     if is_pointer(path):
         return content_key({"pointer": file_digest(path), "row_groups": [groups.start, groups.stop]})
+    # The columns' bytes alone do not say of which type they are, or how they are compressed.
     digest = hashlib.sha256(str(metadata.schema).encode())
     with path.open("rb") as stream:
         for group in map(metadata.row_group, groups):
             for column in map(group.column, range(group.num_columns)):
                 digest.update(f"{column.num_values} {column.compression} {column.encodings}".encode())
+                # A column begins with its dictionary page if there is one; else that offset is None or 0.
                 stream.seek(min(filter(None, (column.dictionary_page_offset, column.data_page_offset))))
                 digest.update(stream.read(column.total_compressed_size))
     return digest.hexdigest()

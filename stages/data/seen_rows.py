@@ -25,6 +25,7 @@ from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
 """Name of the file, in a folder of packed rows, with a digest of each row's training content: uint64 [rows read]."""
+# An odd number of backslashes before the escape: in pairs they stand for backslashes themselves.
 CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
 """Pattern of control characters as JSON text writes them, and of characters that change the writing direction. Line
 ends and tabs, which JSON writes as `\\n` and `\\t`, do not match."""
@@ -73,6 +74,7 @@ class RowDigests:
         whole = "".join(texts)
         for name, pattern in REMARKABLE.items():
             if found := pattern.search(whole):
+                # Group 1 where the pattern has one, else group 0, the whole match.
                 count, first, example = self.remarkable.get(name, (0, number, found[found.re.groups]))
                 self.remarkable[name] = count + 1, first, example
 
@@ -156,7 +158,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
     digests, swapped: uint64 [rows]; `swapped` is empty for rows that cannot contradict each other.
     """
     repeated, contradicting = _Found(), _Found()
-    for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):
+    for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):  # rounded up
         rows, values = _share(digests, share, num_shares)
         # `np.unique` returns the first place of each value; all other places are repetitions.
         first_places = np.unique(values, return_index=True)[1]
@@ -164,6 +166,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
         again[first_places] = False
         if again.any():
             repeated.count += int(again.sum())
+            # `argmax` of booleans is the first True; a share keeps the order of the rows.
             at = int(again.argmax())
             if rows[at] < repeated.first:
                 repeated.first, repeated.earlier = int(rows[at]), int(rows[(values == values[at]).argmax()])
@@ -211,6 +214,7 @@ def check_held_out(training: Path, evaluation: Path) -> str | None:
 def rows_in_any_order(folder: Path) -> tuple[int, ...]:
     """Return a fingerprint of a dataset's rows that ignores their order: count, sum and sum of squares of digests."""
     digests = _mapped(folder / ROW_DIGESTS)
+    # Sums and squares of uint64 wrap around at 2**64, which changes nothing for equal sets of rows.
     blocks = [digests[begin : begin + SHARE_ROWS] for begin in range(0, len(digests), SHARE_ROWS)]
     return len(digests), sum(int(one.sum()) for one in blocks), sum(int((one * one).sum()) for one in blocks)
 

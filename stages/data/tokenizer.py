@@ -108,6 +108,7 @@ class DocumentTokenizer:
     @property
     def template_cpu_s(self) -> float:
         """CPU seconds that the process for chat templates has used so far."""
+        # Not `self.template`, which would load the template and start its process.
         template = self.__dict__.get("template")
         return template.cpu_s if template else 0.0
 
@@ -121,6 +122,8 @@ class DocumentTokenizer:
         for row in rows:
             texts = []
             error: RowError | None = None
+            # The first error is the row's. Its other outcomes are taken all the same, so that the next row gets its
+            # own.
             for outcome in islice(outcomes, len(row)):
                 if isinstance(outcome, RowError):
                     error = error or outcome
@@ -129,6 +132,7 @@ class DocumentTokenizer:
             if error:
                 yield error
             else:
+                # A pair is one unit of two texts; each text of a single document is a unit of its own.
                 yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
 
     def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
@@ -237,6 +241,7 @@ class DocumentTokenizer:
         return tokens
 
     def _encoded(self, documents: Sequence[Rendered]) -> list[Tokens]:
+        # Shielded texts go to another backend (`SpecialTokens.encode`); an empty text holds their place here.
         texts = ["" if document.is_shielded else document.text for document in documents]
         try:
             encodings = self._backend.encode_batch(texts, add_special_tokens=False)
@@ -246,6 +251,7 @@ class DocumentTokenizer:
                 else self._tokens(encoding.ids, encoding.offsets, document)
                 for encoding, document in zip(encodings, documents, strict=True)
             ]
+        # PyO3's PanicException is no `Exception`, and its class cannot be imported.
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the library, for a pattern that takes too many steps
                 raise
@@ -325,6 +331,7 @@ class DocumentTokenizer:
         if end and completion.rstrip().endswith(end):
             completion = completion.rstrip().removesuffix(end)
         if begin and begins_so and (prompt or completion).startswith(begin):
+            # Without a prompt, the completion begins the text.
             prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
         return PlainText(prompt, completion)
 
@@ -334,6 +341,7 @@ class DocumentTokenizer:
         if document.is_plain:
             begin, end = self._frame
             ids = np.concatenate([begin, ids, end])
+            # The end-of-text token is learned, the tokens before the text are not.
             loss = np.concatenate([np.zeros(len(begin), np.bool_), loss, np.ones(1, np.bool_)])
         # No token comes before the first one, so nothing predicts it.
         loss[:1] = False
@@ -415,6 +423,7 @@ def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
     """Return a mask of the tokens that lie, at least partly, in one of the spans with loss: bool [tokens]."""
     mask = np.zeros(len(offsets), np.bool_)
     for begin, end in spans:
+        # From the first token that ends after `begin` to the last one that begins before `end`.
         mask[bisect_right(offsets, begin, key=_end) : bisect_left(offsets, end, key=_begin)] = True
     return mask
 
@@ -438,6 +447,7 @@ class SpecialTokens:
         self._backend = backend
         self._policy = policy
         self._tokens = {number: token for number, token in backend.get_added_tokens_decoder().items() if token.special}
+        # Longest first: a pattern takes the first alternative that matches, not the longest.
         contents = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
         self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
         self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
@@ -461,6 +471,7 @@ class SpecialTokens:
                 f"has {listed(sorted(special))} in its text, which would be special tokens; expected none, or "
                 "`special_tokens_in_content: text`"
             )
+        # Once shielded, the two could not be distinguished.
         if any(map(PRIVATE.search, texts)):
             raise RowError("has characters of Unicode's last private plane beside special tokens; expected either")
         return self._shielded(value)
@@ -472,6 +483,7 @@ class SpecialTokens:
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Return token ids and offsets of a text; special tokens that users wrote are encoded as text."""
         backend, numbers = self._swapped_backend
+        # Real tokens become private characters, which this backend knows; shielded ones become what users wrote.
         encoding = backend.encode(self._real_or_shielded.sub(_swap, text), add_special_tokens=False)
         return [numbers.get(number, number) for number in encoding.ids], encoding.offsets
 
@@ -494,13 +506,14 @@ class SpecialTokens:
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
         """Tokenizer that knows special tokens only as private-use characters, with a map to the real token ids."""
+        # A copy, since further tokens are added to it.
         backend = Tokenizer.from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
+        backend.encode_special_tokens = True  # encodes `<|im_end|>` as text
         numbers = {}
         for number, token in self._tokens.items():
             shielded = _moved(token.content, PRIVATE_PLANE)
             backend.add_tokens([AddedToken(shielded, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)])
-            numbers[backend.token_to_id(shielded)] = number
+            numbers[backend.token_to_id(shielded)] = number  # id in the copy -> real id
         return backend, numbers
 
     def _shielded(self, value: Any) -> Any:
@@ -512,6 +525,7 @@ class SpecialTokens:
 
 
 def _any_of(contents: list[str]) -> re.Pattern[str]:
+    # `(?!)` never matches, while an empty pattern would match everywhere.
     return re.compile("|".join(map(re.escape, contents)) or r"(?!)")
 
 
@@ -567,6 +581,7 @@ def _picklable(folder: Path) -> LoadedTokenizer:
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) does not say which characters a token stands "
             "for; convert it to a tokenizer.json"
         )
+    # A tokenizer.json may ask for both, and texts would be cut or filled up.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     growth = Growth.of(tokenizer.backend_tokenizer)
@@ -585,5 +600,6 @@ def _picklable(folder: Path) -> LoadedTokenizer:
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
+        # Only what stands before the text: what the tokenizer adds after it is left out.
         tuple(token for token, _ in takewhile(itemgetter(1), special)),
     )

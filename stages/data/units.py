@@ -103,6 +103,7 @@ class OverLong:
         """Return a document or pair truncated at its end. Of a pair, each document keeps at least half a row."""
         lengths = [len(document) for document in unit.documents]
         share = self.sequence_length // len(lengths)
+        # lengths [900, 300] in a row of 1,000: share 500, spare 200, so both are cut at 700 -> [700, 300]
         spare = sum(max(0, share - length) for length in lengths)
         return replace(unit, documents=tuple(document.cut(share + spare) for document in unit.documents))
 
@@ -126,6 +127,7 @@ class AnswerCheck:
             INVISIBLE,
             *(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token),
         ]
+        # `*+` never backtracks, so that a long answer takes linear time.
         self._no_text = re.compile(f"(?:{'|'.join(written)})*+")
         self._vocabulary_size = vocabulary_size
 
@@ -178,6 +180,7 @@ class Units:
     def take(self, numbers: Sequence[int] | NDArray[np.int64]) -> Units:
         """Return the training units (documents or pairs) with these numbers, in the given order."""
         order = np.asarray(numbers, np.int64)
+        # Indices into `document_lengths` and, below, into `tokens` and `loss`.
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
         return Units(
@@ -220,6 +223,7 @@ class Units:
 
 def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the indices, in a flat array of consecutive groups, of all elements of the groups selected by `order`."""
+    # lengths [3, 2], order [1, 0] -> starts [0, 3], moved [3, -2], indices [3, 4, 0, 1, 2]
     starts = np.cumsum(lengths) - lengths
     wanted = lengths[order]
     # Distance from an element's place in the result to its place in the source: constant within a group.
@@ -239,7 +243,9 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
     for batch in batches:
         begin = 0
         while begin < len(batch):
+            # At least one unit, so that each round makes progress.
             room = max(1, WINDOW_UNITS - num_units)
+            # A window ends after the same unit, however units come in batches.
             end = min(_first_beyond(batch, begin, max_tokens - num_tokens), begin + room)
             window.append(batch if (begin, end) == (0, len(batch)) else batch.take(range(begin, end)))
             num_units += end - begin
@@ -250,7 +256,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
             units = Units.joined(window)
             rows = _fullest_first(units, capacity)
             # The fuller rows are final; units of the emptier ones may fit better beside those that come next.
-            num_final = (3 * len(rows) + 3) // 4
+            num_final = (3 * len(rows) + 3) // 4  # rounded up: a single row is final
             yield _taken(units, rows[:num_final])
             window = [_taken(units, rows[num_final:])[0]]
             num_units, num_tokens = len(window[0]), int(window[0].lengths.sum())
@@ -263,12 +269,14 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
     """Yield rows of exactly `row_tokens` tokens, cut from the joined texts; tokens left at the end are dropped."""
     left = np.array([], np.int32)
     for batch in texts:
+        # Rows run across texts and batches; `left` is shorter than a row.
         tokens = np.concatenate([left, batch.tokens])
         num_rows = len(tokens) // row_tokens
         left = tokens[num_rows * row_tokens :]
         ones = np.ones(num_rows, np.int64)
         # Nothing in its row predicts a row's first token.
         loss = np.tile(np.arange(row_tokens) > 0, num_rows)
+        # Each row is one unit of one document.
         yield Units(tokens[: num_rows * row_tokens], loss, ones * row_tokens, ones), [1] * num_rows
 
 
@@ -278,11 +286,12 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     Sorting takes O(n log n), and each unit a search in `capacity` bits.
     """
     rows: list[list[int]] = []
+    # rows_by_room[r]: rows in which r tokens are free
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # a bit for each amount of room that some row has
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
-        enough = rooms >> length
+        enough = rooms >> length  # bit i: some row has room for length + i tokens
         if enough:
             # The lowest set bit is the least room that is enough.
             room = length + (enough & -enough).bit_length() - 1
@@ -300,6 +309,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 
 def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
     """Return the index after the shortest run of training units, from `begin` on, with at least `num_tokens` tokens."""
+    # lengths [4, 4, 4], num_tokens 5 -> ends [4, 8, 12] -> 2 units
     ends = batch.lengths[begin:].cumsum()
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 

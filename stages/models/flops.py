@@ -74,6 +74,7 @@ def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
     window_tokens: size of the sliding window; None: no window.
     """
     window = num_tokens if window_tokens is None else min(window_tokens, num_tokens)
+    # The first tokens see 1, 2, … up to `window` tokens, and each later one sees `window`.
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 

@@ -146,6 +146,7 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
     for place, (inputs, outputs) in sizes.items():
         called = names.places[place]
         if len(called) == 1 and place is Place.INTO_ATTENTION:
+            # Families with one matrix for queries, keys and values.
             outputs = (sum(outputs),)
         for name, width in zip(called, outputs, strict=False):  # without a gate only one matrix leads in
             layers.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width))
@@ -158,7 +159,7 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
         return ()
     hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
     mlp = f"{_FAMILIES.get(shape.family, _LLAMA).layer}.{layer}.mlp"
-    inward = (2 if shape.gated_ffn else 1) * width
+    inward = (2 if shape.gated_ffn else 1) * width  # gate and up side by side
     return (
         StackedParameter(f"{mlp}.experts.gate_up_proj", Place.INTO_FFN, hidden, inward, number),
         StackedParameter(f"{mlp}.experts.down_proj", Place.OUT_OF_FFN, width, hidden, number),
@@ -179,7 +180,7 @@ def module_parameters(shape: ModelShape) -> dict[str, int]:
                 Place.INTO_ATTENTION: shape.qkv_bias,
                 Place.OUT_OF_ATTENTION: shape.output_bias,
             }.get(linear.place, shape.ffn_bias)
-            parameters[linear.name] = linear.outputs * (linear.inputs + bias)
+            parameters[linear.name] = linear.outputs * (linear.inputs + bias)  # a bias counts as one more input
         if shape.qk_norm:
             parameters |= {f"{names.layer}.{layer}.self_attn.{norm}": shape.head_dim for norm in ("q_norm", "k_norm")}
         if shape.is_mixture(layer):

@@ -66,6 +66,7 @@ class RecordedDocument:
     @property
     def tokens(self) -> list[int]:
         """All tokens of the document as a list of token ids, the last target included."""
+        # Inputs end one token before the document does: the last target is its last token.
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
@@ -186,6 +187,7 @@ def _kl_nats(recorded: float, given: float) -> float:
     recorded, given: log-probability of the first outcome in each.
     """
     p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
+    # -expm1(p) = 1 - exp(p), the probability of all other tokens, without cancellation near 0.
     return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))
 
 

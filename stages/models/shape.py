@@ -127,7 +127,9 @@ class ModelShape:
         """Number of weights in one layer's four attention projections (latent attention: five)."""
         if self.latent is None:
             return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        # From the hidden state to the compressed vectors, and from all heads back to it.
         whole = self.hidden_size * (self.latent_width + self.query_width)
+        # From compressed vectors to the heads: queries with their rotary part, then keys and values.
         queries = self.latent.query_rank * (self.query_width + self.rotary_width)
         return whole + queries + self.latent.kv_rank * (self.kv_width + self.query_width)
 
@@ -135,6 +137,7 @@ class ModelShape:
     def attention_parameters(self) -> int:
         """Number of parameters of one layer's attention, without the norm before it."""
         bias = self.qkv_bias * (self.query_width + 2 * self.kv_width) + self.output_bias * self.hidden_size
+        # Two norms, of queries and of keys, each shared by all heads.
         return self.attention_matrix_parameters + bias + self.qk_norm * 2 * self.head_dim
 
     @property
@@ -174,12 +177,15 @@ class ModelShape:
         """Return the sizes that decide the model's FLOPs, equal to those counted on a built model."""
         matrices = 3 if self.gated_ffn else 2
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
+        # Of the experts, those that a token is routed to; the router's matrix whole.
         routed = self.num_mixture_layers * (matrices * self.experts_per_token * self.expert_ffn_size + self.num_experts)
         per_token = self.num_layers * self.attention_matrix_parameters + self.hidden_size * (dense + routed)
+        # Queries and keys are head_dim + rotary_dim wide, values head_dim.
         work = AttentionWork((2 * self.query_width + self.rotary_width) * self.num_layers, self.sliding_window)
         return ModelFlops(per_token, self.embedding_parameters, (work,))
 
     def _ffn(self, width: int) -> int:
         matrices = 3 if self.gated_ffn else 2
+        # Inward matrices have a bias of the layer's width, the outward one of the hidden size.
         bias = self.ffn_bias * (width * (matrices - 1) + self.hidden_size)
         return matrices * self.hidden_size * width + bias

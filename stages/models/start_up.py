@@ -76,6 +76,7 @@ def _remember_missing(name: str, is_available: Any) -> None:
     missing: Any = None  # means: there is no such package
     sys.modules[name] = missing
     try:
+        # The answer of the next line stays cached when the package is there again.
         is_available.cache_clear()
         is_available()
     finally:
@@ -94,6 +95,7 @@ def import_tokenizers() -> None:
     generation: Any = importlib.import_module("transformers.generation")
     documented = utils.auto_docstring
     utils.auto_docstring = _undocumented
+    # Set on a lazily loaded module, whose own attribute is imported only when it is missing.
     generation.GenerationMixin = object
     try:
         factory: Any = importlib.import_module(AUTO_FACTORY)

@@ -44,6 +44,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in NAMED_IN_INDEX:
             return super().find_class(module, name)
+        # A pickle names a dtype like a class: torch.float32.
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -70,6 +71,7 @@ class CheckpointReader(FileSystemReader):
                 f"{type(error).__name__}: {error}; expected descriptions of tensors. Remove {index.parent} to go on "
                 "from an earlier checkpoint"
             ) from error
+        # As torch's own `read_metadata` does after it has unpickled.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -93,6 +95,7 @@ def check_stored(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
         if found.get(key) != tuple(shape)
     ]
     everyones: list[list[str]] = [[]] * dist.get_world_size()
+    # All ranks come here before any raises: the others would wait for one that raised alone.
     dist.all_gather_object(everyones, mine)
     different = sorted({problem for problems in everyones for problem in problems})
     if different:

@@ -64,6 +64,7 @@ class Growth:
 
         The reason follows the words "the tokenizer".
         """
+        # UTF-8 has at most 4 bytes a character, so that short texts need not be encoded.
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
         num_bytes = len(text.encode())

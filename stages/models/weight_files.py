@@ -48,6 +48,7 @@ class StoredTensor:
         blocks = []
         with self.file.open("rb") as stream:
             for number in range(NUM_BLOCKS):
+                # The last block ends where the tensor does; in a small tensor blocks overlap.
                 begin = self.start + room * number // (NUM_BLOCKS - 1)
                 stream.seek(begin)
                 blocks.append(stream.read(min(BLOCK_BYTES, self.end - begin)))
@@ -108,6 +109,7 @@ def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> 
 def read_tensors(path: Path) -> list[StoredTensor]:
     """Return the tensors in a safetensors file. Raises ModelError for an empty file or an inconsistent header."""
     try:
+        # Opening checks the header: offsets without gaps that end where the file does.
         with safe_open(path, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
@@ -115,6 +117,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
             f"{path} is damaged or incomplete ({path.stat().st_size} bytes): {error}; fetch or save this file again"
         ) from error
     with path.open("rb") as stream:
+        # The header's length, the header as JSON, then the tensors; their offsets count from there.
         header_bytes = int.from_bytes(stream.read(8), "little")
         header: dict[str, Any] = json.loads(stream.read(header_bytes))
     header.pop("__metadata__", None)

@@ -82,9 +82,11 @@ class Bucket:
             else:
                 below = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
                 files = {self._name(one.path): one.path for one in below if one.type == FileType.File}
+            # Hidden at any depth: `.cache/a` and `a/.b` are both left out.
             files = {name: path for name, path in files.items() if "/." not in f"/{name}"}
             if not files:
                 raise DownloadError(f"{self.address} holds nothing; check the name of the bucket and the prefix")
+            # pyarrow's listing has no ETags: each object is asked for its own.
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 

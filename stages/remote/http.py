@@ -55,6 +55,7 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
 _BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
 HEADER_CHARACTERS = 100
+# At most 18 digits, so that each number is below 2**63.
 _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -178,6 +179,7 @@ class BodyReader:
         self._cuts = cuts
         self._num_bytes = 0
         self._encoding = headers.get("content-encoding", "").strip().lower()
+        # + 32: the header says whether it is gzip or zlib.
         self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 32) if self._encoding in COMPRESSED else None
 
     def add(self, chunk: bytes) -> bytes:
@@ -196,6 +198,7 @@ class BodyReader:
                 raise self._expected.wrong("answered with broken gzip (more follows its end)")
         if len(chunk) > room and not self._cuts:
             raise self._expected.wrong(f"answered with more than {self._expected.max_bytes} bytes", chunk)
+        # Counted before the cut, so that `is_full` knows that there was more.
         self._num_bytes += len(chunk)
         return chunk[:room]
 
@@ -231,6 +234,7 @@ class EventReader(Generic[Shape]):
             self._is_over |= content == END_OF_EVENTS
             if event.startswith(EVENT) and content != END_OF_EVENTS:
                 yield self._expected.parsed(content, self._shape)
+        # The last line may go on in the next chunk.
         self._line += lines[-1]
         if len(self._line) > EVENT_BYTES:
             raise self._expected.wrong(f"answered with an event of more than {EVENT_BYTES} bytes", bytes(self._line))
@@ -259,7 +263,7 @@ class Deadline:
     def watch(self, connection: socket.socket) -> None:
         with self._lock:
             self._sockets.append(connection)
-        if self._is_over:
+        if self._is_over:  # the timer came before this socket
             self._end()
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:
@@ -379,6 +383,7 @@ def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, *
     with Deadline(expected.total_s) as deadline:
         extensions = {"trace": deadline.trace}
         with client.stream(method, url, headers=headers, extensions=extensions, **request) as response:
+            # `iter_raw`: httpx would decompress without a limit.
             return _read(expected, response.status_code, response.headers, response.iter_raw())
 
 
@@ -397,6 +402,7 @@ async def opened_aiohttp(
     """
     import aiohttp
 
+    # Not decompressed by aiohttp, which knows no limit of the size.
     options: Any = {"allow_redirects": False, "auto_decompress": False, "headers": ACCEPTED, **request}
     timeout = aiohttp.ClientTimeout(total=expected.total_s, sock_connect=read_s, sock_read=read_s)
     async with session.request(method, url, timeout=timeout, **options) as response:
