@@ -116,6 +116,7 @@ def is_silent(process: ProcessIdentity, *files: Path) -> bool:
     """
     patience_s = SILENCE_S
     if process.host == os.uname().nodename and process.boot != boot_id():
+        # Seconds since this host was started, those of a suspension included.
         patience_s = min(SILENCE_S, time.clock_gettime(time.CLOCK_BOOTTIME))
     return _silence_s(files) > patience_s
 
@@ -124,6 +125,7 @@ def _silence_s(files: tuple[Path, ...]) -> float:
     """Return the seconds since a process elsewhere last touched any of its files; 0 when they cannot be read."""
     try:
         with tempfile.TemporaryFile(dir=files[0].parent) as probe:
+            # By the clock that also dates the touches of other hosts.
             os.utime(probe.fileno())
             now_s = os.fstat(probe.fileno()).st_mtime
         return min((now_s - file.stat().st_mtime for file in files if file.exists()), default=0.0)

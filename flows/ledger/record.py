@@ -275,6 +275,7 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
         case RefreshEnded():
             return _over(replace(record, **_fields(event)))
         case RefreshKilled():
+            # Not so if a retry has begun in another process before this event was written.
             named = record.state == "running" and record.process == event.process
             error = COPIED if event.copied else KILLED
             return _over(replace(record, state="failed", error=error)) if named else record
@@ -291,6 +292,7 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
         case StageWaits():
             return _with_entry(record, event.stage, state="waiting", work=None, waits_for=event.reason)
         case StageCached() | StageFailed():
+            # What the event lacks is cleared: a cached stage has lost the error of an earlier try.
             fields = {"work": None, "error": None, "error_class": None, "killed": False, **_fields(event)}
             if fields.pop("retried", False):
                 return _with_entry(record, fields.pop("stage"), state="waiting", waits_for=ANOTHER_TRY, **fields)
@@ -305,6 +307,7 @@ def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
     """
     if record.state != "running" or record.interrupted:
         return record
+    # Of several attempts at a stage, the last one counts.
     began_ms = {attempt.began.stage: attempt.began.time_ms for attempt in record.attempts.values()}
     stages = {
         name: replace(entry, seconds=(now_ms - began_ms[name]) / 1000) if entry.state == "running" else entry
@@ -324,6 +327,7 @@ def final_result(folder: Path) -> StageResult:
 def _begun(record: RefreshRecord | None, event: RefreshBegan) -> RefreshRecord:
     stages = {name: StageEntry(**vars(entry)) for name, entry in event.stages.items()}
     begun = RefreshRecord(**{**_fields(event), "stages": stages}, started_ms=event.time_ms)
+    # Of the earlier tries only the attempts stay; stages have the state of the new plan.
     return replace(begun, num_tries=record.num_tries + 1, attempts=record.attempts) if record else begun
 
 
@@ -366,6 +370,7 @@ def _over(record: RefreshRecord) -> RefreshRecord:
 
 
 def _fields(event: AnyEvent) -> dict[str, Any]:
+    # Not `model_dump`, which would turn nested models into dicts.
     return {name: value for name, value in event if name not in ("event", "time_ms")}
 
 

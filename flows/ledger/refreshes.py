@@ -65,6 +65,7 @@ class Ledger:
         with self.file.open("rb") as stream:
             stream.seek(max(0, self.size() - LONGEST_END))
             end = stream.read()
+        # A last line without an end was torn by a crash.
         return end.endswith(b"\n") and b'"event":"refresh_ended"' in end.splitlines()[-1]
 
     def append(self, event: AnyEvent) -> None:
@@ -73,6 +74,7 @@ class Ledger:
         with full_disk_named("recording the refresh", self.file):
             if not self.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
+                # A ledger exists with its first event, or not at all.
                 write_atomically(self.file, line)
                 return
             # Unbuffered, so that the event is one write: another process may append at the same time.
@@ -90,6 +92,7 @@ class Ledger:
         Raises `StoreError` when the file cannot be read, or holds an event that this version does not know.
         """
         try:
+            # Of bytes: lines of text would also end at U+2028, which JSON writes as it is.
             lines = self.file.read_bytes().splitlines()
             for line in lines:
                 try:
@@ -151,6 +154,7 @@ class RunningRefreshes:
         for ledger in ledgers():
             try:
                 size = ledger.size()
+                # It was over when last read; a retry would have made it longer.
                 if self._ended.get(ledger.folder.name) == size:
                     continue
                 record = None if ledger.is_over() else ledger.read()
@@ -183,6 +187,7 @@ def close_interrupted() -> list[str]:
     for record in RunningRefreshes().all():
         if record.interrupted:
             ledger = ledger_of(record.refresh)
+            # Attempts first: after a crash in between, the refresh still counts as running and is closed again.
             for attempt in record.attempts.values():
                 if attempt.ended is None:
                     error = record.unsaid_end if record.is_copied else "the refresh was killed"

@@ -81,6 +81,7 @@ def run_trial(
     Raises RefreshStoppedError when `bench.stop` is set.
     """
     planned = comparison.layouts[layout]
+    # The whole machine is held, and a layout may use a part of it.
     planned = on_devices(planned, devices[: wanted_slots(planned.config, len(devices))])
     steps = comparison.began.num_warmup_steps + comparison.began.num_steps
     resolved_inputs = ResolvedInputs(inputs=dict(bench.inputs), leases={}, upstream={})

@@ -31,7 +31,7 @@ OF_THE_RECIPE = frozenset({"environment", "launcher", *BLOCKS})
 """Fields of a stage's `execution` that only the recipe may set; Prefect deployment parameters may not."""
 CODE_FIELDS = frozenset({"trust_remote_code", "trust_task_code"})
 SERVER_FIELDS = frozenset({"url", "key_variable"})
-PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)
+PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)  # also .pyc, .pyd, .pyi, .pyo, .pyw, .pyx
 
 
 def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:

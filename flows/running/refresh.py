@@ -132,6 +132,7 @@ def _run(run: RefreshRun) -> State[Any]:
     finally:
         record = run.finish()
     state = final_state(record)
+    # Each request to a server that is away would be repeated for seconds, and hold up the end.
     if answers(f"{PREFECT_API_URL.value()}/health"):
         _publish(record)
         announce_own_states()  # a server that was started again meanwhile has forgotten them
@@ -160,6 +161,7 @@ def _run_stages(run: RefreshRun) -> None:
     Between downloads and all other stages, inputs are checked, so that a stage that cannot work fails before others
     train for it.
     """
+    # One thread for each stage and one for the check: a stage that waits for slots keeps its thread.
     with ThreadPoolTaskRunner(max_workers=len(run.plan.stages) + 1) as runner:
         futures: dict[str, PrefectFuture[Any]] = {}
 
@@ -172,10 +174,12 @@ def _run_stages(run: RefreshRun) -> None:
             futures[name] = runner.submit(build, {"name": name, "run": run}, wait_for=wait_for)
 
         stages = run.plan.stages
+        # Downloads begin at once; the check waits for them, and all other stages for the check.
         for name in (name for name, stage in stages.items() if not stage.upstream):
             submit(name, [])
         checked = []
         if run.has_inputs_to_check:
+            # After a failed download, the other inputs are checked all the same.
             downloads = [allow_failure(future) for future in futures.values()]
             checked = [runner.submit(check_inputs, {"run": run}, wait_for=downloads)]
         behind_verdicts = [
@@ -235,6 +239,7 @@ def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Restored at the end, since the program that runs the flow has handlers of its own.
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
     try:

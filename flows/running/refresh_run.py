@@ -101,11 +101,13 @@ class LiveServers:
             return list(self._servers)
 
     def _users(self, name: str) -> list[str]:
+        # A copy, since the threads of other stages remove their names meanwhile.
         return [stage for stage in self._pending.copy() if name in self._upstream[stage]]
 
     def _stop(self, names: Collection[str]) -> None:
         for name in names:
             with self._lock:
+                # Taken out under the lock, so that only one thread stops it; the stop itself takes seconds.
                 kept = self._servers.pop(name, None)
             if kept:
                 server, slots = kept
@@ -124,6 +126,7 @@ class RefreshRun:
 
         refresh: its name; one that has a ledger continues in it (a retry). Default: a new name.
         """
+        # Before any attempt: it records where the killed attempts' parts of `metrics.jsonl` end.
         close_interrupted()
         recipe = planned.plan.recipe
         refresh = refresh or new_refresh_id(f"{recipe}-compare" if planned.comparison else recipe)
@@ -163,6 +166,7 @@ class RefreshRun:
         attempt: number of attempts of this try of the refresh at the stage, this one included.
         """
         planned = self.plan.stages[name]
+        # Retries are counted in this try of the refresh; the ledger numbers the attempts of all tries.
         is_retried = partial(self.retries.decide, planned, attempt)
         attempt += self._last_attempts.get(name, 0)
         held = self._acquire_slots(planned)
@@ -180,6 +184,7 @@ class RefreshRun:
             raise
         self._note_built(built)
         if built.server:
+            # The slots stay held until the server is stopped.
             self.servers.keep(name, built.server, held)
         else:
             held.release()
@@ -201,6 +206,7 @@ class RefreshRun:
                     log.warning(f"checked in part: stages.{unseen.stage}.{unseen.field}: {unseen.message}")
                 for problem in findings.problems:
                     problems.setdefault(problem.stage, []).append(problem)
+        # A LifecycleError, too, but no failure of the check.
         except RefreshStoppedError:
             raise
         except LifecycleError as failure:
@@ -296,6 +302,7 @@ class RefreshRun:
         unfinished = unfinished or bool(self.comparison and self.comparison.is_unfinished(self.record))
         state: RefreshState = "completed"
         error = None
+        # A stop that came when all was done changes nothing.
         if unfinished and self.stop.is_set():
             state, error = "cancelled", "stopped on request"
         elif unfinished and self.comparison and self.errors:
@@ -318,6 +325,7 @@ class RefreshRun:
             self._wait_for_slots(planned.name)
             time.sleep(Slots.POLL_S)
         held = self.slots.acquire(wanted, lambda: self._wait_for_slots(planned.name))
+        # From here on it holds slots, and precedes no others that wait.
         self._begun.add(planned.name)
         return held
 

@@ -111,12 +111,14 @@ def _plan_of(
     with problems.noted():
         check_among(recipe, chosen)
     outside = resolve_outside(recipe, chosen, unreachable, failed)
+    # What a stage needs is not installed here: no problem as long as its artifact is cached.
     without_programs = {name: error for name, error in failed.items() if isinstance(error, ResourceError)}
     for name, error in failed.items():
         built = as_built_before(recipe, name, index) if name in without_programs else None
         if built is None:
             problems.add(error)
         outside[name] = built or {}
+    # Checks of models and data leave these stages out, whose problem is reported already.
     sound = {name: resolved for name, resolved in outside.items() if name not in failed}
     configs = ModelConfigs(recipe, sound, index, PLANNING_LIMIT_S if may_be_unreachable else None)
     with problems.noted():

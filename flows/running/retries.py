@@ -30,6 +30,7 @@ class Retries:
         the refresh, the failed one included.
         """
         decided_for, again = self._decided.get(planned.name, (0, False))
+        # Once for each attempt: its observer and `build` both ask, and the second look would see no progress.
         if decided_for != number:
             retries = planned.config.execution.retries
             is_worth_it = self._is_worth_it(planned, error)

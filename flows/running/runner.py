@@ -144,11 +144,13 @@ def run_stage(
         raise_finding(upstream[name])
     resolved_inputs = _resolve_inputs(planned, upstream)
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
+    # Without the lock, which another refresh may hold for hours: a complete artifact changes no more.
     built = _find_cached(planned, resolved_inputs, store, started_s)
     if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
         raise_finding(built)
         return built
     with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
+        # The wait for another refresh is no part of the stage's time.
         started_s = time.monotonic()
         # Looked up again under the lock: another process may have built it, or died while committing it.
         store.recover(planned.kind, planned.version)
@@ -157,6 +159,7 @@ def run_stage(
                 store.remove(work)  # left by a forced attempt that was killed
                 raise_finding(built)
                 return built
+            # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
             with suppress(OutdatedVerdictError):
                 return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
         resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt == 1)
@@ -185,14 +188,17 @@ def _build(
     planned, work = attempt.planned, attempt.work
     key = observer.started(attempt)
     started_s = time.monotonic()
+    # The log holds the output of earlier attempts, too, whose errors must not be taken for this one's.
     log_begin = (work / LOG_FILE).stat().st_size if (work / LOG_FILE).exists() else 0
     process: Process | None = None
     try:
         with store.explained(f"start {planned.name}"):
             process = launch(work, planned.config)
+            # From here on another process can find and end this attempt's processes.
             note_attempt(work, resolved_inputs, process.token)
         result = watch(process, planned, work, observer.tick, stop, log_begin)
         seconds = time.monotonic() - started_s
+        # Before the commit: a crash after it then leaves an artifact that still has to be registered.
         hook.mark(work, planned.kind)
         artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)
         if is_pending(artifact.folder):

@@ -76,6 +76,7 @@ class Slots:
         return file
 
     def _try_lock(self, name: str) -> IO[str] | None:
+        # The lock belongs to the open file, and is released when it is closed.
         file = (self.folder / name).open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -81,6 +81,7 @@ class StageObserver:
         self._gpus = own_gpus(attempt.planned.config)
         self._energy_before_j = energy_j(self._gpus)
         self._events.close()
+        # Earlier attempts have logged what is in it already.
         self._events = Tail(attempt.work / "events.jsonl", at_end=True)
         if attempt.resumed:
             self._log.info("resuming from an earlier attempt's checkpoint")
@@ -169,6 +170,7 @@ class Tail:
                 return []
         begin = self._stream.tell()
         data = self._stream.read()
+        # b'{"a": 1}\n{"b"' -> b'{"a": 1}\n'; the rest is read again when its line has an end.
         complete = data[: data.rfind(b"\n") + 1]
         self._stream.seek(begin + len(complete))
         return [row for line in complete.splitlines() if (row := _parse(line)) is not None]

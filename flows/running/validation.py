@@ -49,6 +49,7 @@ def input_findings(
         return sorted(stages[stage_input.name].config.execution.environment.items())
 
     try:
+        # One process for all stages that have the same environment variables.
         for variables, group in groupby(sorted(inputs, key=environment), key=environment):
             execution = Execution(environment=dict(variables), timeout_s=TIMEOUT_S)
             config = CheckConfig(stages=tuple(group), execution=execution)

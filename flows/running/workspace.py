@@ -60,6 +60,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
     if note and note.token:
         token = note.token
         end_processes(lambda: marked_processes(token))
+        # After the processes, since the agent among them might submit another job.
         cancel_left_over(work)
     if work.exists() and (fresh or note is None or note.digests != resolved_inputs.digests):
         store.remove(work)

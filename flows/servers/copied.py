@@ -50,13 +50,13 @@ def settle(api_url: str, password: str) -> list[str]:
 
             offset = 0
             while page := ask("deployments/filter", {"limit": PAGE, "offset": offset}).parsed(list[_Deployment]):
-                # pausing changes neither the number nor the order of deployments
+                # Pausing changes neither the number nor the order of deployments.
                 offset += PAGE
                 for deployment in page:
                     if deployment.schedules and not deployment.paused:
                         ask(f"deployments/{deployment.id}/pause_deployment", {})
                         paused.append(deployment.name)
-            # without an offset: each cancelled run leaves the filter, so the next page is the first again
+            # Without an offset: each cancelled run leaves the filter, so the next page is the first again.
             while runs := ask("flow_runs/filter", unfinished).parsed(list[_FlowRun]):
                 for run in runs:
                     ask(f"flow_runs/{run.id}/set_state", {"state": CANCELLED, "force": True})

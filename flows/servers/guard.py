@@ -91,15 +91,15 @@ class Guard:
         """Return the HTTP status and message for a request that must be refused; None for an acceptable request."""
         headers: dict[str, set[str]] = {}
         for name, value in scope["headers"]:
-            # all values of a name: of two `Host` headers both must be right, whichever the application reads
+            # All values of a name: of two `Host` headers both must be right, whichever the application reads.
             headers.setdefault(name.decode("latin-1").lower(), set()).add(value.decode("latin-1"))
         if {"content-length", "transfer-encoding"} <= headers.keys():  # its end is ambiguous: request smuggling
             return 400, "this request gives its length in two ways"
-        # a request without `Host` is refused, too
+        # A request without `Host` is refused, too.
         if not headers.get("host", {""}) <= self._hosts:
             expected = " or ".join(sorted(self._hosts))
             return 403, f"this server is called {expected} only; forward its port under the same number"
-        # empty for programs, which send no origin
+        # Empty for programs, which send no origin.
         if not headers.get("origin", set()) <= self._origins:
             return 403, "pages of other origins may not use this server"
         given = ",".join(headers.get("authorization", ()))
@@ -111,7 +111,7 @@ class Guard:
             return None
         if scope["path"] in HEALTH_PATHS:
             return None
-        # in constant time: how long a comparison takes would tell how much of the key is right
+        # In constant time: how long a comparison takes would tell how much of the key is right.
         if not hmac.compare_digest(given.encode(), self._authorization.encode()):
             return REFUSED
         return None
@@ -120,7 +120,7 @@ class Guard:
 async def _answer(send: Send, status: int, text: str, content_type: str = "text/plain") -> None:
     headers = [(b"content-type", f"{content_type}; charset=utf-8".encode()), (b"cache-control", b"no-store")]
     if status == 400:
-        # what follows may be a smuggled request
+        # What follows may be a smuggled request.
         headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b'Basic realm="llm-lifecycle"'))

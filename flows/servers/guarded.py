@@ -60,7 +60,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Watch a new HTTP connection for slow requests, or abort the connection when too many are open."""
-        # adds this connection to `connections`, which the server shares among its protocols
+        # Adds this connection to `connections`, which the server shares among its protocols.
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -72,7 +72,7 @@ class BoundedProtocol(H11Protocol):
             return
         now_s = self.loop.time()
         if (awaited := self._find_awaited()) != self._awaited:
-            # the time begins anew with each head and each body
+            # The time begins again with each head and each body.
             self._awaited, self._since_s = awaited, now_s
         limit_s = {"head": HEAD_TIMEOUT_S, "body": BODY_TIMEOUT_S}.get(awaited[0]) if awaited else None
         if limit_s is not None and now_s - self._since_s >= limit_s:
@@ -83,7 +83,7 @@ class BoundedProtocol(H11Protocol):
     def _find_awaited(self) -> tuple[str, Any] | None:
         """Return what the client must send next, the head or body of which request; None while it awaits a response."""
         if self.cycle is None or self.cycle.response_complete:
-            # the cycle tells the next request's head from the former one's
+            # The cycle tells the next request's head from the former one's.
             return "head", self.cycle
         return ("body", self.cycle) if self.cycle.more_body else None
 
@@ -192,7 +192,7 @@ def main() -> None:
         hosts = options.host or [f"{name}:{public.getsockname()[1]}" for name in (LOOPBACK, "localhost")]
         gc.disable()  # imports make half a million objects that stay: collecting garbage among them is wasted time
         application = APPLICATIONS[options.server](hosts, _password())
-        # what was imported leaves the collector's lists, so that later collections do not visit it
+        # What was imported leaves the collector's lists, so that later collections do not visit it.
         gc.freeze()
         gc.enable()
     except LifecycleError as error:

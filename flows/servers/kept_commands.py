@@ -55,7 +55,7 @@ def rotate(path: Path) -> None:
             if old.exists():
                 old.replace(older)
         try:
-            # a copy that is cut off by a full disk is removed, and the log stays whole
+            # A copy that is cut off by a full disk is removed, and the log stays whole.
             shutil.copyfile(path, former[0])
         except OSError:
             former[0].unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class Kept:
     def start(self) -> None:
         """Start a process of the supervised command, which inherits the command's listening socket. Raises OSError."""
         if self.descriptor is None:
-            # once for all its processes: a restarted one inherits the same socket, with the clients that wait in it
+            # Once for all its processes: a restarted one inherits the same socket, with the clients that wait in it.
             self.descriptor = socket.create_server((self.host, self.port), backlog=2048).detach()
         with self._output() as output:
             process = subprocess.Popen(
@@ -123,7 +123,7 @@ class Kept:
                 stderr=subprocess.STDOUT if self.log else None,
                 cwd=self.folder or None,
                 start_new_session=True,
-                # the kernel's signal comes when the starting thread ends; the supervisor has but one
+                # The kernel's signal comes when the starting thread ends; the supervisor has but one.
                 preexec_fn=die_with_parent if self.dies_with_us else None,
             )
         process.returncode = 0  # it is waited for by number, so Popen must not wait
@@ -151,14 +151,14 @@ class Kept:
         """Return whether the process with this id runs this supervised command, judged by its command line."""
         fixed = [part for part in self.command if DESCRIPTOR not in part]
         with contextlib.suppress(OSError):
-            # without the descriptor, whose number may differ from start to start
+            # Without the descriptor, whose number may differ from start to start.
             return set(fixed) <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
         return False
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[int]:
         if not self.log:
-            # in the foreground the command shares the supervisor's output
+            # In the foreground the command shares the supervisor's output.
             yield sys.stdout.fileno()
             return
         with open_log(Path(self.log)) as log:
@@ -194,7 +194,7 @@ class Plan:
         """Write the commands to an anonymous file in memory, for the next supervisor; return the file's descriptor."""
         descriptor = os.memfd_create("plan")
         with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
-            # descriptors are written as numbers: valid after an exec, and replaced by `lock.py` after a hand-over
+            # Descriptors are written as numbers: valid after an exec, and replaced by `lock.py` after a hand-over.
             json.dump(asdict(self), stream)
         return descriptor
 
@@ -202,7 +202,7 @@ class Plan:
     def read(cls, descriptor: int) -> Plan:
         """Read the supervised commands that the previous supervisor wrote into memory, and close the descriptor."""
         with open(descriptor, encoding="utf-8") as stream:
-            # the writer shares the file's position, which is at its end
+            # The writer shares the file's position, which is at its end.
             stream.seek(0)
             content = json.load(stream)
         return cls(**{**content, "kept": [Kept(**one) for one in content["kept"]]})

@@ -59,7 +59,7 @@ def read_named_key() -> str | None:
 def _read(path: Path, of: str, remedy: str) -> str:
     try:
         with path.open(encoding="ascii") as stream:
-            # of the file that was opened, which another one may have replaced since
+            # Of the file that was opened, which another one may have replaced since.
             mode = os.fstat(stream.fileno()).st_mode
             text = stream.read().strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -109,7 +109,7 @@ def named_settings() -> dict[str, str]:
 
 def open_private(path: Path) -> TextIO:
     """Create a text file that only its owner can read, whatever the umask."""
-    # "x": a file or link that another user has put there is not written to
+    # "x": a file or link that another user has put there is not written to.
     return open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
@@ -119,7 +119,7 @@ def main() -> None:
         environment = {**os.environ, **named_settings()}
     except ServerError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    # an exec, so that signals and the exit code are the program's own
+    # An exec, so that signals and the exit code are the program's own.
     os.execvpe(sys.argv[1], sys.argv[1:], environment)  # noqa: S606 (no shell)
 
 

@@ -110,10 +110,10 @@ def up(*, worker: bool = False) -> Endpoints:
     for program in SERVERS:
         if program.name in named:
             _check_named(program, named[program.name])
-    # one `up` or `down` at a time; the records read below stay true until it is released
+    # One `up` or `down` at a time; the records read below stay true until it is released.
     with _lock():
         records = read_records()
-        # those that this home starts itself; a home may have one of its own beside one that the user named
+        # Those that this home starts itself; a home may have one of its own beside one that the user named.
         ours = [program for program in SERVERS if program.name not in named]
         _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
         former = records.get(WORKER.name)
@@ -124,7 +124,7 @@ def up(*, worker: bool = False) -> Endpoints:
             key_file().unlink(missing_ok=True)  # the key belongs to the original
         password = make_key()
         lock = Lock(home())
-        # a look only: the running supervisor keeps the lock, and everything goes on, if nothing has to be changed
+        # A look only: the running supervisor keeps the lock, and everything goes on, if nothing has to be changed.
         is_supervised = lock.holder() is not None
         if is_supervised:
             _await_supervised([*ours, WORKER] if worker else ours, lock)
@@ -135,7 +135,7 @@ def up(*, worker: bool = False) -> Endpoints:
             endpoints = _endpoints(named, records, password)
             if not worker or (is_supervised and _runs_with(WORKER, records, endpoints.environment())):
                 return endpoints
-        # from here on nothing restarts what dies, until a supervisor is started below
+        # From here on nothing restarts what dies, until a supervisor is started below.
         plan = _take(lock) if worker or is_supervised else Plan()
         records, kept = read_records(), {one.name: one for one in plan.kept}
         try:
@@ -146,13 +146,13 @@ def up(*, worker: bool = False) -> Endpoints:
             if worker:
                 _start_worker(records, endpoints.environment(), kept)
                 kept.setdefault(WORKER.name, _adopted(WORKER, records[WORKER.name], endpoints.environment()))
-        # also after a failed start: what runs already must not be left without a supervisor
+        # Also after a failed start: what runs already must not be left without a supervisor.
         finally:
-            # no supervisor: the servers have inherited their sockets, and this process needs its copies no more
+            # No supervisor: the servers have inherited their sockets, and this process needs its copies no more.
             if plan.lock is None:
                 _close(kept.values())
             else:
-                # servers that run unsupervised since an earlier `up`; no supervisor has their sockets
+                # Servers that run unsupervised since an earlier `up`; no supervisor has their sockets.
                 others = [program for program in ours if program.name in records and program.name not in kept]
                 adopted = [_adopted(program, records[program.name], settings) for program in others]
                 supervisor.start(Plan([*kept.values(), *adopted], str(home()), plan.lock))
@@ -199,17 +199,17 @@ def revive_supervisor() -> None:
     # Without waiting: `up` or `down` may hold it, which see to the supervisor themselves.
     with suppress(Timeout), _lock().acquire(timeout=0):
         records = read_records()
-        # this worker has been replaced, and the one that is recorded calls this itself
+        # This worker has been replaced, and the one that is recorded calls this itself.
         if WORKER.name not in records or records[WORKER.name].process != ProcessIdentity.own():
             return
         settings = {KEY_VARIABLE: make_key()}
         kept = [
             _adopted(program, records[program.name], settings)
             for program in SERVERS
-            # the worker's environment names every server: those with the recorded address are ours
+            # The worker's environment names every server: those with the recorded address are ours.
             if program.name in records and program.named() == records[program.name].address + program.client_path
         ]
-        # no settings: the worker's environment, which is inherited, has the addresses and the key already
+        # No settings: the worker's environment, which is inherited, has the addresses and the key already.
         worker = _adopted(WORKER, records[WORKER.name], {})
         supervisor.start(Plan([*kept, worker], str(home()), _take(Lock(home())).lock))
 
@@ -318,7 +318,7 @@ def _named_answers(program: ServerProgram, url: str) -> bool:
 
 def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> bool:
     record = records.get(program.name)
-    # the digest contains this program's version, too: after an upgrade nothing runs as wanted
+    # The digest contains this program's version, too: after an upgrade nothing runs as wanted.
     as_wanted = bool(record and record.process.alive() and record.settings == _digest(settings) and record.knows_home)
     return as_wanted and answers(records[program.name].address + program.health_path)
 
@@ -329,7 +329,7 @@ def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
     while lock.holder() is not None and time.monotonic() < end_s:
         records = read_records()
         started = [(records[program.name], program) for program in programs if program.name in records]
-        # one that died twice has to wait for its pause, and is started by the caller
+        # One that died twice has to wait for its pause, and is started by the caller.
         if all(record.deaths > 1 or answers(record.address + program.health_path) for record, program in started):
             return
         time.sleep(0.2)
@@ -372,7 +372,7 @@ def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str],
     A refresh that a dead worker started goes on.
     """
     if not _runs_with(WORKER, records, settings):
-        # one that lives, but has other settings, is stopped with its refreshes, which would ask the former servers
+        # One that lives, but has other settings, is stopped with its refreshes, which would ask the former servers.
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
         _start([WORKER], records, settings, kept, spare_children=dead)
 
@@ -413,16 +413,16 @@ def _launch(
     token = before.token if before else os.urandom(16).hex()
     former = kept.get(program.name)
     if former and former.descriptor is not None:
-        # the supervisor's socket, in whose queue clients may be waiting since the server died
+        # The supervisor's socket, in whose queue clients may be waiting since the server died.
         public = socket.socket(fileno=former.descriptor)
     else:
         public = listener(before.port if before else None, program.preferred_port)
     port = public.getsockname()[1]
     kept[program.name] = started = _kept(program, port, token, settings)
-    # detached, or the socket would be closed when `public` is collected
+    # Detached, or the socket would be closed when `public` is collected.
     started.descriptor = public.detach()
     if program is WORKER:
-        # a killed worker's own processes; the refreshes that it started have its token, too, and are left out
+        # A killed worker's own processes; the refreshes that it started have its token, too, and are left out.
         end_processes(started.relatives)
     started.start()
     assert started.pid
@@ -467,7 +467,7 @@ def _inherited(program: ServerProgram) -> dict[str, str]:
 
 def _digest(settings: Mapping[str, str]) -> str:
     """Return a hash of a server's settings, to detect changes without storing the passwords in them."""
-    # with the version, so that servers of an earlier version are started again
+    # With the version, so that servers of an earlier version are started again.
     distinguished = {**settings, "version": importlib.metadata.version("llm-lifecycle")}
     return hashlib.sha256(json.dumps(distinguished, sort_keys=True).encode()).hexdigest()
 
@@ -488,7 +488,7 @@ def _await(program: ServerProgram, record: ServerRecord) -> None:
 def _stop_refreshes(worker: ServerRecord) -> None:
     """End the refreshes that the worker started, by SIGTERM, so that they stop their stages and record their end."""
 
-    # a refresh that was started by hand does not have the worker's token, and goes on
+    # A refresh that was started by hand does not have the worker's token, and goes on.
     started = marked_processes(worker.token)
     processes = [one.process for one in RunningRefreshes().all() if one.process.pid in started]
     send(signal.SIGTERM, [process.pid for process in processes])
@@ -503,7 +503,7 @@ def _stop(records: Collection[ServerRecord]) -> None:
     tokens = [record.token for record in records]
 
     def remaining() -> list[int]:
-        # looked up each time: a server that ends may still start processes
+        # Looked up each time: a server that ends may still start processes.
         return [pid for token in tokens for pid in marked_processes(token)]
 
     send(signal.SIGTERM, remaining())

@@ -50,18 +50,18 @@ class Lock:
         in another container.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # not truncated: the file names the holder
+        # Not truncated: the file names the holder.
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if self._acquire(descriptor, 0.0):
             return Plan(lock=descriptor)
         handed = Plan()
-        # None: it runs elsewhere, and its socket cannot be reached from here
+        # None: it runs elsewhere, and its socket cannot be reached from here.
         if holder := self._holder():
             try:
                 handed = _ask_to_hand_over(holder.address)
             except OSError:
                 with contextlib.suppress(ProcessLookupError):
-                    # it hangs; its commands live on and are found by the records, but their sockets are not handed over
+                    # It hangs; its commands live on and are found by the records; their sockets are not handed over.
                     os.kill(holder.pid, signal.SIGKILL)
         if self._acquire(descriptor, HAND_OVER_TIMEOUT_S):
             handed.lock = descriptor
@@ -116,7 +116,7 @@ def _ask_to_hand_over(address: str) -> Plan:
         connection.connect(bytes.fromhex(address))
         if not is_of_this_user(connection):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "a process of another user")
-        # the plan in memory, then the listening sockets in the order of its commands
+        # The plan in memory, then the listening sockets in the order of its commands.
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 64)
     if not descriptors:
         raise ConnectionResetError(errno.ECONNRESET, "handed nothing over")
@@ -125,13 +125,13 @@ def _ask_to_hand_over(address: str) -> Plan:
     for one in plan.kept:
         if one.descriptor is not None:
             one.descriptor = next(sockets)
-    # the number of a descriptor in the other process; the lock is taken when that has ended
+    # The number of a descriptor in the other process; the lock is taken when that has ended.
     plan.lock = None
     return plan
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
     """Return whether the process at the other end of a Unix socket belongs to this user."""
-    # struct ucred: pid, uid, gid
+    # struct ucred: pid, uid, gid.
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

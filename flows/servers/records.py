@@ -125,7 +125,7 @@ def missing_worker() -> str | None:
     if worker and (worker.process.alive() or host_of(worker)):
         return None
     try:
-        # read-only, since Prefect's server may be writing, and no empty database must be made where there is none
+        # Read-only, since Prefect's server may be writing, and no empty database must be made where there is none.
         address = f"{(home() / PREFECT.name / 'prefect.db').as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True, timeout=1.0)) as database:
             (count,) = database.execute(ACTIVE).fetchone()
@@ -142,7 +142,7 @@ def _read() -> ServerRecords:
         return ServerRecords()
     except ValidationError as error:
         raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
-    # a copied file: the processes that it names are the original's
+    # A copied file: the processes that it names are the original's.
     return records if records.home is None or records.home.is_here() else ServerRecords(is_copy=True)
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     try:
         change = {"process": ProcessIdentity.of(pid), "deaths": deaths}
     except ProcessLookupError:
-        # PID 0, or one that has ended since: the former identity stays, which counts as dead
+        # PID 0, or one that has ended since: the former identity stays, which counts as dead.
         change = {"deaths": deaths}
     if name in records:
         write_records({**records, name: records[name].model_copy(update=change)})

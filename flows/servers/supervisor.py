@@ -55,11 +55,11 @@ def keep(kept: Kept, public: socket.socket) -> NoReturn:
 
 def become(plan: Plan) -> NoReturn:
     """Turn this process into the supervisor of the given commands."""
-    # exec discards what is still in Python's buffer
+    # Exec discards what is still in Python's buffer.
     sys.stdout.flush()
     plan_descriptor = plan.in_memory()
     for descriptor in (*plan.descriptors(), plan_descriptor):
-        # Python makes descriptors that an exec closes
+        # Python makes descriptors that an exec closes.
         os.set_inheritable(descriptor, True)
     os.execv(sys.executable, [*_COMMAND, str(plan_descriptor)])  # noqa: S606 (no shell)
 
@@ -68,7 +68,7 @@ def start(plan: Plan) -> None:
     """Start the supervisor of the local servers in the background; it outlives this process."""
     folder = supervisor_folder(plan.home)
     plan_descriptor = plan.in_memory()
-    # systemd watches the caller, not this process; with its token it would be ended along with the caller
+    # Systemd watches the caller, not this process; with its token it would be ended along with the caller.
     hidden = (*SYSTEMD_VARIABLES, TOKEN_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     with open_log(folder / "server.log") as log:
@@ -80,7 +80,7 @@ def start(plan: Plan) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            # a Ctrl-C in the caller's terminal does not reach it
+            # A Ctrl-C in the caller's terminal does not reach it.
             start_new_session=True,
             check=True,
         )
@@ -96,7 +96,7 @@ def notify(state: str) -> None:
     if address := os.environ.get("NOTIFY_SOCKET"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
             connection.settimeout(0.2)  # if systemd hangs and its queue is full
-            # `@` stands for the NUL with which abstract addresses begin
+            # `@` stands for the NUL with which abstract addresses begin.
             connection.sendto(state.encode(), f"\0{address[1:]}" if address[0] == "@" else address)
 
 
@@ -108,7 +108,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        # of the folder, not its path: a home that was moved is recognised, and so is another one at its place
+        # Of the folder, not its path: a home that was moved is recognised, and so is another one at its place.
         self._home_inode = _inode(plan.home)
         self.selector = selectors.DefaultSelector()
         self.running = [_Running(one, self) for one in plan.kept]
@@ -129,7 +129,7 @@ class Supervisor:
                 notify("READY=1")
             if self.plan.home:
                 rotate(supervisor_folder(self.plan.home) / "server.log")
-            # only in the foreground: a mistake in the command's arguments would end every further start as well
+            # Only in the foreground: a mistake in the command's arguments would end every further start as well.
             elif failed := [one.exit_code for one in self.running if one.kept.deaths and not one.has_ever_answered]:
                 return _shell_code(failed[0])
             self._wait(min([LOOK_EVERY_S, *(one.pause_s() for one in self.running)]))
@@ -172,9 +172,9 @@ class Supervisor:
 
     def _listen_to_signals(self) -> None:
         readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # a signal writes a byte here, which wakes `select`; it would go on waiting after the handler has run
+        # A signal writes a byte here, which wakes `select`; it would go on waiting after the handler has run.
         signal.set_wakeup_fd(writable)
-        # a handler of any kind, since only signals with a handler write a byte
+        # A handler of any kind, since only signals with a handler write a byte.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._request_stop)
@@ -193,14 +193,14 @@ class Supervisor:
     def _hand_over(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
-            # an abstract address has no file whose mode would keep other users away
+            # An abstract address has no file whose mode would keep other users away.
             if not is_of_this_user(connection):
                 return
-            # in the order in which `lock.py` gives them to the commands of the plan
+            # In the order in which `lock.py` gives them to the commands of the plan.
             sockets = [one.descriptor for one in self.plan.kept if one.descriptor is not None]
             with contextlib.suppress(OSError):
                 socket.send_fds(connection, [b"!"], [self.plan.in_memory(), *sockets])
-                # this process ends after the present round, which releases the lock: the successor waits for that
+                # This process ends after the present round, which releases the lock: the successor waits for that.
                 self.handed_over = True
                 self.selector.unregister(listener)
                 if self.num_stop_requests:  # else our end, which is near, releases the lock
@@ -210,7 +210,7 @@ class Supervisor:
         """Stop the local servers by running `lifecycle down`, which first takes over from this supervisor."""
         command = [sys.executable, "-c", "from flows.cli.main import main; main(['down'])"]
         stopping = subprocess.Popen(command, env=self._environment())
-        # `down` asks for the hand-over, which happens in `_wait`
+        # `down` asks for the hand-over, which happens in `_wait`.
         while stopping.poll() is None:
             self._wait(0.1)
         return stopping.returncode
@@ -218,12 +218,12 @@ class Supervisor:
     def _stop_commands(self) -> int:
         living = [one for one in self.running if one.is_alive()]
         send(signal.SIGTERM, [one.kept.pid for one in living if one.kept.pid])
-        # as long as it takes; a second request kills
+        # As long as it takes; a second request kills.
         while any(one.is_alive() for one in living) and self.num_stop_requests == 1:
             self._wait(LOOK_EVERY_S)
         for one in living:
             end_processes(one.kept.relatives)
-            # collects the exit code
+            # Collects the exit code.
             one.is_alive()
         return max((_shell_code(one.exit_code) for one in living), default=0)
 
@@ -243,7 +243,7 @@ class _Running:
         self._interval_s = kept.hung_after_s / MAX_FAILURES
         self._num_failures = 0
         self._began_s, self._asked_s = time.monotonic(), 0.0
-        # one that was adopted runs already
+        # One that was adopted runs already.
         self._start_at_s: float | None = None if kept.pid else self._began_s
 
     def look(self) -> None:
@@ -292,14 +292,14 @@ class _Running:
         self._num_failures = 0
         self._began_s, self._asked_s = time.monotonic(), 0.0
         try:
-            # what a dead command has left, such as its worker processes, may hold its databases or devices
+            # What a dead command has left, such as its worker processes, may hold its databases or devices.
             end_processes(kept.relatives)
             if not self._supervisor.finds_home():
                 raise FileNotFoundError(errno.ENOENT, "its home was moved; call `lifecycle up` in the new place")
             kept.start()
         except OSError as error:
             say(f"{kept.name} cannot be started: {error}")
-            # the shell's code for a command that cannot be started; `look` then counts a death
+            # The shell's code for a command that cannot be started; `look` then counts a death.
             kept.pid, self.exit_code = None, 127
             return
         self._supervisor.record(kept)
@@ -332,7 +332,7 @@ class _Running:
         if not self._connection and now_s - self._asked_s >= pause_s:
             self._asked_s = now_s
             where = f"{self.kept.host}:{self.kept.port}"
-            # written by hand: urllib would block the loop until the answer comes
+            # Written by hand: urllib would block the loop until the answer comes.
             request = f"GET {self.kept.health_path} HTTP/1.1\r\nHost: {where}\r\nConnection: close\r\n\r\n"
             try:
                 connection = socket.create_connection((self.kept.host, self.kept.port), CONNECT_TIMEOUT_S)
@@ -347,17 +347,17 @@ class _Running:
         assert self._connection
         answer = b""
         with contextlib.suppress(OSError):
-            # the status line is enough; empty when the server has closed the connection
+            # The status line is enough; empty when the server has closed the connection.
             answer = self._connection.recv(64)
         self._stop_asking()
         self._note_answer(answer)
 
     def _note_answer(self, answer: bytes) -> None:
-        # padded, since the answer may be empty: b"HTTP/1.1 200 OK" -> protocol b"HTTP/1.1", status b"200"
+        # Padded, since the answer may be empty: b"HTTP/1.1 200 OK" -> protocol b"HTTP/1.1", status b"200".
         protocol, status, *_ = [*answer.split(maxsplit=2), b"", b""]
         is_http = protocol.startswith(b"HTTP/") and status.isdigit()
         self.answers = is_http and int(status) < 500
-        # such as the worker's 503 while Prefect is away, which a restart of the worker would not cure
+        # Such as the worker's 503 while Prefect is away, which a restart of the worker would not cure.
         excused = is_http and self.kept.needs and not self._supervisor.answers(self.kept.needs)
         self._num_failures = 0 if self.answers or excused else self._num_failures + 1
         if self.answers and not self.has_answered:
@@ -384,7 +384,7 @@ def _inode(folder: str) -> int | None:
 
 
 def _shell_code(exit_code: int | None) -> int:
-    # killed by signal 9: Popen's -9 -> the shell's 137
+    # Killed by signal 9: Popen's -9 -> the shell's 137.
     return 128 - exit_code if exit_code is not None and exit_code < 0 else exit_code or 0
 
 
@@ -392,7 +392,7 @@ def main() -> None:
     """Supervise the commands that another process handed over; with --detach, in a daemon that outlives the caller."""
     plan = Plan.read(int(sys.argv[1]))
     for descriptor in plan.descriptors():
-        # not for all commands: each inherits its own socket alone, and none of them the lock
+        # Not for all commands: each inherits its own socket alone, and none of them the lock.
         os.set_inheritable(descriptor, False)
     if sys.argv[2:] == ["--detach"]:
         # A daemon: the parent ends once the child listens for successors, which is when the child closes `begun`.

@@ -89,6 +89,7 @@ def find_garbage(
     index = store.index()
     before_s = time.time() - older_than_days * SECONDS_PER_DAY
     work = [*store.root.glob(".work/*/*")]
+    # A stage at work holds the lock of its resume key, even if it writes nothing for days.
     locked = {folder for folder in work if store.is_locked(folder.parent.name, folder.name[-RESUME_KEY_LENGTH:])}
     abandoned = {folder for folder in work if used_s(folder) <= before_s and folder not in locked}
     inputs = [StageInput.read_or_none(folder / "config.json") for folder in work if folder not in abandoned]
@@ -118,6 +119,7 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
     """Return the artifacts to keep: the latest of each stage, protected ones, those in use, and all their ancestors."""
     latest: dict[tuple[str | None, str, str], Artifact] = {}
     for artifact in sorted(index.artifacts, key=lambda one: one.used_s):
+        # The one used last overwrites those used before.
         latest[artifact.record.recipe, artifact.record.kind, artifact.record.stage] = artifact
     todo = [*latest.values()]
     todo += [one for one in index.artifacts if one.record.version in protected or one.folder in in_use]
@@ -127,6 +129,7 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
         if artifact.folder not in kept:
             kept[artifact.folder] = artifact
             entries = artifact.record.upstream.values()
+            # An ancestor may be missing from the store.
             todo += [found for entry in entries if (found := index.find(entry.kind, entry.version))]
     return list(kept.values())
 
@@ -147,6 +150,7 @@ def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:
 def used_s(path: Path) -> float:
     """Return the time of an artifact's last use, or of any other path's latest change, in seconds since the epoch."""
     with suppress(OSError):
+        # Touched whenever the artifact is found cached.
         return (path / RECORD_FILE).stat().st_mtime
     return max((found.st_mtime for found in _stats(path)), default=0.0)
 

@@ -60,6 +60,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 def hash_files(folder: Path) -> Files:
     """Return the size and sha256 of every file of an artifact, by relative path."""
     files = dict(files_in(folder))
+    # Threads suffice: hashlib lets others run while it hashes.
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
 
@@ -108,6 +109,7 @@ def content_digest(product: Product, files: Files) -> str:
 
     That is `model/`, `adapter/` or `data/`; of other products all files but the records.
     """
+    # Every name begins with "".
     folder = CONTENT_FOLDERS.get(product, "")
     return _digest(
         {name: entry.sha256 for name, entry in files.items() if name.startswith(folder) and name not in BOOKKEEPING}

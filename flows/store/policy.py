@@ -55,9 +55,11 @@ class Keep(StrictModel):
 
         ended = [one for one in records if one.state != "running"]
         latest_first = sorted(ended, key=lambda one: -one.started_ms)
+        # Without `days`: now, so that age alone keeps none; without `refreshes`: from the first one on.
         since_ms = now_ms - (self.days or 0) * MS_PER_DAY
         return [
             record
+            # A stable sort: of each recipe the latest still come first.
             for _, of_recipe in groupby(sorted(latest_first, key=recipe_of), recipe_of)
             for record in list(of_recipe)[self.refreshes or 0 :]
             if record.started_ms < since_ms
@@ -99,6 +101,7 @@ def _problems(error: ValidationError) -> list[str]:
     problems = {}
     for details in error.errors():
         path = [str(part) for part in details["loc"]]
+        # The longest known beginning, since pydantic adds the members of a union: keep.champions.int -> keep.champions.
         field = next(field for end in range(len(path), -1, -1) if (field := ".".join(path[:end])) in ALLOWED)
         if details["type"] == "extra_forbidden":
             finding = f"there is no field {quoted(path[-1], LONGEST_VALUE)}"

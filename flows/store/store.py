@@ -50,6 +50,7 @@ def remove_tree(path: Path) -> None:
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+    # A folder that its owner may not write to keeps its entries; the second pass raises what is still in the way.
     elif any(isinstance(error, PermissionError) for error in _remove_folder(path)):
         make_writable(path)
         for error in _remove_folder(path):
@@ -104,11 +105,13 @@ class Store:
 
     def find(self, kind: str, version: str) -> Artifact | None:
         """Return the finished artifact of a stage kind and a version (cache key); None when there is none."""
+        # Whatever the stage was called: another recipe, or an older name, may have built it.
         candidates = (self.root / kind).glob(f"*-{version}")
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
     def index(self) -> Index:
         """Return the index of all artifacts in the store, read from disk now."""
+        # Without `.work`, `.cache`, `.locks` and `.trash`.
         folders = sorted(self.root.glob("[!.]*/*/"))
         read = {folder: read_artifact(folder) for folder in folders}
         return Index(
@@ -138,6 +141,7 @@ class Store:
         lock = self._lock_of(kind, resume_key)
         with self.explained(f"lock {lock.lock_file}"):
             self.make_folder(self.root / ".locks")
+            # The check never cancels: only an exception of `waiting` ends the wait.
             held = lock.acquire(poll_interval=LOCK_INTERVAL_S, cancel_check=give_up)
         with held:
             yield
@@ -145,6 +149,7 @@ class Store:
     def is_locked(self, kind: str, resume_key: str) -> bool:
         """Return whether some process holds the lock for building an artifact at this moment."""
         lock = self._lock_of(kind, resume_key)
+        # Taking the lock would make the file.
         if not Path(lock.lock_file).exists():
             return False
         try:
@@ -165,7 +170,9 @@ class Store:
         """
         folder = self.folder_of(record.kind, record.stage, record.version)
         with self.explained(f"commit {folder.name}"):
+            # In the work folder, under another name: the rename below brings it along, and `recover` finds it.
             write_atomically(work / PENDING_RECORD_FILE, record.model_dump_json(indent=1))
+            # Before the rename: after a power failure, an artifact must not have files that never reached the disk.
             _sync_tree(work)
             shutil.rmtree(work / SCRATCH_FOLDER, ignore_errors=True)
             shutil.rmtree(work / LAUNCH_FOLDER, ignore_errors=True)
@@ -174,9 +181,11 @@ class Store:
             # An older artifact of this version goes first: a rename onto a folder that is not empty fails.
             replaced = [self._to_trash(old) for old in folder.parent.glob(f"*-{record.version}")]
             work.rename(folder)
+            # The parent holds the folder's new name.
             _sync(folder.parent)
             # Only now is it an artifact. After a crash before this line, `recover` does it.
             _finish_commit(folder)
+            # These lie in the trash: a crash from here on leaves them to the garbage collection.
             for old in replaced:
                 remove_tree(old)
         artifact = read_artifact(folder)
@@ -242,6 +251,7 @@ def read_artifact(folder: Path) -> Artifact | None:
     path = folder / RECORD_FILE
     try:
         record = Record.model_validate_json(path.read_bytes())
+        # The time of the record file, which `note_use` renews, is that of the last use.
         return Artifact(folder, record, path.stat().st_mtime, damage_of(folder, record.files), is_pending(folder))
     except (OSError, ValidationError):
         return None
@@ -260,6 +270,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    # To be read only: folders cannot be opened otherwise.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
