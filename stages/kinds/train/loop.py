@@ -85,6 +85,7 @@ def train(run: TrainingRun) -> LossMeans | None:
     with closing(_shares(run, steps)) as shares:
         for step in steps:
             run.watchdog.begins_step(step)
+            # one device has no collectives
             is_profiled = run.engine.num_devices > 1 and is_main_process() and step == done_steps + PROFILED_STEP
             _train_one_step(run, step, shares.__next__, is_profiled)
         run.watchdog.begins("the last checkpoint and the evaluation")
@@ -112,6 +113,7 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
+    # 0 in the first step after warm-up, still below 1 in the last
     done = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     decayed = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.schedule]
     floor = 0.0 if config.schedule == "constant" else config.min_learning_rate_fraction
@@ -128,11 +130,13 @@ def _train_one_step(run: TrainingRun, step: int, next_share: Callable[[], Share]
     outcome, update_s, communication = _update(run, share, rate, is_profiled)
     run.watchdog.has_stepped()
     _stop_if_diverged(run, step, outcome)  # before a checkpoint could hold broken weights
+    # before the evaluation, which may keep this very checkpoint as the best
     _save_if_due(run, step)
     evaluation = _evaluate_if_due(run, step)
     run.journal.progress(step, outcome.loss)
     if evaluation or run.journal.is_due(step):
         metrics = {"loss": outcome.loss, "learning_rate": rate, "grad_norm": outcome.grad_norm, **outcome.metrics}
+        # `throughput` is collective: `is_due` is a function of the step, so all processes come here together.
         metrics |= {**outcome.measured, **run.batches.metrics(step, update_s)}
         rates = throughput(run.engine, share, wait_s + update_s, wait_s, run.peak)
         run.journal.log(step, {**metrics, **rates, **communication, **evaluation})
@@ -210,6 +214,7 @@ def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | No
     Returns the evaluation of the weights that remain.
     """
     lowest, step = run.journal.lowest_evaluation(run.last_step)
+    # `lowest` is inf without an evaluation on the way. All follow rank 0, since loading a checkpoint is collective.
     if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):
         return final
     compared = f"the held-out loss is {final.loss:.4g} after the last step, and was {lowest:.4g} at step {step}"
@@ -241,6 +246,7 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
     by_name = source.dataset.member_rows
     batches = [
         source.batch([rows[index] for index in share]).with_signal(member=member)
+        # never rows of two datasets in one micro-batch: `LossByDataset` counts each under its `member`
         for member, rows in enumerate(by_name.values())
         for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
     ]
@@ -297,6 +303,7 @@ class LossByDataset:
         """Return the micro-batch's contributions to the mean losses, over all rows and over its own dataset's rows."""
         loss, metrics = self.loss(token_log_probabilities, signal, totals)
         own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
+        # the same micro-batch again, divided by its dataset's count instead of that of all rows
         own = self.loss(token_log_probabilities, signal, own_totals)
         by_dataset = [
             value.detach() if number == signal.member else loss.new_zeros(())
@@ -321,6 +328,7 @@ def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[
     for other in others:
         assert other.signal.reference_log_probabilities is not None
         ratios = engine.document_log_probabilities(other) - other.signal.reference_log_probabilities
+        # [2]: sum of log π/π_ref over the micro-batch's documents, and their number
         sums += torch.tensor([ratios.double().sum(), len(ratios)])
     total, num_documents = engine.sum_over_data(sums).tolist()
     return [batch.with_signal(kl=max(0.0, total / num_documents)) for batch in micro_batches]

@@ -132,6 +132,7 @@ def ask_teacher(
     assert asked
     teacher = _teacher(config, context, models.teacher, start_digest, build)
     paths = [_path(teacher, asked, dataset, rows, context.cache) for dataset, rows in wanted]
+    # Asking is collective, so all must agree: a file counts only if every process finds it intact.
     missing = [index for index, path in enumerate(paths) if not min(gathered(float(is_intact(path))))]
     for index in missing:
         if is_sealed(paths[index]):
@@ -142,11 +143,13 @@ def ask_teacher(
             assert opened
             _write(opened, asked.number, *wanted[index], paths[index])
         if config.on_policy:
+            # not closed at the end of this block: the teacher is asked about the model's own answers all along
             teacher_lifetime.push(stack.pop_all())
         else:
             opened = None
     is_whole = asked.number == models.start.vocabulary_size
     rows = {
+        # Memory-mapped: 64 tokens a target take 512 bytes, so a million targets take half a gigabyte.
         dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
         for (dataset, rows), path in zip(wanted, paths, strict=True)
     }
@@ -217,6 +220,7 @@ class TeacherRows:
         starts = self.starts
         places = np.searchsorted(self.rows, rows)
         pieces = [self.records[starts[place] : starts[place + 1]] for place in places]
+        # The empty slice is for a micro-batch of padding alone, which has no pieces but needs the dtype.
         records = np.concatenate([self.records[:0], *pieces])
         return with_candidates(batch, records, self.asked, self.is_whole_vocabulary)
 
@@ -227,6 +231,7 @@ def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherToken
     records: `record_dtype` [targets of the batch, in order].
     """
     shape = (*batch.signal.targets.shape, asked.number)
+    # [rows, sequence, k]; what stays 0, where no target is, is masked out of the loss
     tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
     tokens[batch.signal.has_target] = torch.from_numpy(records["tokens"].astype(np.int64))
     values[batch.signal.has_target] = torch.from_numpy(np.ascontiguousarray(records["log_probabilities"]))
@@ -332,6 +337,7 @@ class ServedTeacher:
             "model": self.client.model,
             "prompt": list(document),
             "temperature": 0,
+            # The new token is not read: `echo` with `logprobs` reports on the prompt's own tokens.
             "max_tokens": 1,
             "echo": True,
             "logprobs": self.number,
@@ -343,6 +349,7 @@ class ServedTeacher:
         of_tokens = report.likeliest_of_prompt(len(document), self.client.url)
         records = np.zeros(len(of_tokens), record_dtype(self.number))
         for place, top in enumerate(of_tokens):
+            # vLLM adds the prompt's own token where it is not among the k likeliest: up to k + 1 come back.
             likeliest = sorted(top.items(), key=lambda item: -item[1])[: self.number]
             if len(likeliest) < self.number:
                 raise ServerError(f"it gave {len(likeliest)} at token {place + 1}")
@@ -373,6 +380,7 @@ class OpenServer:
             documents = [item for row in rows[first : first + ROWS_TOGETHER] for item in dataset.documents(row)]
             if is_main_process():
                 records = self.teacher.likeliest([tokens.tolist() for tokens, _ in documents])
+                # Record t is about token t + 1: kept where that token is learned.
                 yield np.concatenate([record[loss[1:]] for record, (_, loss) in zip(records, documents, strict=True)])
             gathered(0.0)  # the others wait here, and not for longer than these rows take
             self.context.progress(min(first + ROWS_TOGETHER, len(rows)), len(rows), "rows", "the teacher's server")
@@ -393,6 +401,7 @@ class OpenServer:
         gathered(0.0)  # before it, the file may be an earlier step's
         own = np.load(files[data_rank])
         gathered(0.0)  # and rank 0 overwrites it only when all have read
+        # targets of the micro-batches [3, 2, 4] -> borders [3, 5]
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
@@ -415,11 +424,12 @@ def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
 
     The mask has [tokens - 1].
     """
+    # The padding of each row is a document, too, so the lengths cover the flattened batch.
     borders = np.cumsum(batch.documents.lengths)[:-1].tolist()
     tokens = torch.tensor_split(batch.inputs.input_ids.flatten(), borders)
     is_target = torch.tensor_split(batch.signal.has_target.flatten(), borders)
     for document, mask in zip(tokens, is_target, strict=True):
-        if mask.any():
+        if mask.any():  # padding has no targets
             yield document.tolist(), mask.numpy()[:-1]
 
 
@@ -469,6 +479,8 @@ class OpenModel:
             self.watchdog.begins(f"micro-batch {index + 1} of {len(shares)} of the teacher")
             own = self._of_batch(dataset.batch([rows[position] for position in share], self.micro_batch_size))
             first, last = starts[index * size], starts[min((index + 1) * size, len(rows))]
+            # Every process fills in the targets of its own rows, so the sum over processes is the whole round.
+            # float64 holds token numbers exactly, so they travel in the same collective as the log-probabilities.
             of_round = torch.zeros(int(last - first), 2, self.asked.number, dtype=torch.float64)
             if share:
                 of_round[int(starts[share[0]] - first) : int(starts[share[-1] + 1] - first)] = own
@@ -499,6 +511,7 @@ def _teacher(
     if asked.server:
         return ServedTeacher.of(asked, config.execution)
     assert model
+    # The teacher is a whole model: the adapter is of the one that learns.
     alone = config.model_copy(update={"adapter": None, "base": None})
     check_model(alone, context, model)
     digest = model_digest(model.folder)
@@ -529,6 +542,7 @@ def _write(teacher: OpenTeacher, number: int, dataset: PackedDataset, rows: Sequ
     if array is not None:
         assert first == len(array), "a record for every target"
         array.flush()
+        # After a crash before the seal the file counts as missing, and the teacher is asked again.
         _unfinished(path).replace(path)
         write_seal(path)
     gathered(0.0)  # the others read what the first process has written
@@ -542,10 +556,12 @@ def _new_file(path: Path, number: int, num_targets: int) -> np.memmap:
 
 
 def _starts(dataset: PackedDataset, rows: Sequence[int]) -> NDArray[np.int64]:
+    # targets of the rows [3, 2] -> [0, 3, 5]
     return np.concatenate([[0], dataset.num_row_targets(rows).cumsum()])
 
 
 def _unfinished(path: Path) -> Path:
+    # with the process's number: two runs may fill the same cache entry at the same time
     return path.with_name(f".{path.name}.{os.getpid()}.npy")
 
 

@@ -132,6 +132,7 @@ class RolloutServer:
                 raise
             self._restart(error)
         if before:
+            # Only now: vLLM may read the files of an adapter again as long as it is loaded.
             shutil.rmtree(before, ignore_errors=True)
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
@@ -143,6 +144,7 @@ class RolloutServer:
 
         def kept(number: int, request: Request, answer: Answer) -> None:
             keep(number, request, answer)
+            # from here on the answer is kept, and a restart does not ask for it again
             del remaining[number]
 
         while remaining:
@@ -151,6 +153,7 @@ class RolloutServer:
             try:
                 ask_all(client, named, self._execution.concurrent_requests, kept, stall_s=client.timeout_s)
             except (ServerError, TransientError) as error:
+                # A healthy server refused the request itself; its successor would refuse it, too.
                 if isinstance(error, ServerError) and server.alive() and server.client.is_healthy():
                     raise
                 self._restart(error)
@@ -194,6 +197,8 @@ class RolloutServer:
         timeout_s = self._execution.rollout_timeout_s
         server.engine.load_adapter(server.address, server.api_key, self._name, self._folder.resolve(), timeout_s)
         if before:
+            # A new name and folder for every version: vLLM's prefix cache goes by name and path, so
+            # an adapter reloaded in place gave answers of the old one (off by 0.5 nats).
             server.engine.unload_adapter(server.address, server.api_key, f"{POLICY}-{before.name}", timeout_s)
 
     def _restart(self, error: LifecycleError) -> None:
@@ -209,6 +214,7 @@ class RolloutServer:
         assert self._folder
         with ExitStack() as stack:
             server = stack.enter_context(self._host.opened(self._folder, self._name))
+            # The server is up: `close` ends it from here on. If opening failed, `stack` has ended it already.
             self._stack = stack.pop_all()
         self._server = server
 
@@ -267,6 +273,7 @@ def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: i
     """
     visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
     num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    # The training process with LOCAL_RANK i uses the i-th visible device, so those from `num_training` on are free.
     left = visible[num_training:]
     if len(left) < num_wanted:
         raise ResourceError(
@@ -308,6 +315,7 @@ class Probe:
 
         All processes pass the same documents.
         """
+        # at least one document, whatever its length; the others only as they fit into the same row
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
             if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
@@ -338,6 +346,7 @@ class Probe:
         served = [
             value
             for row, one in zip(rows, self.documents, strict=True)
+            # Entry t is of token t + 1, so the completion's first is at len(prompt) - 1.
             for value in row.log_probabilities[len(one.prompt) - 1 :]
         ]
         difference = (of_engine[self.batch.signal.has_target] - torch.tensor(served)).abs().mean().item()
@@ -355,6 +364,7 @@ def check_difference(difference: float, dtype: str, what: str) -> None:
 
     difference: mean |Δ log-probability| of a token, in nats.
     """
+    # not `>`: NaN, from weights that are not finite, must fail, too
     if not difference <= BOUNDS_NATS[dtype]:
         raise TrainingError(
             f"{what} gives log-probabilities that are {difference:.3g} nats a token from those of the training engine; "
@@ -489,6 +499,7 @@ class SyncedServer:
         self.packing = completion_packing(config, options, model)
         self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
         dtype = options.dtype(config.precision)
+        # bf16 on either side rounds to some 0.01 nats, however exact the other side is.
         self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
         host: Host
         if options.server:
@@ -528,6 +539,7 @@ class SyncedServer:
         self._watchdog.begins(f"giving the server the weights for step {step}")
         folder = self._weights / f"step-{step}"
         for problem in self._engine.export(folder, getattr(torch, self._dtype)):
+            # such as numbers too large for the dtype: the server would answer with other weights than the engine's
             raise problem
         if is_main_process():
             self._server.take(folder)
@@ -556,6 +568,8 @@ class SyncedServer:
         """
         if self._probe:
             return
+        # An earlier attempt's: its `untrained` are of the model before training, which this engine no longer has.
+        # Rank 0 decides for all, since taking a probe is collective.
         if self._engine.broadcast_from_rank0(float(self._probe_path.is_file())):
             self._probe = Probe.read(self._probe_path, self.packing)
             return
