@@ -120,6 +120,7 @@ def _compare(
     if name not in spec.adapters:
         return Agreement(len(documents), from_training)
     base = _predictions(engine, replace(client, model=base_name), documents)
+    # ln p of each document's targets together: with the adapter, and without.
     totals = [[math.fsum(predicted.log_probabilities) for predicted in side] for side in (served, base)]
     distances = [abs(with_adapter - without) for with_adapter, without in zip(*totals, strict=True)]
     from_base = sum(distances) / sum(document.num_targets for document in documents)
@@ -197,7 +198,7 @@ def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
             ]
             unanswered = [call["id"] for call in fields["tool_calls"]]
         elif message["role"] == "tool" and unanswered:
-            fields.setdefault("tool_call_id", unanswered.pop(0))
+            fields.setdefault("tool_call_id", unanswered.pop(0))  # tools answer in the order of the calls
         sent.append(fields)
     return sent
 
@@ -223,6 +224,7 @@ def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDoc
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:
     """Select, of all token predictions of a document, those of the tokens that count in the training loss."""
+    # `row.log_probabilities[i]` is of token i + 1, as `targets[i]` is: the first token has no prediction.
     places = [place for place, target in enumerate(document.targets) if target >= 0]
     greedy = [row.greedy[place] for place in places] if row.greedy else ()
     return Predicted([row.log_probabilities[place] for place in places], greedy)

@@ -106,6 +106,7 @@ class Canary:
         """
         version = self.backend.version
         digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
+        # Hashes are uniform over 64 bits: a `share` of all keys lies below the bound.
         return int.from_bytes(digest.digest()[:8]) < self.share * 2**64
 
 

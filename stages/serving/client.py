@@ -126,7 +126,7 @@ class Client:
         """Return the `logprobs` that the server gives for token sequences sent as prompts with `echo`."""
         request = {"model": self.model, "prompt": rows, "temperature": 0, "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = self.answer(COMPLETIONS, Choices[Choice], {**request, "return_tokens_as_token_ids": True})
-        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)  # one for each prompt, in any order
         if len(choices) != len(rows):
             raise ServerError(f"{self.url} answered to {len(choices)} of {len(rows)} prompts")
         return [choice.reported(self.url) for choice in choices]
@@ -164,6 +164,7 @@ class Client:
 
         The first token has no prediction.
         """
+        # Each entry lists the prompt's own token, too, beside the likeliest.
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
 

@@ -48,6 +48,7 @@ class EngineConnections:
         Raises NotConnectedError and ServerDisconnectedError.
         """
         line = f"{method} {target} HTTP/1.1\r\nHost: engine\r\n".encode("utf-8", "surrogateescape")
+        # A POST says its length even if it is 0 (RFC 9110, 8.6).
         length = b"Content-Length: %d\r\n" % len(body) if body or method == "POST" else b""
         request = b"%b%b%b\r\n%b" % (line, length, headers, body)
         idle = self._take_idle()
@@ -67,6 +68,7 @@ class EngineConnections:
     def keep(self, connection: EngineConnection) -> None:
         """Return a connection whose answer is complete to the pool, for the next request."""
         now_s = time.monotonic()
+        # The latest are on the right, where `_take_idle` takes them; those on the left have been idle for longest.
         self._idle.append((connection, now_s))
         while self._idle[0][1] + KEEP_ALIVE_S < now_s:
             self._idle.popleft()[0].close()
@@ -138,11 +140,12 @@ class EngineConnection(asyncio.Protocol):
         self.is_whole = self._is_kept_alive = False
         self._parts: list[bytes] = []
         self._num_head_bytes = self._num_unread_bytes = 0
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = httptools.HttpResponseParser(self)  # calls the `on_…` methods below
         self._transport.write(request)
         try:
             while not self.status:
                 await self._wait()
+        # Cancelled, too: an answer that is still to come must not meet the next request on this connection.
         except BaseException:
             self.close()
             raise
@@ -164,7 +167,7 @@ class EngineConnection(asyncio.Protocol):
         """
         self._take = take
         try:
-            self._hand_on_arrived()
+            self._hand_on_arrived()  # parts that came before `take` was known
             while self._take is not None and not self.is_whole:
                 await self._wait()
         finally:
@@ -212,9 +215,10 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no instances of it
 
     def data_received(self, data: bytes) -> None:
-        self._num_head_bytes += 0 if self.status else len(data)
+        self._num_head_bytes += 0 if self.status else len(data)  # `status` is 0 until the headers are complete
         try:
             self._parser.feed_data(data)
+        # Errors of the `on_…` methods come as HttpParserError, too. `_wait` then finds the connection closed.
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self.close()
         if not self.status and self._num_head_bytes > MAX_HEAD_BYTES:

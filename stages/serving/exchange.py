@@ -26,6 +26,7 @@ END_BYTES = 3
 END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
+# Possessive: a plain `\s*` would give back the space before `null`, and match that.
 COUNTED = re.compile(rb'"(?:usage|finish_reason)"\s*+:\s*+(?!null)')
 """Pattern of server-sent events that hold token counts or a finish reason. Within a generated text, the quotes would be
 escaped."""
@@ -45,6 +46,7 @@ class Choice:
         self.content += message.get("content") or ""
         self.reasoning += message.get("reasoning_content") or ""
         for position, call in enumerate(message.get("tool_calls") or ()):
+            # Events of a stream number their calls; a whole message only orders them.
             whole = self.tool_calls.setdefault(int(call.get("index", position)), {"name": "", "arguments": ""})
             function = call.get("function") or {}
             whole["id"] = call.get("id") or whole.get("id")
@@ -88,6 +90,7 @@ class Exchange:
         self.choices: dict[int, Choice] = {}
         options = asked.get("stream_options")
         wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        # Invalid `stream_options` stay as they are, for the engine to refuse.
         self._adds_usage = bool(asked.get("stream")) and not wants_usage and isinstance(options, dict | None)
         self._reads_events = False
         self._is_read = False
@@ -109,6 +112,7 @@ class Exchange:
     def begin(self, status: int, content_type: str, encoding: str | None) -> None:
         """Record the status and headers of the engine's response, before its body arrives."""
         self._answer_status = status
+        # An error counts at once, also when its client leaves before the end.
         if status >= 400:
             self.status = status
         self._reads_events = content_type == "text/event-stream" and not encoding
@@ -125,6 +129,7 @@ class Exchange:
         self._held += chunk
         out = b"".join(self._events(start)) if self._reads_events else chunk
         if len(self._held) > MAX_ANSWER_BYTES:
+            # Too large to parse: what was held goes out, and the rest passes without being read.
             out += self._unread()
             self._is_read = False
         return out
@@ -152,6 +157,7 @@ class Exchange:
             del self._held[: end.end()]
             content = _object(event.removeprefix(DATA)) if event.startswith(DATA) and self._counts(event) else {}
             self._read(content)
+            # The event that `include_usage` adds at the end of a stream: counts, without choices.
             is_usage_alone = content.get("usage") and content.get("choices") == []
             if not (self._adds_usage and is_usage_alone):
                 yield event
@@ -173,12 +179,13 @@ class Exchange:
                 choice = self.choices.setdefault(int(one.get("index", 0)), Choice())
                 reason = one.get("finish_reason")
                 choice.finish_reason = reason if reason and isinstance(reason, str) else choice.finish_reason
+                # `delta` is of a stream, `message` of a whole chat answer; a completion has neither.
                 choice.add(one.get("delta") or one.get("message") or {})
 
 
 def _count(value: object) -> int:
     """Return a token count from an answer, or 0 for an invalid value, which would spoil the sums."""
-    return value if type(value) is int and 0 <= value <= MAX_COUNT else 0
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else 0  # True is no count
 
 
 def json_object(body: bytes) -> dict[str, Any] | None:

@@ -135,6 +135,7 @@ class Proxy:
             if self._canary and self._canary.backend is backend:
                 self._canary = None
         if self._waiting:
+            # After the change: those that it wakes look at the backend at once.
             self._waiting.wake()
         return before
 
@@ -142,6 +143,7 @@ class Proxy:
         """Send a share of the new requests to a canary; None removes the canary."""
         with self._lock:
             self._canary = canary
+            # From 0 for both sides: a canary is compared with what its champion did at the same time.
             self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -166,6 +168,7 @@ class Proxy:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     return await self._answered(request, body)
             except TimeoutError:
+                # Half an answer may be sent already: only a cut connection shows the client that the rest is missing.
                 if request.transport:
                     request.transport.abort()
                 return web.Response()
@@ -191,6 +194,7 @@ class Proxy:
 
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
         authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        # Takes as long for every wrong key, so that no one can find the key byte by byte.
         if not hmac.compare_digest(authorization, self._bearer):
             return error(401, "the API key is missing or wrong; send it as a bearer token")
         path = _path(request)
@@ -198,6 +202,7 @@ class Proxy:
             return error(404, f"there is no {path}; there are {', '.join(ROUTES)}")
         if request.method != ROUTES[path]:
             return error(405, f"{path} takes {ROUTES[path]} only", {"Allow": ROUTES[path]})
+        # Before any of the body is read; a chunked body has no length, and is bounded by `body_of`.
         if (request.content_length or 0) > MAX_BODY_BYTES:
             return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
         if self._num_requests >= MAX_REQUESTS:
@@ -228,6 +233,7 @@ class Proxy:
         path = _path(request)
         if path == VERSIONS:
             return web.json_response(self.side_by_side())
+        # Without versions to compare, the engine's own metrics are passed on below.
         if path == METRICS and self._backend.version:
             return web.Response(text=await self._metrics(), headers={"Content-Type": TEXT_FORMAT})
         is_read = request.method == "POST" and (self._backend.naming or self._backend.version)
@@ -242,6 +248,7 @@ class Proxy:
                     return await self._observed(request, body, asked, backend)
                 except EngineGoneError as problem:
                     gone = problem
+            # Else a canary failed, or another engine has taken over: the present one is asked at once.
             if backend is self._backend:
                 if visit is None:
                     return error(502, f"the model server does not answer: {gone}")
@@ -250,7 +257,7 @@ class Proxy:
                 is_replaced, is_healthy = partial(self._is_replaced, backend), partial(self._is_healthy, backend)
                 if refusal := await visit.wait(gone, is_replaced, is_healthy):
                     return refusal
-            key = None
+            key = None  # leaves the canary out
 
     def _is_replaced(self, backend: Backend) -> bool:
         return backend is not self._backend
@@ -294,6 +301,7 @@ class Proxy:
                 sampler.take(exchange, backend.version.version)
             return response
         finally:
+            # Also when the client has disconnected, which counts under status 499.
             seconds = time.monotonic() - began_s
             for tallies in (self.tallies, self.tallies_of_canary):
                 tallies.of(backend.version).count(_path(request), exchange, seconds)
@@ -311,6 +319,7 @@ class Proxy:
             with await connections.ask(request.method, request.raw_path, headers, body) as answer:
                 if exchange:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
+                # A 5xx of a healthy engine is an answer like any other, and is passed on.
                 if answer.status >= 500 and await self._is_left(backend):
                     raise EngineGoneError(f"it answered {answer.status}")
                 if backend.naming and _path(request) == MODELS and answer.status == 200:
@@ -350,6 +359,7 @@ class Proxy:
                 await response.prepare(request)
             if part and not is_last:
                 await response.write(part)
+                # Chunked answers only: `_sent_on` writes chunks to the transport itself, past aiohttp.
                 if "Transfer-Encoding" in response.headers and (client := request.transport):
                     await answer.hand_on(partial(_sent_on, client, exchange))
         await response.write_eof(part)
@@ -403,7 +413,7 @@ def _begun(answer: EngineConnection, version: ServedVersion | None) -> web.Strea
 def _sent_on(client: asyncio.Transport, exchange: Exchange | None, chunk: bytes) -> bool:
     """Write a chunk of an answer to the client; returns False when the client reads too slowly for another."""
     if part := exchange.passed(chunk) if exchange else chunk:
-        client.write(b"%x\r\n%b\r\n" % (len(part), part))
+        client.write(b"%x\r\n%b\r\n" % (len(part), part))  # a chunk: size in hex, then the bytes (RFC 9112, 7.1)
     return not client.is_closing() and client.get_write_buffer_size() < MAX_UNSENT_BYTES
 
 
@@ -445,7 +455,7 @@ def listening(proxy: Proxy, public: socket.socket, last_answers_s: float = 1.0) 
         ready.wait()
         yield
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(stop.set)  # asyncio's events may be set in their loop's thread only
         thread.join()
         loop.close()
 
@@ -455,9 +465,9 @@ async def _answer_until(
 ) -> None:
     server = _BoundedServer(
         proxy.answer,
-        handler_cancellation=True,
+        handler_cancellation=True,  # a client that disconnects ends the engine's work
         access_log=None,
-        auto_decompress=False,
+        auto_decompress=False,  # the engine gets bodies as the client sent them
         keepalive_timeout=IDLE_TIMEOUT_S,
         lingering_time=LINGER_S,
     )
@@ -466,6 +476,7 @@ async def _answer_until(
         ready.set()
         await stop.wait()
     finally:
+        # No new connections, then no further requests on open ones, then time for answers under way.
         listener.close()
         server.pre_shutdown()
         await server.shutdown(last_answers_s)

@@ -101,6 +101,7 @@ class Samples:
                     self._num_left_out += 1
             self._close()
         except Exception as error:  # such as a full disk, which must not disturb the requests being served
+            # It still takes what comes: `__exit__` puts None into the queue, and would wait for room.
             print_timed(f"requests are not sampled any more: {self._folder}: {error!r}")
             while self._waiting.get():
                 pass
@@ -117,6 +118,7 @@ class Samples:
     def _write(self, row: bytes) -> None:
         if self._file is None:
             name = datetime.now(UTC).strftime(f"{NAME}%Y%m%dT%H%M%S.%fZ-{os.getpid()}.jsonl")
+            # Unbuffered, so that a kill loses no row that was written.
             self._file = (self._folder / f"{OPEN_PREFIX}{name}").open("wb", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX)  # ours, while we live
             self._began_s = time.monotonic()
@@ -128,13 +130,14 @@ class Samples:
         """Publish a complete file of samples in the dataset, and remove the oldest files if the folder is full."""
         if self._file is None:
             return
+        # Renamed under its lock, which the close gives up: no other process takes it for a leftover.
         path = Path(self._file.name)
         path.rename(path.with_name(path.name.removeprefix(OPEN_PREFIX)))
         self._file.close()
         self._file = None
-        files = sorted(self._folder.glob(f"{NAME}*.jsonl"))
+        files = sorted(self._folder.glob(f"{NAME}*.jsonl"))  # names begin with the time: the oldest come first
         size = sum(file.stat().st_size for file in files)
-        while files and size > self._max_bytes * (1 - 1 / NUM_FILES):
+        while files and size > self._max_bytes * (1 - 1 / NUM_FILES):  # leaves room for the next file
             size -= files[0].stat().st_size
             files.pop(0).unlink()
             if not self._has_dropped:
@@ -149,7 +152,7 @@ class Samples:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue  # another process writes it
-                file.truncate(file.read().rfind(b"\n") + 1)
+                file.truncate(file.read().rfind(b"\n") + 1)  # to 0 bytes where no row is whole: -1 + 1
                 path.rename(path.with_name(path.name.removeprefix(OPEN_PREFIX)))
 
 

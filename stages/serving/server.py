@@ -111,6 +111,7 @@ class Server:
         deadline_s = time.monotonic() + GRACE_S
         while (exit_code := self.process.poll()) is None and time.monotonic() < deadline_s:
             time.sleep(POLL_INTERVAL_S)
+        # The end of the log may be quoted below, and must not show the key.
         log = self.log_file.read_text(errors="replace").replace(self.api_key, "***")
         cause = self.engine.root_cause(log)
         ends_with = f"its log ends with:\n{last_lines(log)}"
@@ -172,7 +173,7 @@ def started_server(
             with listening(Proxy(Backend(outside, version=served), client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:
-            process.stop()
+            process.stop()  # after the proxy, so that answers under way can end
 
 
 def api_key() -> str:

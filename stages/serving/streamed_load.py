@@ -100,6 +100,7 @@ async def _under_load(
         num_failed=count - len(good),
         num_output_tokens=num_tokens,
         ttft_ms=_median_ms(timing.first_s for timing in good),
+        # n tokens have n - 1 gaps.
         inter_token_latency_ms=_median_ms(
             (timing.total_s - timing.first_s) / max(1, timing.tokens - 1) for timing in good
         ),

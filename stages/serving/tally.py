@@ -68,6 +68,7 @@ class Tally:
         self.prompt_tokens += exchange.prompt_tokens
         self.completion_tokens += exchange.completion_tokens
         if exchange.status < 400:
+            # In the smallest bucket that fits; `_cumulative` adds up, as Prometheus' buckets hold all that is faster.
             self.buckets[next((bound for bound in BUCKETS_S if seconds <= bound), float("inf"))] += 1
             self.seconds += seconds
             self.latencies_s.append(seconds)
@@ -157,13 +158,14 @@ def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
             f'{label}="{_escaped(value)}"'
             for label, value in zip(LABELS, (version.model, version.version), strict=True)
         )
-        family, known = "", {*comments}
+        family, known = "", {*comments}  # `known`: families whose comments an earlier engine has given
         for line in text.splitlines():
             if comment := COMMENT.match(line):
                 family = comment["name"]
                 if family not in known:
                     comments.setdefault(family, []).append(line)
             elif sample := SAMPLE.match(line):
+                # A histogram's samples `x_bucket`, `x_sum` and `x_count` belong to the family `x` above them.
                 family = family if family and sample["name"].startswith(family) else sample["name"]
                 rest = line[sample.end() :]
                 marked = f"{labels},{rest}" if sample["brace"] else f"{labels}}}{rest}"

@@ -57,6 +57,7 @@ class WaitingRoom:
             self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
+        # Those that wait hold this event; later ones wait for the next change.
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -79,7 +80,7 @@ class Visit:
         is_replaced: returns whether there is another engine by now.
         is_healthy: returns whether that engine itself answers, after all or again.
         """
-        self._num_engines += gone.was_sent
+        self._num_engines += gone.was_sent  # an engine that never got the request did not die of it
         if self._num_engines >= MAX_ENGINES:
             return error(502, f"{self._num_engines} engines ended while they had this request: {gone}")
         if self._room.num_bytes + self._num_bytes > MAX_WAITING_BYTES:
@@ -88,10 +89,12 @@ class Visit:
         give_up_s, was_away = time.monotonic() + self._left_s, not gone.was_sent
         try:
             while (left_s := give_up_s - time.monotonic()) > 0:
+                # Taken before the checks, so that a change between them and the wait below is seen.
                 changed = self._room.changed
                 if is_replaced():
                     return None
                 if await is_healthy():
+                    # It has the request, failed at it, and is well: another try would fail as well.
                     if not was_away:
                         return error(502, f"the model server does not answer: {gone}")
                     await asyncio.sleep(PAUSE_S)

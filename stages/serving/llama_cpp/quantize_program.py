@@ -27,6 +27,7 @@ def main() -> None:
     if spec is None or spec.origin is None:
         sys.exit("the package xllamacpp holds no library")
     library = ctypes.CDLL(spec.origin)
+    # Without these, ctypes would take the results for 32-bit integers.
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
     library.ggml_row_size.restype = ctypes.c_size_t
     with open(0, "rb") as matrices, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
@@ -50,10 +51,12 @@ def _quantized(
     blocks = ctypes.create_string_buffer(row_bytes * num_rows)
 
     def quantize(rows: range) -> int:
+        # ggml counts the start in numbers, not in rows. The last argument, None, is the importance matrix.
         start, count, columns = (ctypes.c_int64(n) for n in (rows.start * num_columns, len(rows), num_columns))
         written: int = library.ggml_quantize_chunk(ctypes.c_int(kind), values, blocks, start, count, columns, None)
         return written
 
+    # Threads run at a time, since ctypes releases the interpreter's lock during a call.
     share = -(-num_rows // len(os.sched_getaffinity(0)))
     parts = [range(first, min(first + share, num_rows)) for first in range(0, num_rows, share)]
     if (written := sum(threads.map(quantize, parts))) != len(blocks):

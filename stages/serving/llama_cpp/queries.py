@@ -90,7 +90,7 @@ def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_
     Raises ServerError if the server refuses, TransientError if it does not answer.
     """
     longest = max((len(text.encode()) for text in texts), default=0)
-    max_bytes = 2**16 + longest * TOKEN_ID_BYTES
+    max_bytes = 2**16 + longest * TOKEN_ID_BYTES  # a text has at most a token for each byte
     expected = Expected("asking llama.cpp for token ids: it", max_bytes, TOKENIZE_TIMEOUT_S, key=api_key)
     bodies = [{"content": text, "add_special": add_special, "parse_special": True} for text in texts]
     try:

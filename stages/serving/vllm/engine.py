@@ -349,6 +349,7 @@ def _run_load_generator(client: Client, argument_lists: list[list[str]], folder:
     output, log = folder / "benchmark.json", folder / "benchmark.log"
     with log.open("wb") as stream:
         ended = subprocess.run(
+            # -P: else the script's folder, with modules of ours, would come first in its path.
             [find_vllm().python, "-P", LOAD_GENERATOR, output],
             input=json.dumps(argument_lists).encode(),
             env={**os.environ, **QUIET, "OPENAI_API_KEY": client.api_key},

@@ -168,6 +168,7 @@ def _no_cpu_kernel(quantization: Quantization, flags: Collection[str]) -> str | 
 
 
 def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> Iterator[Problem]:
+    # Fewer ranks than key heads divide these evenly; of more ranks, several share a copy of a head.
     if heads and (heads.queries % ranks or (heads.keys % ranks and ranks % heads.keys)):
         found = f"{heads.queries} query and {heads.keys} key heads cannot be divided between {ranks} ranks"
         yield Problem("every attention layer", found)
@@ -223,7 +224,7 @@ def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int
     if layer.split is not Split.OUTPUT:
         return layer.output_size
     if _is_replicated(layer, heads, ranks) and heads:
-        return layer.output_size // heads.keys
+        return layer.output_size // heads.keys  # one head
     return layer.output_size // ranks
 
 

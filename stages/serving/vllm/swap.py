@@ -92,6 +92,7 @@ def prepare_reloads(folder: Path) -> None:
         content = json.loads(index.read_text(encoding="utf-8"))
         content["weight_map"][HEAD] = HEAD_FILE
         write_atomically(index, json.dumps(content))
+    # Last: with the untied config, a folder needs the head that was written above.
     write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
