@@ -51,7 +51,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """Largest LoRA rank of any layer."""
-        return max(a.shape[-2] for a, _ in self.factors.values())
+        return max(a.shape[-2] for a, _ in self.factors.values())  # [-2]: A may be [experts, rank, in]
 
     @property
     def has_own_ranks(self) -> bool:
@@ -131,8 +131,10 @@ def of_unchanged_base(
     """
     learned = {name.removesuffix(A_END) for name in parameters if name.endswith(A_END)}
     before = set(merged.factors) if merged else set()
+    # The sum of ranks: what was learned, what was taken out of the base, and the merged adapter's.
     rank = config["r"] * (2 if initial else 1) + (merged.rank if merged else 0)
     scaling = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    # With the larger rank, alpha grows so that the scaling stays the one of training.
     alpha = scaling * (math.sqrt(rank) if config.get("use_rslora") else rank)
     summed = {**(merged.saved if merged else {}), **parameters}
     for layer in sorted(learned | before):
@@ -162,9 +164,11 @@ def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
     from torch.nn import functional
 
     # [B D] [A; C] = Q₁ R₁ (Q₂ R₂)ᵀ: the decomposition is of R₁ R₂ᵀ, at most [ranks, ranks], and not of [out, in].
+    # In float64, since the parts may nearly cancel. left: [out, ranks], right: [in, ranks].
     left, left_triangle = torch.linalg.qr(torch.cat([b for _, b in parts], 1).double())
     right, right_triangle = torch.linalg.qr(torch.cat([a for a, _ in parts]).double().T)
     inner_left, sizes, inner_right = torch.linalg.svd(left_triangle @ right_triangle.T, full_matrices=False)
+    # √size on either side: both factors get numbers of like magnitude
     b = left @ inner_left * sizes.sqrt()
     a = sizes.sqrt()[:, None] * (inner_right @ right.T)
     lacking = rank - len(sizes)  # where the layer is narrower than the rank, or only some of the changes are of it

@@ -48,6 +48,7 @@ class ChangedParameters:
             for stored in stored_names(causal_lm, name, shapes[name])
         }
         """Name of the LoRA layer that changes a weight, by the weight's name in the model's files."""
+        # a cache of this object, freed with it; a decorator's would hold every adapter
         self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
@@ -69,11 +70,13 @@ class ChangedParameters:
         module = self._causal_lm.get_submodule(name.rpartition(".")[0])
         if change.ndim == 3 and getattr(module, "is_transposed", False):
             change = change.transpose(1, 2)
+        # Transformers' own way from loaded to stored names, such as stacked experts to one weight an expert
         return revert_weight_conversion(self._causal_lm, {name: change.contiguous()})
 
 
 def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list[str]:
     """Return the names of the tensors in a model's files that make up one of the loaded model's parameters."""
+    # Only names are wanted: a tensor on `meta` has a shape and takes no memory.
     return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
 
 
@@ -106,6 +109,7 @@ def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
         with safe_open(path, framework="pt") as file:
             for name in {*trained, *start} & set(file.keys()):
                 weight = file.get_tensor(name)
+                # in the dtype of the file, where a small change may be rounded away
                 if not torch.equal(merged_weight(trained, name, weight), merged_weight(start, name, weight)):
                     return True
     return False
@@ -119,7 +123,10 @@ def idle_layers(adapter: Adapter) -> list[str]:
 def idle_experts(adapter: Adapter) -> str | None:
     """Return a warning about experts whose adapters add nothing, since no token was routed to them; else None."""
     counts = [
-        (b.flatten(1).any(1).logical_not().sum().item(), len(b)) for _, b in adapter.factors.values() if b.ndim > 2
+        # of B [experts, out, rank]: experts whose numbers are all 0, and all experts
+        (b.flatten(1).any(1).logical_not().sum().item(), len(b))
+        for _, b in adapter.factors.values()
+        if b.ndim > 2
     ]
     idle, everyone = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
     if not idle:

@@ -71,6 +71,7 @@ def write_adapter(
     rounded = {name: weight.to(dtype).contiguous() for name, weight in parameters.items()}
     problems = []
     if too_large := _not_finite(rounded):
+        # all of them, so that the file has one dtype
         rounded = {name: weight.to(torch.float32).contiguous() for name, weight in parameters.items()}
         problems.append(
             ModelError(
@@ -82,7 +83,9 @@ def write_adapter(
     written = {f"{PREFIX}{_in_file(name)}": weight for name, weight in rounded.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(written, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    # safetensors writes with mode 0600, which other users, such as a server's, cannot read.
     follow_file_mask(folder / WEIGHTS_FILE)
+    # PEFT has made sets of lists; sorted, the same adapter gives the same bytes.
     ordered = {name: sorted(value) if isinstance(value, set) else value for name, value in sorted(config.items())}
     write_atomically(folder / CONFIG_FILE, json.dumps(ordered, indent=2) + "\n")
     copy_companions(base, folder)
@@ -112,6 +115,7 @@ def read_adapter(folder: Path) -> Adapter:
         for layer in layers
     }
     parameters = _parameters(set(factors), config, folder)
+    # The empty name is matched by no pattern: it gets the adapter's own rank and scaling.
     named = _ranks_and_scalings({"", *(parameters.get(layer, layer) for layer in factors)}, config, folder)
     sizes = {layer: named[parameters.get(layer, layer)] for layer in factors}
     plain = {layer: len(factors[layer][0]) for layer in set(factors) - set(parameters)}
@@ -163,6 +167,7 @@ def _read(folder: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
 def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], others: set[str]) -> None:
     """Raise ModelError unless an adapter's file holds exactly A and B of each layer, and the tensors `others`."""
     factors = {f"{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"}
+    # ^: both what is missing and what is not expected
     unknown = sorted((factors | others) ^ set(tensors)) or [name for name in tensors if not name.startswith(PREFIX)]
     if not layers or unknown:
         raise ModelError(
@@ -218,6 +223,7 @@ def _parameters(layers: set[str], config: Mapping[str, Any], folder: Path) -> di
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     parameters: dict[str, str] = {}
     for module, names in modules.items():
+        # inmost first: names [m.up, m.down] -> {m.base_layer: m.up, m: m.down}
         parameters |= zip((module + INNER * depth for depth in reversed(range(len(names)))), names, strict=True)
     if unknown := sorted(
         ({layer for layer in layers if layer.endswith(INNER)} - set(parameters)) | (set(parameters) - layers)
@@ -252,6 +258,7 @@ def _ranks_and_scalings(
             return [default if number is None else [*values.values()][number] for number in numbers]
 
         ranks, alphas = own("rank_pattern", config["r"]), own("alpha_pattern", config["lora_alpha"])
+    # α / √rank for rsLoRA (Kalajdzievski 2023), else α / rank
     root = math.sqrt if config.get("use_rslora") else float
     return {name: (rank, alpha / root(rank)) for name, rank, alpha in zip(ordered, ranks, alphas, strict=True)}
 
@@ -261,13 +268,14 @@ def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     Shapes: A [experts, rank, in] and B [experts, out, rank]; factors without experts are unchanged.
     """
-    if len(a) == rank:
+    if len(a) == rank:  # no experts
         return a, b
     if len(a) % rank:
         raise ModelError(
             f"reading an adapter of experts: found {len(a)} rows of A, expected a multiple of the rank that "
             f"{CONFIG_FILE} gives, {rank}; take both files from where they were written"
         )
+    # A [experts × rank, in]: the expert's number varies slowest; B [out, rank × experts]: fastest
     return a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 

@@ -73,6 +73,7 @@ def read_headers(folder: Path) -> AdapterHeaders:
 
 
 def _is_rank(value: Any) -> bool:
+    # to Python, True is an int
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -166,6 +167,7 @@ def write_idle_adapter(source: Path, folder: Path) -> None:
         shutil.copyfile(source / name, folder / name)
     with (folder / WEIGHTS_FILE).open("r+b") as file:
         for tensor in tensors:
+            # Zero bytes are 0 in every floating-point dtype; the header, with its offsets, stays as it is.
             if ".lora_B." in tensor.name:
                 file.seek(tensor.start)
                 file.write(bytes(tensor.end - tensor.start))

@@ -61,6 +61,7 @@ def add_adapter(
         targets = targets_of_ranks({name: len(one) for name, one in directions.items()}, config)
     lora = _lora_config(config, targets, is_transposed=is_transposed, has_weights=has_weights)
     hide_torchao_from_adapters()
+    # The caller's random state is left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -101,6 +102,7 @@ def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
     """
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
+    # in one of the two only
     odd = set(given) ^ set(learning)
     odd |= {name for name in set(given) & set(learning) if given[name].shape != learning[name].shape}
     if odd:
@@ -159,6 +161,7 @@ def store_base(causal_lm: Any, precision: BasePrecision | None, compute_dtype: t
         causal_lm, {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision or "", compute_dtype)
     )
     for name, parameter in causal_lm.named_parameters():
+        # The codes and scales of nf4 and int8 are bytes, and stay as they are.
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype_of(name))
 
@@ -209,6 +212,7 @@ def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
 
 
 def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: bool, has_weights: bool) -> LoraConfig:
+    # PEFT takes layer numbers beside names only; of a pattern, `targets` has made names of those layers already.
     layers = config.layers_to_transform if isinstance(config.target_modules, tuple) else None
     return LoraConfig(
         r=config.rank,
@@ -222,6 +226,7 @@ def _lora_config(config: AdapterConfig, targets: PeftTargets, *, is_transposed: 
         layers_to_transform=list(layers) if layers else None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        # True: B is 0. The other inits decompose the base's weights, which only a process that has read them can.
         init_lora_weights=config.init if config.changes_base and has_weights else True,  # type: ignore[arg-type]
         modules_to_save=list(config.modules_to_save) or None,
         fan_in_fan_out=is_transposed,
@@ -233,6 +238,7 @@ def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
     """Train the modules in `modules_to_save` in place. PEFT would train a copy of each, and write the same file."""
     wrapped = {name: one for name, one in causal_lm.named_modules() if isinstance(one, ModulesToSaveWrapper)}
     edges = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    # PEFT's wrapper keeps the module itself as `original_module`.
     is_tied = len({id(getattr(edge, "original_module", edge).weight) for edge in edges}) == 1
     for name, wrapper in wrapped.items():
         if is_tied and wrapper in edges:
@@ -249,6 +255,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
     odd = [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A") and name not in layers]
     edges = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     odd += [name for name, module in layers.items() if any(module is edge for edge in edges)]
+    # outside the decoder: the towers of a multimodal model, and the head
     decoder = {id(module) for module in causal_lm.get_decoder().modules()}
     odd += [name for name, module in layers.items() if id(module) not in decoder]
     if odd := list(dict.fromkeys(odd)):
@@ -263,6 +270,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
             "weight; leave these out with exclude_modules"
         )
     routers = {name for name, module in layers.items() if isinstance(module, ParamWrapper) and module.num_experts == 1}
+    # Of stacked experts [experts, ., .] the last two. A router's width is the number of experts, often below the rank.
     widths = {name: min(_weight_of(layer).shape[-2:]) for name, layer in layers.items() if name not in routers}
     if too_narrow := [f"{name} ({width})" for name, width in widths.items() if width < config.highest_rank]:
         times = f" × eva_rho {config.eva_rho:g}" * (config.init == "eva")
@@ -280,6 +288,7 @@ def _is_product(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True
     with torch.no_grad():
+        # tried out with one row of zeros: the code of the class does not tell
         return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), Tensor)
 
 

@@ -46,6 +46,7 @@ class QuantizedLinear(nn.Module):
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
         """Quantize some rows [rows, in] of this layer's weight; return codes, scales and the like by name."""
+        # `meta`: no memory for a weight that is replaced in the next line
         base = nn.Linear(self.in_features, len(rows), bias=False, device="meta")
         base.weight = nn.Parameter(rows, requires_grad=False)
         return {name: one.data for name, one in type(self)(base).named_parameters()}
@@ -62,6 +63,7 @@ class Int8Linear(QuantizedLinear):
         super().__init__(base)
         weight = base.weight.detach().float()
         scales = weight.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
+        # -127 to 127: -128 is not used, so that the steps are the same on both sides of 0
         codes = (weight / scales * 127).round().to(torch.int8)
         self.codes, self.scales = _frozen(codes.view(torch.uint8)), _frozen(scales.view(torch.uint8))
 
@@ -85,6 +87,7 @@ class Nf4Linear(QuantizedLinear):
         row = largest.amax(1, keepdim=True).clamp(min=SMALLEST)
         # Rounded up, so that no weight is beyond its scale.
         block_scales = ((largest / row).sqrt() * 255).ceil().clamp(1, 255).to(torch.uint8)
+        # [15]: half-way between neighbours, so that `bucketize` gives the number of the nearest level
         levels = torch.tensor(NF4_LEVELS, device=blocks.device)
         borders = (levels[1:] + levels[:-1]) / 2
         relative = blocks / ((block_scales.float() / 255).square() * row)[..., None]
@@ -113,6 +116,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
+        # for the input alone: a frozen weight needs no gradient, so neither input nor weight is kept for it
         return gradient @ ctx.layer.weight.to(gradient.dtype), None
 
 
@@ -132,6 +136,7 @@ def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn
     layers = {
         name: module
         for name, module in causal_lm.named_modules()
+        # no subclasses: their forward may be another, as that of Llama 4's router
         if type(module) is nn.Linear and id(module) in decoder and not module.weight.requires_grad
     }
     stacked = [name for name, one in causal_lm.named_parameters() if one.ndim > 2 and ".lora_" not in name]

@@ -68,6 +68,7 @@ def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTar
     Rank 0 means no adapter.
     """
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
+    # alpha / rank is then the same in every layer.
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
     return PeftTargets([name for name, rank in ranks.items() if rank], [], own, alphas)
 
