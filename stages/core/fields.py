@@ -34,7 +34,7 @@ class StrictModel(BaseModel):
 
 SMALLEST = 2.0**-126
 """Smallest positive number that fp32 represents at full precision (normal number)."""
-LARGEST = (2 - 2.0**-23) * 2.0**127
+LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite number of fp32
 
 
 def _as_held(value: float) -> float:

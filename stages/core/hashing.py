@@ -91,6 +91,7 @@ class _Job:
         if known:
             self._count(status.st_size)
             return known
+        # By the status from before: if the file changes while it is read, its next status makes another key.
         settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S
         digest = self._read(path)
         if settled and not self._stopped.is_set():

@@ -67,6 +67,7 @@ class MetricSeries:
 
     def _without_repeats(self, logged: LoggedStep) -> LoggedStep | None:
         step, last_steps = logged.step, self.last_steps
+        # `step - 1`: the first value of a metric always counts.
         values = {name: value for name, value in logged.values.items() if step > last_steps.get(name, step - 1)}
         last_steps.update(dict.fromkeys(values, step))
         return LoggedStep(step, logged.time_ms, values) if values else None

@@ -97,7 +97,7 @@ def quoted(value: object, max_characters: int) -> str:
     Bytes are read as UTF-8; a value that is no text is shown as JSON.
     """
     if isinstance(value, bytes):
-        value = value[: 4 * _WINDOW_CHARACTERS].decode(errors="replace")
+        value = value[: 4 * _WINDOW_CHARACTERS].decode(errors="replace")  # a character has at most four bytes
     return repr(shortened(value if isinstance(value, str) else json.dumps(value, default=str), max_characters))
 
 
@@ -110,6 +110,7 @@ def redact_files(folder: Path, secrets: Iterable[str]) -> None:
     for path in folder.iterdir():
         if path.suffix not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
             continue
+        # Bytes that are not UTF-8 are written back as they were.
         text = path.read_bytes().decode(errors="surrogateescape")
         redacted = _without(text, spellings)
         if redacted != text and path.suffix in _JSON_SUFFIXES:
@@ -136,6 +137,7 @@ def _without(text: str, spellings: Iterable[str]) -> str:
         if len(spelling) >= MIN_CHARACTERS_ANYWHERE:
             text = text.replace(spelling, REPLACEMENT)
         else:
+            # No letter or digit beside it; an underscore may be.
             text = re.sub(rf"(?<![^\W_]){re.escape(spelling)}(?![^\W_])", REPLACEMENT, text)
     text = _WEBHOOK.sub(rf"\1{REPLACEMENT}", _KNOWN_SHAPE.sub(REPLACEMENT, text))
     return _URL_PASSWORD.sub(rf"\1{REPLACEMENT}@", text)

@@ -102,6 +102,7 @@ class PromptReader:
             document = self._pairs.read(row)[0]
         else:
             self._answered = self._answered or RowReader("auto", "examples")
+            # A bad answer (`label: false`) would be refused, but only its prompt is wanted.
             (document,) = self._answered.read({name: value for name, value in row.items() if name != "label"})
         asked, answer = _before_the_answer(document)
         return Prompt(asked, self._reference(row, None if has_bad_answer(row) else answer), row)

@@ -72,7 +72,7 @@ class BadRows:
 
 def needed_fraction(num_bad: int, num_rows: int) -> float:
     """Return the smallest `max_bad_row_fraction` with which a recipe could drop these bad rows, for error messages."""
-    ten_thousandths = -(-10_000 * num_bad // num_rows)
+    ten_thousandths = -(-10_000 * num_bad // num_rows)  # rounded up
     if num_bad > ten_thousandths / 10_000 * num_rows:  # 29 of 100: 0.29 * 100 is less than 29
         ten_thousandths += 1
     return ten_thousandths / 10_000

@@ -170,6 +170,7 @@ def num_places(path: Path) -> int:
         blocks = iter(partial(stream.read, BLOCK_BYTES), b"")
         lines = sum(block.count(b"\n") for block in islice(blocks, sampled_bytes // BLOCK_BYTES))
         is_whole = not stream.read(1)
+        # Lines for each byte of the file so far, times its size; the last line may have no line end.
         return (lines if is_whole else lines * size_bytes(path) // file.tell()) + 1
 
 
@@ -211,6 +212,7 @@ def is_held_out(content: object, fraction: float) -> bool:
     """Return whether a row belongs to the held-out fraction, decided by a hash of its content alone."""
     canonical = json.dumps(content, sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(canonical, digest_size=8).digest()
+    # Eight bytes of a hash are uniform below 2**64.
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
@@ -229,6 +231,7 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def _missing(there: set[int], count: int) -> str:
+    # Some count from 1: then the last number is the count itself.
     first = 1 if count in there else 0
     missing = [f"{number:05}" for number in range(first, first + count) if number not in there]
     return ", ".join(missing[:10]) + (", …" if len(missing) > 10 else "")
@@ -293,6 +296,7 @@ def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
     first = part.num_before + 1
     with open_bytes(part.path, part.name) as stream:
         if part.begin:
+            # One byte earlier: where that byte is a line end, the part begins with a whole line.
             stream.seek(part.begin - 1)
             begun_before = len(stream.readline(LONGEST_LINE_BYTES + 1)) - 1  # of a line that is of the part before
             left -= begun_before
@@ -306,6 +310,7 @@ def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
                 raise DataError(f"{part.name}:{number} is longer than {limit}; expected a row of JSON in each line")
             if not line.isspace():
                 yield _parse_line(line, Place(part.name, number))
+            # A line belongs to the part in which it begins, and is read beyond the part's end.
             left -= len(line)
             if left <= 0:
                 return
@@ -313,6 +318,7 @@ def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
 
 def _parse_line(line: bytes, place: Place) -> Row | BadRow:
     try:
+        # A file may begin with a byte order mark.
         return Row(place, DECODER.decode(line.decode("utf-8-sig")))
     except json.JSONDecodeError as error:
         return BadRow(place, f"is not valid JSON: {error.msg} at column {error.colno}")
@@ -345,6 +351,7 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
             raise DataError(f"the header of {name} is not valid CSV: {error}; expected names of columns") from error
         _check_columns(columns, name)
         while True:
+            # Taken before the row is read, which may span several lines.
             place = Place(name, reader.line_num + 1)
             try:
                 values = next(reader)
@@ -353,7 +360,7 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
             except csv.Error as error:
                 yield BadRow(place, f"is not valid CSV: {error}")
                 continue
-            if values and len(values) != len(columns):
+            if values and len(values) != len(columns):  # an empty line is an empty list
                 yield BadRow(place, f"has {len(values)} columns, but the header names {len(columns)}")
             elif values:
                 yield Row(place, dict(zip(columns, values, strict=True)))
@@ -378,6 +385,7 @@ def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
 def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a pyarrow batch. A value that Python cannot represent makes only its own row a bad row."""
     try:
+        # `to_pylist` converts all rows before the first is yielded, so that none comes twice.
         rows = map(as_row, batch.to_pylist())
         yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
         return

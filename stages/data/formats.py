@@ -327,9 +327,11 @@ def _read_sharegpt(row: Columns) -> tuple[Document, ...]:
 def _conversation(row: Columns, messages: list[Message], marked: object, num_prompt_messages: int = 0) -> Conversation:
     """Return a conversation from its messages, with the row's system message, tools and template variables."""
     whole = ordered(with_system(row, messages))
+    # Marks are counted from their own list, which lacks the row's system message, or the prompt.
     num_before = len(whole) - len(marked) if isinstance(marked, list) else 0
     roles = [message["role"] == "assistant" for message in whole[num_before:]]
     unlearned = unlearned_turns(marked, roles, num_before) if isinstance(marked, list) else frozenset()
+    # A system message that was added is part of the prompt.
     num_prompt_messages += len(whole) - len(messages) if num_prompt_messages else 0
     return Conversation(whole, num_prompt_messages, parse_tools(row), unlearned, template_variables(row))
 

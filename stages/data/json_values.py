@@ -130,6 +130,7 @@ class JsonList:
         return self._line_start if newline < 0 else newline + 1
 
     def _read_more(self) -> bool:
+        # At least doubled, so that decoding a long element from its beginning again stays linear in all.
         piece = self._stream.read(max(PIECE_CHARACTERS, len(self._text) - self._position))
         if not piece:
             return False

@@ -248,7 +248,8 @@ def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
 def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
     """Return a histogram of document lengths (int64 [num_documents], tokens) of at most `NUM_BARS` bars."""
     shortest, longest = int(lengths.min()), int(lengths.max())
-    width = -(-(longest - shortest + 1) // NUM_BARS)
+    width = -(-(longest - shortest + 1) // NUM_BARS)  # rounded up
+    # [bars]: shortest 3, width 2, lengths [3, 4, 6] -> [2, 1]
     counts = np.bincount((lengths - shortest) // width)
     firsts = range(shortest, longest + 1, width)
     return tuple(

@@ -81,7 +81,7 @@ def _iban(text: str) -> int:
 def _credit_card(text: str) -> int:
     """Return the length of a matched card number if it is valid (ISO/IEC 7812: Luhn checksum), or 0 if it is not."""
     digits = [int(character) for character in reversed(text) if character.isdigit()]
-    doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])
+    doubled = (sum(divmod(2 * digit, 10)) for digit in digits[1::2])  # 7 -> 14 -> 1 + 4
     return 0 if (sum(digits[::2]) + sum(doubled)) % 10 else len(text)
 
 

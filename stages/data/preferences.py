@@ -56,6 +56,7 @@ def _read_plain(row: Columns) -> tuple[Document, ...]:
         return PlainText(prompt, chosen), PlainText(prompt, rejected)
     shared = chosen[: _num_shared(chosen, rejected)]
     _check_transcript(shared, chosen, rejected)
+    # Up to the last whole word: two answers may begin with the same letters.
     prompt = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
     if not prompt.strip():
         raise RowError("has no `prompt`, and `chosen` and `rejected` do not begin with a common one; expected either")

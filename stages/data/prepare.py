@@ -168,6 +168,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     def make(target: Path) -> None:
         task.run(target)
         for path, state in states.items():
+            # Before the seal: the key is of what the files held at the beginning.
             state.check(path, names[path])
         write_seal(target)
 
@@ -211,6 +212,7 @@ class Preprocessing:
             run.write()
         if run.last_in_time:
             assert self.part
+            # Out of the cache, which removes what a failed `make` leaves.
             shutil.move(target, self.part)
             raise OutOfTimeError(run.last_in_time)
 
@@ -245,6 +247,7 @@ class _Run:
         if self.last_in_time and not self._task.part:
             self._check_so_far()
             raise OutOfTimeError(self.last_in_time)
+        # Only now: packing has drawn the last piece, so all counts are complete.
         warnings = self._check()
         self._seen.close()
         self._writer.finish(
@@ -435,8 +438,10 @@ class DatasetWriter:
 
         Raises ResourceError for a full disk.
         """
+        # units_of_rows [2, 1] -> rows [0, 2, 3]: where each row begins, in units
         rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
         documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])
+        # Ends are appended: each is where the next row, or document, begins. The first start, 0, is there already.
         self._append("row_starts", self.num_documents + documents_before[rows[1:]])
         self._append("document_starts", self.num_tokens + np.cumsum(units.document_lengths))
         self._append("tokens", units.tokens)

@@ -64,6 +64,7 @@ class ProvedTemplate:
         self._variables = special_tokens
         self._markers = tuple(markers)
         self._name = name
+        # A field that a template does not even mention cannot be rendered by it.
         self._words = frozenset(re.findall(r"\w+", source))
         self._writes_think = "</think>" in source or "<think>" in source
         self._has_generation_marks = bool(GENERATION_MARK.search(source))
@@ -113,6 +114,7 @@ class ProvedTemplate:
                     continue  # rows that have one are refused one by one
                 raise UnprovedError(*error.cause) from error
             learned = "\n".join(document.text[begin:end] for document in documents for begin, end in document.spans)
+            # Each of the assistant's words is learned once (True), every other one never (False).
             if wrong := [word for word in words if learned.count(word) != word.startswith("qassistant")]:
                 raise UnprovedError(
                     f"the mask of {self._name} is wrong in {', '.join(wrong)}: of a conversation of "
@@ -131,6 +133,7 @@ class ProvedTemplate:
                 write, messages, self._markers, self._name, together=together, writes_think=self._writes_think
             )
             documents = turns.documents(learned)
+            # What follows the last learned turn is in no text.
             messages = messages[: learned[-1] + 1] if learned else messages
         check_shown(write, messages, documents[-1].text, self._name)
         return documents
@@ -224,6 +227,7 @@ class ProvedTemplate:
                 text, _ = self._run([question, with_calls_as(call, *form)], ())
             except RowError:
                 continue
+            # The first is the question's; arguments must be JSON, neither Python's repr nor escaped a second time.
             if text.count("qprobe") > 1 and "qkey" in text and "{'qkey'" not in text and '\\"qkey' not in text:
                 return form
         return False, False
@@ -238,6 +242,7 @@ class ProvedTemplate:
 
     def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
         variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
+        # Special tokens last, so that nothing overrides them.
         variables |= {"add_generation_prompt": False, **options, **self._variables}
         try:
             text, spans = self._sandbox.run(variables)
@@ -277,6 +282,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, source: str, today: date) -> None:
         """Compile the template. today: date that `strftime_now` returns. Raises jinja2.TemplateSyntaxError."""
+        # As Transformers compiles chat templates.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _refuse, "strftime_now": self._strftime_now}
@@ -297,6 +303,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         self._marked, self._num_characters = [], 0
         pieces = []
+        # Piece by piece, so that `mark` knows how many characters were written before.
         for piece in self._template.generate(variables):
             pieces.append(piece)
             self._num_characters += len(piece)

@@ -133,6 +133,7 @@ def count_lengths(lengths: Mapping[str, NDArray[np.int64]]) -> Lengths:
     bin_tokens = max(1, math.ceil(longest / NUM_BINS))
     num_bins = max(1, math.ceil(longest / bin_tokens))
     counts = {
+        # bin_tokens 10: lengths 1 to 10 -> bin 0, 11 to 20 -> bin 1
         name: tuple(np.bincount(np.maximum(one - 1, 0) // bin_tokens, minlength=num_bins).tolist())
         for name, one in lengths.items()
     }

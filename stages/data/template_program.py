@@ -104,7 +104,7 @@ class _Templates:
         source = question["source"]
         begin = f"{source['name']} is not a Jinja template: "
         while len(self._compiled) >= MAX_TEMPLATES:
-            del self._compiled[next(iter(self._compiled))]
+            del self._compiled[next(iter(self._compiled))]  # the oldest
         try:
             template = self._limited(question["cpu_s"], question["memory_bytes"], _compiled, source)
         except _LimitError as error:
@@ -123,6 +123,7 @@ class _Templates:
 
         Raises _LimitError beyond the limits.
         """
+        # The first number is the size of the address space, in pages.
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
         self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)
         self._lower(resource.RLIMIT_CPU, int(time.process_time() + cpu_s) + GRACE_CPU_S)
@@ -134,6 +135,7 @@ class _Templates:
             raise _LimitError(f"takes more than {memory_bytes >> 20} MiB of memory") from None
         finally:
             for limit, outer in self._outer.items():
+                # Allowed without privileges, since only soft limits were lowered.
                 resource.setrlimit(limit, outer)
 
     def _lower(self, limit: int, value: int) -> None:

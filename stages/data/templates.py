@@ -176,6 +176,7 @@ class ChatTemplate:
         """Yield the rendering process's response for each conversation, or an error response for a bad template."""
         left = [(work, *_as_json(conversation)) for work, conversation in conversations]
         size = QUESTION_CONVERSATIONS
+        # Once even without conversations: the question then compiles the template.
         while True:
             try:
                 answers = self._asked(left[:size])
@@ -186,6 +187,7 @@ class ChatTemplate:
                 limits = f"{MAX_CPU_SECONDS:g} s of the processor and {MEMORY_BYTES >> 20} MiB of memory"
                 answers = [{"limit": f"takes more than a short conversation may, {limits}: its process {error}"}]
             yield from answers
+            # The process may answer the first ones only (`ANSWER_CPU_S`); the others are asked for next.
             left = left[len(answers) :]
             if not left:
                 return
@@ -196,6 +198,7 @@ class ChatTemplate:
         program, lock = _program(os.getpid())
         with lock:
             outcome = program.ask(question, ANSWER_TIMEOUT_S)
+            # It does not have this template: it has just started, or dropped it for others.
             if outcome is None:
                 outcome = program.ask({**question, "source": self._source}, ANSWER_TIMEOUT_S)
         self.cpu_s += outcome["cpu_s"]
@@ -263,4 +266,5 @@ def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]
 
 def _joined(parts: list[str]) -> str:
     """Return an error message from its parts, redacting and shortening the quotations from a template or row."""
+    # Even parts are our words, odd ones come from a template or a row.
     return "".join(quoted(part, MAX_QUOTED) if number % 2 else part for number, part in enumerate(parts))

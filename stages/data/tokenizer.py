@@ -108,7 +108,6 @@ class DocumentTokenizer:
     @property
     def template_cpu_s(self) -> float:
         """CPU seconds that the process for chat templates has used so far."""
-        # Not `self.template`, which would load the template and start its process.
         template = self.__dict__.get("template")
         return template.cpu_s if template else 0.0
 
@@ -251,7 +250,6 @@ class DocumentTokenizer:
                 else self._tokens(encoding.ids, encoding.offsets, document)
                 for encoding, document in zip(encodings, documents, strict=True)
             ]
-        # PyO3's PanicException is no `Exception`, and its class cannot be imported.
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # of the library, for a pattern that takes too many steps
                 raise
@@ -331,7 +329,6 @@ class DocumentTokenizer:
         if end and completion.rstrip().endswith(end):
             completion = completion.rstrip().removesuffix(end)
         if begin and begins_so and (prompt or completion).startswith(begin):
-            # Without a prompt, the completion begins the text.
             prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
         return PlainText(prompt, completion)
 
@@ -471,8 +468,7 @@ class SpecialTokens:
                 f"has {listed(sorted(special))} in its text, which would be special tokens; expected none, or "
                 "`special_tokens_in_content: text`"
             )
-        # Once shielded, the two could not be distinguished.
-        if any(map(PRIVATE.search, texts)):
+        if any(map(PRIVATE.search, texts)):  # the two could not be distinguished
             raise RowError("has characters of Unicode's last private plane beside special tokens; expected either")
         return self._shielded(value)
 
@@ -506,8 +502,7 @@ class SpecialTokens:
     @cached_property
     def _swapped_backend(self) -> tuple[Tokenizer, dict[int | None, int]]:
         """Tokenizer that knows special tokens only as private-use characters, with a map to the real token ids."""
-        # A copy, since further tokens are added to it.
-        backend = Tokenizer.from_str(self._backend.to_str())
+        backend = Tokenizer.from_str(self._backend.to_str())  # a copy, which gets further tokens
         backend.encode_special_tokens = True  # encodes `<|im_end|>` as text
         numbers = {}
         for number, token in self._tokens.items():

@@ -94,10 +94,12 @@ class Tokenizing:
 def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
     """Return all inputs except the data files that decide a dataset's tokens and bad rows, for the cache key."""
     template = config.chat_template
+    # The model's own template counts only where the recipe has none.
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
     return {
         "preparation": PREPARATION_VERSION,
         "libraries": {name: version(name) for name in ("tokenizers", "transformers", "numpy")},
+        # Without the split's name: equal rows of another split have the same tokens.
         "portion": [portion.name, portion.fraction],
         "options": config.model_dump(mode="json", include=OPTIONS),
         "preference": {"examples": False, "pairs": True}.get(rows, rows),  # as caches that exist have it
@@ -166,6 +168,7 @@ class PartTokenizer:
     def _begin(self) -> None:
         self._found = _Found(over_long_of(self._task.config))
         self._reader.unread = Unread()
+        # Clears what was counted for texts before this piece.
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
@@ -180,11 +183,13 @@ class PartTokenizer:
                     if isinstance(documents, RowError):
                         raise documents
                     assert isinstance(row, Row)
+                    # Only good rows were asked for; their answers come in the same order.
                     units = next(rendered)
                     if isinstance(units, RowError):
                         raise units
                     is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
                     self._found.tool_prompt = self._found.tool_prompt or self._tool_prompt(documents[0], units[-1][0])
+                    # Counted from the part's beginning, so that the piece is also right where the part lies elsewhere.
                     self._found.rows.add(row.place.number - part.num_before, documents, is_good)
                     yield row.place, units, is_good, margin
                 except RowError as error:
@@ -358,7 +363,7 @@ class PieceStore:
     def __contains__(self, key: str) -> bool:
         """Return whether all tokenized rows of a file part are stored and undamaged."""
         try:
-            for _ in self.read(key):
+            for _ in self.read(key):  # compares each piece with its digest
                 pass
         except (OSError, DataError):
             return False

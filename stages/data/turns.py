@@ -118,6 +118,7 @@ class Turns:
         remaining = list(learned_turns)
         if not remaining:
             return [Document(self._write(self._messages), (), 0)]
+        # Each turn is rendered with all messages before it, at least once.
         self._write.check(sum(remaining))
         documents: list[Document] = []
         while remaining:
@@ -146,6 +147,7 @@ class Turns:
             before = self._write(messages[:-1], add_generation_prompt=True, **variables)
             text = self._write(messages, **variables)
             if text.startswith(before) and _shows(thoughts, text[len(before) :], messages[-1]):
+                # What the template itself writes is preferred to a turn that was put together.
                 built = [_Turn(text, len(before), variables)]
                 break
             if self._writes_think and (turn := _with_own_thoughts(before, text, thoughts, variables)):
@@ -159,6 +161,7 @@ class Turns:
 
         Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
         """
+        # True is 1 as an index: a system prompt is left out.
         plain = [*map(_plain, messages[messages[0]["role"] == "system" : -1])]
         # Prompt and text from the same plainer history: only their difference, the turn itself, is used.
         start = self._write(plain, add_generation_prompt=True)
@@ -205,9 +208,11 @@ class Turns:
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
+        # For each end token in the common beginning: the end of its last occurrence.
         ends = [own.rfind(marker, 0, shared) + len(marker) for marker in self._markers if marker in own[:shared]]
         if ends and self._only_markers.match(own, max(ends)):
             return max(ends)  # the rest ends the text, not the turn
+        # The rest may have dropped the thoughts, and some of the white space after them.
         head = THOUGHTS_FIRST.match(own) if self._together else None
         starts = range(head.start("gap"), head.end() + 1) if head else ()
         answers = (own[start:] for start in starts if own[start:].strip())
@@ -229,7 +234,9 @@ class Turns:
         calls = message.get("tool_calls", [])
         if not calls and answer.strip() in turn.text[turn.begin :]:
             return
+        # Empty content stays empty, since templates ask whether there is any.
         probe = {**message, "content": message["content"] and f"{message['content']}{PROBE}"}
+        # Each call gets a name of its own: two calls of one function look the same.
         names = {f"qprobecall{number}": call for number, call in enumerate(calls, 1)}
         if calls:
             probe["tool_calls"] = [
@@ -303,6 +310,7 @@ class Renderings:
 
     def beginning(self, messages: Sequence[Message], number: int, **options: bool) -> str:
         """Return the rendered text of a conversation's first `number` messages, from the cache if it is there."""
+        # Without the messages: where texts are kept, they are always the conversation's own.
         key = (number, *options.items())
         text = self._kept.get(key) or self(messages[:number], **options)
         if key not in self._kept and len(text) <= self._may_keep:
@@ -314,6 +322,7 @@ class Renderings:
 @cache
 def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern that matches if only white space and special tokens follow up to the end of a text."""
+    # `(?!)` never matches: without special tokens, only white space may follow.
     return re.compile(rf"(?:\s|{'|'.join(map(re.escape, markers)) or '(?!)'})*\Z")
 
 
@@ -340,6 +349,7 @@ def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[st
     """
     opened = OPENED_THOUGHTS.search(before)
     base = before[: opened.start()] if opened else before
+    # A prompt that closes the thoughts itself asks for an answer without any.
     if not text.startswith(base) or not (opened or thoughts.strip()) or CLOSED_THOUGHTS.search(before):
         return None
     gap = opened[1] if opened else "\n"
@@ -368,4 +378,5 @@ def _plain(message: Message) -> Message:
 def _shows(thoughts: str, text: str, message: Message) -> bool:
     thoughts = thoughts.strip()
     _, answer = split_thoughts(message)
+    # The answer may quote its thoughts: they must stand there once more than that.
     return not thoughts or text.count(thoughts) > answer.count(thoughts)

@@ -82,7 +82,9 @@ def _walk(folder: Path) -> dict[str, Path]:
         raise error
 
     files = {}
+    # Without `onerror`, unreadable folders would be left out silently.
     for parent, subfolders, names in os.walk(folder, onerror=fail):
+        # In place: `os.walk` goes into the folders that are left in its own list.
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = [Path(parent, name) for name in [*names, *subfolders] if not name.startswith(".")]
         for path in paths:

@@ -143,6 +143,7 @@ def _explained(source: Source, answer: Answer, url: str, doing: str) -> Lifecycl
     """
     address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     headers = {name: answer.headers[name] for name in ("x-error-code", "x-error-message") if name in answer.headers}
+    # huggingface_hub knows a refusal by these headers; nothing else of the answer reaches it.
     response = httpx.Response(answer.status, headers=headers, request=httpx.Request("GET", url))
     try:
         hf_raise_for_status(response)
@@ -175,4 +176,5 @@ def _closest_revision(source: Source) -> str:
 
 def hub_api() -> HfApi:
     """Return huggingface_hub's client, with the token of the environment if there is one."""
+    # False: the library does not look for a token on disk.
     return HfApi(endpoint=endpoint(), token=token_in(TOKEN_VARIABLE) or False)

@@ -82,6 +82,7 @@ def check_fit(names: Iterable[str], source: object) -> None:
     """Raise DownloadError if two files of a download would be written to the same local path."""
     files = set(names)
     for name in files:
+        # A file where this one needs a folder, or one with the name of this one's unfinished download.
         same_place = [*map(str, PurePosixPath(name).parents), f"{name}{PARTIAL_SUFFIX}"]
         if other := next((path for path in same_place if path in files), None):
             raise DownloadError(
@@ -95,7 +96,7 @@ def _problem(name: str) -> str | None:
     parts = name.split("/")
     if "" in parts or {".", ".."} & set(parts) or "\\" in name:
         return "that leads out of its folder, or is no plain path"
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):  # control characters, surrogates
         return "with characters that no name of a file should have"
     num_bytes = max(len(part.encode()) for part in parts)
     if num_bytes > MAX_PART_BYTES or len(name.encode()) > MAX_NAME_BYTES:

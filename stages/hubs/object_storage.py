@@ -46,6 +46,7 @@ class ObjectStorage:
         check_disk(context.work, total_bytes - size_bytes(arrivals))
         context.milestone(f"downloading {len(objects)} objects, {total_bytes / GIB:.3f} GiB")
         _copy_all(bucket, objects, arrivals, Progress(context, total_bytes))
+        # Again after copying: an object that was replaced meanwhile may have come half from either version.
         _check_unchanged(request, _requested(request, bucket), revision)
         hand_over(arrivals, objects.keys(), folder)
 

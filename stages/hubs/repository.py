@@ -157,6 +157,7 @@ class Fetcher:
         self._folder = folder
         self._report = report
         self._stop = threading.Event()
+        # Sizes, ranges and digests are those of the stored bytes.
         headers = {**snapshot.headers, "Accept-Encoding": "identity"}
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
 
@@ -166,6 +167,7 @@ class Fetcher:
         Raises DownloadError when the hub sends something else than it listed, TransientError when it does not answer
         or breaks off again and again, ResourceError when the disk is full. Partial files stay, to be resumed.
         """
+        # So that no long download is left for the end, alone.
         largest_first = sorted(self._snapshot.files, key=lambda file: -file.size_bytes)
         with self._client, ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
             futures = [pool.submit(self._fetch_file, file) for file in largest_first]
@@ -173,6 +175,7 @@ class Fetcher:
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
+                # Downloads that run already look at this before each chunk.
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -187,6 +190,7 @@ class Fetcher:
             self._report(partial.stat().st_size)
         with full_disk_named(f"receiving {file.name}", partial):
             self._receive_verified(file, partial)
+        # A file gets its name only once it is verified.
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
@@ -220,6 +224,7 @@ class Fetcher:
     def _receive(self, file: RemoteFile, partial: Path, backoff: http.RetryBackoff) -> None:
         """Request the missing bytes of a file once, and append them."""
         num_there = partial.stat().st_size if partial.exists() else 0
+        # `exists`: an empty file has to be created, too.
         if partial.exists() and num_there == file.size_bytes:
             return
         if num_there > file.size_bytes:

@@ -89,6 +89,7 @@ class AdapterTargets:
 
     def _leaves_out(self, module: str) -> bool:
         layers = self.options.layers_to_transform
+        # The pattern wants a dot after the number.
         if layers is not None and layer_number(f"{module}.") not in layers:
             return True
         return is_named(module, self.options.exclude_modules) or is_saved(module, self.options.modules_to_save)

@@ -112,6 +112,7 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
     """Return the sizes of a model like Llama from its config: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     attention_bias = bool(fields.get("attention_bias", False))
+    # Qwen's configs name a window that is off by default; Mistral's have no such switch.
     windowed = fields.get("use_sliding_window", family in ("mistral", "mixtral"))
     return ModelShape(
         num_layers=_size(fields, "num_layers"),
@@ -123,7 +124,7 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> ModelShape:
         vocab_size=_size(fields, "vocab_size"),
         family=family,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias or family == "qwen2",
+        qkv_bias=attention_bias or family == "qwen2",  # Qwen2's config does not say so
         output_bias=attention_bias,
         ffn_bias=bool(fields.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe"),
@@ -140,6 +141,7 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, num_experts = _size(fields, "num_layers"), _size(fields, "num_experts")
     width = _size(fields, "ffn_size") if family == "mixtral" else _required(fields, ("moe_intermediate_size",))
     step, dense = fields.get("decoder_sparse_step") or 1, set(fields.get("mlp_only_layers") or ())
+    # Layers step - 1, 2 step - 1, … route tokens, as Transformers counts.
     dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
     return {
         "num_experts": num_experts,

@@ -65,6 +65,7 @@ def check_model_folder(facts: ModelFacts) -> list[str]:
 
 def follow_file_mask(path: Path) -> None:
     """Give a file the permissions of the process's umask. Safetensors makes its files readable by the owner alone."""
+    # A process can read its mask only by setting another one.
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
@@ -186,7 +187,7 @@ def other_architecture(config: Mapping[str, Any]) -> str | None:
     Classes are named after their type, except for a few types with many names, for which the warning may be needless.
     """
     model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
-    family = _letters(model_type.removesuffix("_text"))
+    family = _letters(model_type.removesuffix("_text"))  # gemma3_text: Gemma3ForCausalLM
     if not classes or config.get("auto_map") or any(_letters(name).startswith(family) for name in classes):
         return None
     return (
@@ -212,6 +213,7 @@ def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
     added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
     ordinary = {token: number for token, number in _vocabulary(tokenizer).items() if token not in added}
     special = {str(_text(about.get(name))) for name in SPECIAL}
+    # Other added tokens may lie beyond the embedding as long as no text has them: a warning is enough.
     needed = {**ordinary, **{token: number for token, number in added.items() if token in special}}
     if beyond := _beyond(needed, size):
         raise ModelError(
@@ -272,6 +274,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted((OPTIONAL_SIZES | EXPERTS) & config.keys()):
         values = config[name] if isinstance(config[name], list) else [config[name]]
         none = (None, 0) if name in EXPERTS else (None,)
+        # `is`, since False == 0.
         if not all(is_size(value) or any(value is one for one in none) for value in values):
             yield f"{name} is {config[name]!r}, expected a positive whole number"
     yield from _rotary(config)

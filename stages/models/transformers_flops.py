@@ -20,6 +20,7 @@ def model_flops(model: Any) -> ModelFlops:
     expert_share = _routed_share(config)
     layer_parameters = frozen_parameters = 0.0
     for name, parameter in model.named_parameters():
+        # Matrices alone. Embeddings are looked up, not multiplied; one that is tied to the head counts as the head.
         if parameter.ndim >= 2 and parameter is not head and id(parameter) not in lookups:
             seen = parameter.numel() * (expert_share if ".experts." in name else 1.0)
             layer_parameters += seen

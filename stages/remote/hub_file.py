@@ -64,6 +64,7 @@ def opened(pointer: Pointer) -> Iterator[io.RawIOBase]:
             "hf://datasets/org/name@COMMIT/PATH. Download the dataset again"
         )
     url = hf_hub_url(named["name"], named["file"], repo_type="dataset", revision=named["commit"], endpoint=endpoint())
+    # Positions and digests are those of the stored bytes.
     headers = {**authorization(), "Accept-Encoding": "identity"}
     with (
         httpx.Client(headers=headers, timeout=TIMEOUT, follow_redirects=True) as client,
@@ -190,7 +191,7 @@ class _HubFile(io.RawIOBase):
         if not digests and len(self._pointer.tag) != SHA256_DIGITS:
             digests = [one["etag"] for one in headers[:1] if "etag" in one]
         named = {digest.removeprefix("W/").strip('"') for digest in digests}
-        if named <= {self._pointer.tag}:
+        if named <= {self._pointer.tag}:  # empty, or the tag alone
             return bool(named)
         raise DownloadError(
             f"{self._doing}: the hub listed the digest {self._pointer.tag}, but the server's file has "
@@ -201,6 +202,7 @@ class _HubFile(io.RawIOBase):
         """Count and hash received bytes before they are used. Raises DownloadError for wrong content or size."""
         end = self._position + len(chunk)
         is_end = end == self._pointer.size_bytes
+        # At the expected end, nothing more may come.
         if end > self._pointer.size_bytes or (is_end and next(self._chunks, b"")):
             raise DownloadError(
                 f"{self._doing}: the hub listed {self._pointer.size_bytes} bytes, but the server sends more; a mirror "
@@ -215,6 +217,7 @@ class _HubFile(io.RawIOBase):
                 f"{self._doing}: the content does not hash to {self._pointer.tag}, which the hub listed; the hub, a "
                 "mirror or a proxy sends something else. Nothing that was made of it may be used"
             )
+        # The whole file has the listed digest, and so has all that was read of it.
         self._is_vouched = self._is_vouched or is_end
 
     def _leave(self) -> None:
