@@ -126,6 +126,7 @@ def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list
     if old.root and new.root and old.root.record.kind == new.root.record.kind:
         pair(old.root, new.root)
     for matches in (_same_version, _same_stage):
+        # A copy, since `pair` removes from the list.
         for artifact in [*before]:
             if match := next((other for other in after if matches(artifact, other)), None):
                 pair(artifact, match)

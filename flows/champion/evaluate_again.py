@@ -53,6 +53,7 @@ def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> Pla
     asked = StageInput.model_validate_json((candidate / "config.json").read_bytes())
     config = EvaluateConfig.model_validate(asked.config)
     launch = asked.inputs[config.model] / LAUNCH_FILE
+    # A candidate behind a serve stage was asked under that stage's server options.
     serving = LaunchSpec.model_validate_json(launch.read_bytes()).serving if launch.is_file() else config.serving
     base = BASE if BASE in upstream else None
     config = config.model_copy(update={"model": CHAMPION, "adapter": None, "base": base, "serving": serving})

@@ -81,6 +81,7 @@ class Following:
         """
         version = champions.find(self.registry, self.name, self.alias)
         with suppress(KeyboardInterrupt), public, own_folder() as folder:
+            # The socket listens already: clients wait in its queue until the proxy accepts them below.
             champion = start_engine(version, folder)
             proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, WaitingRoom())
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
@@ -123,6 +124,7 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         """End all inference engines, those that are still starting included."""
+        # First: what waits for last answers gives up.
         self._is_over.set()
         if self._start:
             self._stop_start()
@@ -177,10 +179,12 @@ class Follower:
 
     def _start_what_is_missing(self) -> None:
         missing = next(self._missing(), None)
+        # What is starting is no longer wanted, or something more urgent is missing.
         if self._start and (missing is None or missing.number != self._start.version.number):
             print_timed(f"the start of version {self._start.version.number} of {self.following.name} is stopped")
             self._stop_start()
         is_champion = missing is self.champion.version
+        # During a switch the device holds two engines already; a third may find no room.
         if missing and not self._start and (is_champion or not self._ending):
             running = None if self.champion.died.is_set() else self.champion
             self._start = Start(missing, running, self._folder, self._stopping)
@@ -195,6 +199,7 @@ class Follower:
     def _see_deaths(self) -> None:
         champion, challenger = self.champion, self.challenger
         if champion.died.is_set() and not champion.backend.is_gone:
+            # Set once for each death: the next round passes over it.
             champion.backend.is_gone = True
             print_timed(str(champion.server.failure("ended by itself")))
             if self._start and self._start.loads_into is champion:
@@ -205,6 +210,7 @@ class Follower:
             self._say_restart(self._restarts.add(time.monotonic() - champion.began_s))
         if challenger and challenger.died.is_set():
             challenger.backend.is_gone = True
+            # It had an engine of its own; deaths of a shared engine are counted by `_note_death_with`.
             if challenger.server is not champion.server:
                 self.aliases.refuse(CHALLENGER, challenger.version)
                 print_timed(f"{challenger.server.failure('ended by itself')}\nall requests go to the champion")
@@ -290,6 +296,7 @@ class Follower:
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         print_timed(f"version {successor.version.number} of {self.following.name} is served")
+        # The deaths so far were those of the former champion.
         self._restarts = Restarts()
         if not former.backend.is_gone:
             self._end(former)
@@ -387,8 +394,10 @@ class Aliases:
         reported, self._looking = self._looking.result(), None
         self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
         for alias, version in reported.items():
+            # An alias that could not be looked up stays as MLflow last reported it.
             if not isinstance(version, LifecycleError):
                 self._versions[alias] = version
+                # Moved away: when it comes back, the version is tried again.
                 if version is None or version.number != self._refused.get(alias):
                     self._refused.pop(alias, None)
         return reported
@@ -425,6 +434,7 @@ class Restarts:
         lived_s: seconds for which the engine had answered.
         """
         self.num_deaths = 1 if lived_s > STEADY_S else self.num_deaths + 1
+        # Deaths in a row 1, 2, 3, 4, … -> pauses of 0, 0, 2, 4, … 60 s.
         pause_s = 0.0 if self.is_at_once else min(2.0 ** (self.num_deaths - MAX_AT_ONCE), LONGEST_PAUSE_S)
         self._due_s = time.monotonic() + pause_s
         return pause_s

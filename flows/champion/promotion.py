@@ -82,6 +82,7 @@ def complete(artifact: Path, work: Path) -> None:
     candidate = _candidate(verdict.name, record)
     registry = Registry()
     with only_one(candidate.name):
+        # Under the lock: the champion cannot change between this look and the move.
         succeeds = (
             verdict.outcome == "promoted"
             and not registry.is_champion(candidate, verdict.champion_version)

@@ -87,6 +87,7 @@ class Registry:
         note(registration)
         with _explained(f"registering a version of {registration.name}"):
             self._ensure_model(registration.name)
+            # A registration that a crash cut short is found by its digest, and completed.
             same = self._client.search_model_versions(
                 f"name = '{registration.name}' and tags.`{TAG}digest` = '{registration.digest}'"
             )
@@ -177,6 +178,7 @@ class Registry:
         if champion is None or challenger is None:
             missing = CHAMPION if champion is None else CHALLENGER
             raise StoreError(f"promoting the {CHALLENGER} of {name}: MLflow's registry has no {missing} of that name")
+        # A crash after the move, and before the alias was removed, leaves one version with both.
         crowned = challenger if challenger.number == champion.number else self._crown(challenger, champion)
         self.withdraw_challenger(name)
         return crowned
@@ -198,6 +200,7 @@ class Registry:
         assert champion
         with _explained(f"repairing the aliases of {name}"):
             numbers = {str(version.version) for version in self._client.search_model_versions(f"name = '{name}'")}
+            # Somebody may have deleted that version in MLflow.
             if champion.predecessor in numbers:
                 self._client.set_registered_model_alias(name, PREVIOUS, champion.predecessor)
             else:
@@ -241,6 +244,7 @@ class Registry:
     def _crown(self, successor: RegisteredVersion, champion: RegisteredVersion) -> RegisteredVersion:
         name = champion.name
         with _explained(f"noting who was champion of {name}"):
+            # Before any alias moves, since `repair` reads it.
             self._client.set_model_version_tag(name, successor.number, f"{TAG}predecessor", champion.number)
         self._move(name, successor.number, champion.number)
         crowned = self.find(name)

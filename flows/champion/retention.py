@@ -96,6 +96,7 @@ class Housekeeping:
                     stack.enter_context(only_shipper(ledger).acquire(blocking=False))
                     unused |= {folder: record} if ledger.read().state != "running" else {}
             try:
+                # The servers before the ledgers, without which their ids would be lost.
                 _delete_flow_runs([*unused.values(), *self._referred_to_beyond])
                 _delete_from_mlflow([*unused.values()])
             except ServerError as error:
@@ -123,12 +124,14 @@ class Housekeeping:
         gone = {one.path for one in self.garbage}
         artifacts = self._store.index().artifacts
         referring |= {artifact.record.attempt for artifact in artifacts if artifact.folder not in gone}
+        # REFRESH/STAGE-1 -> REFRESH; ids of MLflow runs have no slash.
         needed = {key.partition("/")[0] for key in referring if key}
         for record in beyond:
             folder = ledger_of(record.refresh).folder
             if record.refresh not in needed and needed.isdisjoint(_runs(record.refresh)):
                 self._refreshes[folder] = record
                 reason = "refresh beyond the retention policy"
+                # Last used at infinity: `collect` must not take it for one that was used since.
                 self.garbage.append(Garbage(folder, collect.size_bytes(folder), math.inf, reason))
             else:
                 self._referred_to_beyond.append(record)

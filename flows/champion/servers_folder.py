@@ -156,6 +156,7 @@ def left_folders() -> Iterator[Path]:
 def _is_locked(folder: Path) -> bool:
     try:
         with (folder / LOCK).open() as lock:
+            # A look only: closing the file gives the lock back.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -81,6 +81,7 @@ def start_engine(
         # The runtime path is short, because sockets are made there: their paths have at most 107 bytes.
         log_file, runtime = folder.parent / f"{label}.log", scratch.with_suffix(".run")
         server = stack.enter_context(started_server(spec, execution, log_file, runtime))
+        # Raises if the start was stopped before there was a process to stop.
         is_begun(server)
         title = f"{server.engine.title} for version {version.number}"
         print_timed(f"starting {title} of {version.name}; its log is {server.log_file}")
@@ -191,6 +192,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
     Raises what loading and checking raise; the server is then as before.
     """
     spec, running, naming = champions.launch_spec(version), server.spec, naming_of(version)
+    # All but the adapters: base model, server options and engine.
     same_server = (spec.model, spec.serving, spec.engine) == (running.model, running.serving, running.engine)
     if not (running.swaps_adapters and spec.adapters and same_server):
         return False
@@ -271,6 +273,7 @@ class Start:
             serving = self._loaded(running)
             if serving:
                 return serving
+            # The running engine has another base: this version needs an engine of its own.
             self.loads_into = None
             self._check()
         return start_engine(self.version, self._folder, self._is_begun)
@@ -279,6 +282,7 @@ class Start:
         try:
             return load_adapter(self.version, running)
         except LifecycleError:
+            # The adapter is to blame only if the engine lives, and a dying one is noticed late.
             give_up_s = time.monotonic() + BUSY_S
             while not running.server.client.is_healthy() and time.monotonic() < give_up_s:
                 if running.died.wait(0.1):
@@ -295,8 +299,10 @@ class Start:
 
     def _end(self) -> None:
         if self._server:
+            # The thread of `_run`, which waits for this engine, sees it dead and ends with an error.
             self._server.process.stop()
         wait([self.outcome])
+        # It had become ready just before it was stopped.
         if not self.outcome.exception():
             self._discard(self.outcome.result())
 

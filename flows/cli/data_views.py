@@ -51,6 +51,7 @@ def portion_lines(portion: ShownPortion) -> list[str]:
     width = max(len(span(bar)) for bar in portion.lengths)
     most = max(bar.count for bar in portion.lengths)
     for bar in portion.lengths:
+        # Rounded up, so that a single document shows.
         characters = "█" * -(-BAR_CHARACTERS * bar.count // most)
         lines.append(f"    {span(bar):>{width}}  {characters} {bar.count:,}".rstrip())
     return lines

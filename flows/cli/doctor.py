@@ -151,6 +151,7 @@ def _gpus() -> list[Finding]:
     if done.returncode:
         problem = f"{', '.join(names)}; asking torch for them failed: {(done.stderr.strip() or '-').splitlines()[-1]}"
         return [Finding("GPUs", "missing", problem, "make environments")]
+    # Libraries may print lines of their own before it.
     number, unseen = json.loads(done.stdout.splitlines()[-1])
     if unseen:
         return [Finding("GPUs", "missing", *unseen)]

@@ -90,6 +90,7 @@ class StageFeed:
             self.doing = str(row.get("message", ""))
             return
         now_s = time.monotonic()
+        # The rate counts from the first report on: steps of an earlier attempt took no time in this one.
         if self._first is None or total != self.total or done < self._first[1]:
             self._first = now_s, done
         started_s, first_done = self._first
@@ -146,6 +147,7 @@ class View(ABC):
             self._look_at_wait(name, entry)
             if is_news and entry.state == "running":
                 self.line(f"{name:<16} {summary(entry)}")
+            # Its last messages come before the line about its end.
             if name in self._feeds:
                 for message in self._feeds[name].news():
                     if not self._is_repeated(message):

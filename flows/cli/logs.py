@@ -41,12 +41,14 @@ class StageLog:
 
         Raises StoreError when the log is gone.
         """
+        # A chunk may end in the middle of a character.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
             # Opened before checking whether the attempt runs, because its folder moves into the store at its end.
             with self._opened() as stream:
                 growing = True
                 while growing:
+                    # Asked before the read, so that what came up to the end is still read.
                     growing = follow and self.is_growing()
                     while chunk := stream.read(CHUNK_BYTES):
                         yield decoder.decode(chunk)

@@ -108,6 +108,7 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
             say(f"{status.name}: {status.url}", sys.stderr)
     os.environ.update(endpoints.environment())
     for name, value in PREFECT_SETTINGS.items():
+        # Settings that the user made stay.
         os.environ.setdefault(name, value)
     if "prefect" in endpoints.local:
         os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))

@@ -289,6 +289,7 @@ def _become_server(served: list[str], options: list[str]) -> NoReturn:
     `served` holds the program's arguments from `_what_to_serve`.
     """
     command = [sys.executable, "-m", "stages.kinds.serve", *served, *options]
+    # The exec discards what is still in Python's buffer.
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 (no shell)
 

@@ -105,6 +105,7 @@ class Agent:
 
         Raises `StageTimeoutError` or `TransientError` when the stage makes no progress from job to job.
         """
+        # Nothing of it may be left: the next job has the same name and the same work folder.
         self.jobs.cancel()
         what = f"{self.jobs.name_of(job_id)} of {self.order.stage} was ended by {ended.by}"
         if ended.by_time_limit and not progressed:
@@ -123,6 +124,7 @@ def main() -> int:
     folder = JobFolder.of(work)
     order = folder.order()
     assert order, f"no order in {folder.path}"
+    # An exit by exception, so that `finally` cancels the job.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     jobs: Jobs | None = None
     try:
@@ -131,6 +133,7 @@ def main() -> int:
     except LifecycleError as error:
         return leave_error(work, error)
     finally:
+        # A second request must not cut the cancellation short.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         folder.forget_environment()
         if jobs:

@@ -133,8 +133,10 @@ class JobFolder:
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
         """Write the description of a cluster job and its environment variables to its folder."""
         self.path.mkdir(mode=0o700, exist_ok=True)
+        # Private before the first byte is in it.
         self._environment.touch(mode=0o600)
         self._environment.write_text(json.dumps(dict(environment)), encoding="utf-8")
+        # After the environment: from here on a job may be in the cluster, and the next attempt looks for it.
         write_atomically(self.path / "order.json", order.model_dump_json(indent=1))
         self.beat()
 
@@ -159,6 +161,7 @@ class JobFolder:
 
     def beat(self) -> None:
         """Write a heartbeat, which shows the cluster job that its submitter is alive."""
+        # Not atomic, since a torn text is new as well.
         (self.path / "heartbeat").write_text(str(time.time_ns()), encoding="utf-8")
 
     def last_beat(self) -> str:
@@ -173,6 +176,7 @@ class JobFolder:
 
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
+        # A requeued Slurm job has the same id, and the end of its former start must not be taken for its own.
         (self.path / "ended.json").unlink(missing_ok=True)
         write_atomically(self.path / "owner", owner)
 

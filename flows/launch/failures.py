@@ -146,6 +146,7 @@ class MemoryKills:
 
         cgroups, proc: where these file systems are mounted.
         """
+        # Version 2 has one line, `0::/PATH`; version 1 one for each set of controllers, such as `4:memory:/PATH`.
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
@@ -178,6 +179,7 @@ class MemoryKills:
     def _limits(self) -> Iterator[tuple[int, Path]]:
         if self.group is None:
             return
+        # A group is also held to the limits of those above it.
         for group in (self.group, *self.group.parents):
             for file in (group / name for name in LIMITS):
                 if file.is_file() and (limit := file.read_text().strip()) != "max":

@@ -45,6 +45,7 @@ def complete(
         (work / "events.jsonl").touch()  # observers open it before it is removed
         process = Supervised(command, environment=environment(planned.config), output=log)
     added = watch(process, planned, work, tick, stop).tags
+    # From here on the artifact is found cached, without this program.
     store.remove_mark(artifact)
     store.remove(work)
     result = read_result(artifact, planned.name)

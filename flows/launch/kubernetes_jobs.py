@@ -92,6 +92,7 @@ class KubernetesJobs:
         """Delete all objects of the job and wait for its pods; return whether everything is gone."""
         end_s = time.monotonic() + DELETE_PATIENCE_S
         with _explained(f"delete the {self._kind} {self._name}"):
+            # The job first, whose pods need the Service and the policy to their end.
             for kind in reversed(self._manifests):
                 self._delete(kind)
             while any(self._find(kind) for kind in self._manifests) or self._pods():
@@ -111,6 +112,7 @@ class KubernetesJobs:
 
     def _delete(self, kind: str) -> None:
         try:
+            # Foreground: the object stays until its pods are gone, so that `_find` sees them.
             self._ask("DELETE", kind, self._name, query={"propagationPolicy": "Foreground"})
         except ApiException as error:
             if error.status != NOT_FOUND:
@@ -154,6 +156,7 @@ def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome 
     job: with `status.conditions`.
     pods: all that the job has at the moment.
     """
+    # `SuccessCriteriaMet` and `FailureTarget` come while pods still end, `Complete` and `Failed` after that.
     if _condition(job, "Complete") or _condition(job, "SuccessCriteriaMet"):
         return Finished(0)
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
@@ -166,6 +169,7 @@ def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome 
 
 
 def _failure(failed: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome:
+    # Kubernetes sets it on pods that it evicts or preempts, or whose node is lost.
     disrupted = [condition for pod in pods if (condition := _condition(pod, "DisruptionTarget"))]
     if disrupted:
         return Interrupted(f"the loss of a pod ({disrupted[0].get('reason', 'disruption')})")
@@ -204,6 +208,7 @@ def _terminations(pod: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _condition(thing: Manifest, kind: str, status: str = "True") -> Manifest | None:
+    # Null or absent in a new object.
     conditions = thing.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == status), None)
 

@@ -53,9 +53,11 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
     """Return a Kubernetes Job with one pod, or for several nodes an indexed Job with one pod for each."""
     pod = {**pod_spec(order, address), "restartPolicy": "Never"}
     spec: Manifest = {
+        # The agent decides whether a stage is tried again.
         "backoffLimit": 0,
         # A pod that is still ending may write to the work folder, so no replacement starts before it is gone.
         "podReplacementPolicy": "Failed",
+        # For a job whose agent was killed: all others are deleted by theirs.
         "ttlSecondsAfterFinished": 3600,
         "completions": order.nodes,
         "parallelism": order.nodes,
@@ -63,6 +65,7 @@ def _job(order: JobOrder, address: dict[str, str]) -> Manifest:
     }
     if order.nodes > 1:
         spec["completionMode"] = "Indexed"
+        # With the Service of this name, a pod is called JOB-INDEX.JOB.
         pod["subdomain"] = order.job
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(order), "spec": spec}
 
@@ -135,6 +138,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
     Secrets are referenced by name, never copied; all other environment lies in the shared home.
     """
     asked = order.block(KubernetesOptions)
+    # The root file system is read-only.
     plain = {"HOME": "/tmp", **environment}  # noqa: S108 (a volume)
     variables = [{"name": name, "value": value} for name, value in plain.items()]
     container = {

@@ -98,6 +98,7 @@ def complete(environment: Mapping[str, str], order: JobOrder, place: Place | Non
         known |= local.ON_LOOPBACK
     elif order.network_interface:
         known |= dict.fromkeys(local.ON_LOOPBACK, order.network_interface)
+    # Variables that are set already, such as the recipe's, win.
     return {**known, **environment}
 
 

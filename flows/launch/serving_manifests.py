@@ -175,6 +175,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapp
             *({"name": variable, "value": value} for variable, value in environment.items()),
             *environment_by_reference(asked.secrets),
         ],
+        # One probe every 10 s.
         "startupProbe": _ending_probe(failures=round(config.execution.ready_timeout_s / 10)),
         "readinessProbe": _probe(failures=2),
         "livenessProbe": _ending_probe(failures=6),

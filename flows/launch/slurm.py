@@ -76,6 +76,7 @@ class SlurmJobs:
         except _RefusedError as error:
             remedy = "see execution.slurm of the stage, and `sinfo` for what there is"
             raise RecipeError(f"Slurm refused the job: {error}; {remedy}") from error
+        # JOB, or JOB;CLUSTER where Slurm has several clusters.
         return output.strip().partition(";")[0]
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
@@ -100,6 +101,7 @@ class SlurmJobs:
         Raises `TransientError` when Slurm does not answer.
         """
         end_s = time.monotonic() + CANCEL_PATIENCE_S
+        # By name: a job is found, too, whose submission was killed before its id was read.
         while jobs := _run("squeue", "--noheader", f"--name={self.order.job}", "--format=%i").split():
             _run("scancel", "--quiet", *jobs)
             if time.monotonic() > end_s:
@@ -190,6 +192,7 @@ class JobView:
 
 def parse_job(line: str) -> JobView:
     """Return the status of a job from the output of `scontrol show job --oneliner`."""
+    # With the space before it: `NodeList` is also the end of `ReqNodeList` and `ExcNodeList`.
     fields = {name: match[1] for name in FIELDS if (match := re.search(rf"(?:^| ){name}=(\S*)", line))}
     return JobView(
         state=fields["JobState"],

@@ -72,6 +72,7 @@ def meeting_place(order: JobOrder) -> dict[str, str]:
     """
     address = address_of(order.network_interface) if order.network_interface else ""
     with socket.socket() as listener:
+        # Free at this moment; the stage listens there a little later.
         listener.bind(("", 0))
         return {"MASTER_ADDR": address, "MASTER_PORT": str(listener.getsockname()[1]), FIRST_MACHINE: this_machine()}
 

@@ -95,6 +95,7 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
     wanted = ("ran",) if channel == "ping" else tuple(occasions) or get_args(Occasion)
     block = _block(channel, _address(channel, address_variable))
     with prefect_client() as client:
+        # The address before the automation that refers to it.
         block_id = block.save(PREFIX + channel, overwrite=True)
         for known in client.read_automations_by_name(PREFIX + channel):
             client.delete_automation(known.id)

@@ -77,7 +77,9 @@ class Reaper:
         records = list(self._running.all())
         died = [record for record in records if record.interrupted]
         running = {record.refresh for record in records}
+        # One that was running at the last look is not among the running ones now.
         ended = not running >= self._seen
+        # Replaced only after Prefect has answered: no end is forgotten while it is away.
         self._seen |= running
         if not died and not ended and time.monotonic() < self._asks_at_s:
             return []
@@ -95,6 +97,7 @@ class Reaper:
                 announce_states(client, flow_run, client.read_flow_run_states(flow_run.id))
                 self._announced_ends.add(flow_run.state_id)
         self._seen = running
+        # At the next look already, while the event of an end is missing.
         self._asks_at_s = time.monotonic() + (0.0 if self._unstored_since_s else ASK_INTERVAL_S)
         return close_interrupted() if died else []
 
@@ -145,6 +148,7 @@ class Reaper:
             flow_run_filter=FlowRunFilter(end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - ENDED_WITHIN)),
         )
         last = {run.state_id: run for run in ended if run.state_id and run.state_id not in self._announced_ends}
+        # On a full disk, events wait in the server's memory and are not lost.
         if last and shutil.disk_usage(home()).free >= FULL_BELOW_BYTES:
             stored = client.read_events(EventFilter(id=EventIDFilter(id=list(last))), limit=len(last))
             unstored = last.keys() - {event.id for event in stored.events}

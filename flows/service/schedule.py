@@ -34,9 +34,10 @@ from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
 
 NUM_FIELDS = 5
-RANGE = re.compile(r"(?<!\w)(\w+)-(\w+)")
+RANGE = re.compile(r"(?<!\w)(\w+)-(\w+)")  # ends are numbers or names: 9-17, mon-fri
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+# Months from 0 on, since only the order of a range's ends is looked at.
 NUMBERS = {name: number for number, name in enumerate(DAYS)} | {name: number for number, name in enumerate(MONTHS)}
 RANDOM = re.compile(r"(^|\s)R", re.IGNORECASE)
 SCHEDULE_TAG = "lifecycle-schedule"
@@ -160,6 +161,7 @@ def _cron_schedule(name: str, cron: str, timezone: str) -> CronSchedule:
     except ValidationError as error:
         raise RecipeError(f"scheduling {name}: `{cron}` is no cron expression; {expected}") from error
     try:
+        # As Prefect's server plans it: for 30 February the search ends with an error.
         asyncio.run(PlannedCron(cron=cron, timezone=timezone).get_dates(1))
     except ValueError as error:
         remedy = "no year has such a day; change the day of month or the month"

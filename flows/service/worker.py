@@ -104,6 +104,7 @@ def missed_runs(runs: Iterable[FlowRun], now: datetime) -> list[list[FlowRun]]:
     """Return the due runs of each schedule that has several, the latest run last. Pure."""
     due: dict[UUID | None, list[FlowRun]] = {}
     for run in runs:
+        # A run that has begun before is a retry, and never left out.
         if run.auto_scheduled and not run.run_count and run.expected_start_time <= now:
             due.setdefault(run.deployment_id, []).append(run)
     return [sorted(one, key=lambda run: run.expected_start_time) for one in due.values() if one[1:]]
@@ -132,6 +133,7 @@ class Clock:
 
         Prefect's server plans no runs until its old time is reached again.
         """
+        # Wall clock minus monotonic clock: it changes only when the wall clock is set.
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
         self._offset_s = offset_s
@@ -186,6 +188,7 @@ def duties() -> list[Duty]:
 async def work(public: socket.socket | None) -> None:
     """Run the worker: start due refreshes until cancelled, and answer health checks on the socket `public`."""
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
+    # Prefect has no public place for another query.
     worker._get_scheduled_flow_runs = DueRuns(worker).get
     if public:
         health = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
@@ -241,6 +244,7 @@ def apply_retention() -> None:
 def main() -> None:
     """Run the worker for scheduled refreshes until SIGTERM or SIGINT."""
     collect_rarely()
+    # SIGTERM ends the worker as Ctrl-C does, by KeyboardInterrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     public = socket.socket(fileno=int(sys.argv[1])) if sys.argv[1:] else None
     # Prefect leaves empty folders for fetched code, and a killed worker its working directories: keep them here.
