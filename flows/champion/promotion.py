@@ -114,6 +114,7 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
     while todo:
         entry = todo.pop()
         artifact = store.find(entry.kind, entry.version)
+        # Several stages may share an ancestor.
         if artifact is None or entry.version in seen:
             continue
         seen.add(entry.version)

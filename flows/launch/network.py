@@ -64,6 +64,7 @@ def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
         if place.first_machine not in (None, this_machine()):
             why = "only the first node itself reaches it; what is its name there, in /etc/hosts?"
             raise ResourceError(f"{node} is to meet the first node at {place.address}: {why} {REMEDY}")
+    # Gloo listens there; `address_of` raises for an interface that this node lacks.
     elif interfaces := environment.get("GLOO_SOCKET_IFNAME"):
         for interface in interfaces.split(","):
             address_of(interface)

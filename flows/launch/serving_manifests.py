@@ -178,6 +178,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapp
         # One probe every 10 s.
         "startupProbe": _ending_probe(failures=round(config.execution.ready_timeout_s / 10)),
         "readinessProbe": _probe(failures=2),
+        # A minute without a good answer.
         "livenessProbe": _ending_probe(failures=6),
         "lifecycle": _before_sigterm("python", "-I", "-S", "-c", AWAIT_PROXY, str(SOCKET.with_name(LOCK_NAME))),
         "resources": resources(asked, cores=1),

@@ -68,6 +68,7 @@ def watch(
         if result:
             return result
         exit_code = process.poll()
+        # Before `failure_of` quotes the log.
         redact_files(work, secrets_in({**os.environ, **planned.config.execution.environment}))
         if exit_code:
             is_local = planned.config.execution.is_local

@@ -67,6 +67,7 @@ def energy_j(devices: Sequence[int]) -> float | None:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in devices]
+        # NVML counts millijoules.
         return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) / 1000
     except pynvml.NVMLError:
         return None

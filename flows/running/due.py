@@ -186,6 +186,7 @@ def _not_wanted() -> State[Any] | None:
         due = FlowRunFilterExpectedStartTime(after_=own.expected_start_time, before_=datetime.now(UTC))
         schedule = FlowRunFilterDeploymentId(any_=[own.deployment_id])
         runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(deployment_id=schedule, expected_start_time=due))
+    # The filter's bounds include this run itself.
     newer = next((run for run in runs if run.id != own.id and run.auto_scheduled), None)
     if newer:
         return Cancelled(name="Superseded", message=f"{newer.name}, of the same schedule, was due later")

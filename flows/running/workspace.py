@@ -62,6 +62,7 @@ def prepare(store: Store, planned: PlannedStage, resolved_inputs: ResolvedInputs
         end_processes(lambda: marked_processes(token))
         # After the processes, since the agent among them might submit another job.
         cancel_left_over(work)
+    # Without a note, nothing says from which content the scratch files were made.
     if work.exists() and (fresh or note is None or note.digests != resolved_inputs.digests):
         store.remove(work)
     store.make_folder(work)

@@ -52,6 +52,7 @@ class Lock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Not truncated: the file names the holder.
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # No supervisor runs: there is nothing to take over.
         if self._acquire(descriptor, 0.0):
             return Plan(lock=descriptor)
         handed = Plan()

@@ -41,6 +41,7 @@ def open_pages(mlflow_page: str = "") -> Iterator[str]:
 
 
 ADDRESSES: dict[str, Callable[[str, str], str]] = {
+    # Behind the `#`, which a browser sends to no server; MLflow's pages use basic authentication.
     "prefect": lambda host, password: f"http://{host}{LOGIN_PATH}#{quote(f'{USER}:{password}')}",
     "mlflow": lambda host, password: f"http://{USER}:{quote(password)}@{host}{LOGIN_PATH}",
 }

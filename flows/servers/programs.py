@@ -119,6 +119,7 @@ def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
         "PREFECT_WORKER_QUERY_SECONDS": "5",
+        # Else Prefect's client starts a server of its own where it finds none.
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     }
 
