@@ -45,6 +45,7 @@ def num_devices(config: StageConfig) -> int:
 def own_gpus(config: StageConfig) -> list[int]:
     """Return the indices of the GPUs to which a stage is limited by `CUDA_VISIBLE_DEVICES`; empty without a limit."""
     named = config.execution.environment.get("CUDA_VISIBLE_DEVICES", "") if gpus() else ""
+    # GPUs may also be named by UUID, which gives no index.
     return [int(number) for number in named.split(",") if number.isdecimal()]
 
 
@@ -90,6 +91,7 @@ def _device_problems(config: StageConfig) -> Iterator[str]:
         return  # there are no GPUs, or the recipe hides them from the stage
     field = f"execution.environment.{VISIBLE_DEVICES}"
     if named := _named(config):
+        # Too few, or one of them twice.
         if len(set(named)) < max(wanted, len(named)):
             yield f"but {field} names {len(set(named))} ({','.join(named)}); name as many, each once"
         if beyond := [one for one in named if one.isdecimal() and int(one) >= count]:
@@ -117,6 +119,7 @@ def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
     execution = planned.config.execution
     if not gpus() or not numbers or VISIBLE_DEVICES in execution.environment:
         return planned
+    # Processes number the GPUs that they see from 0, whichever these are.
     environment = {**execution.environment, VISIBLE_DEVICES: ",".join(map(str, numbers))}
     execution = execution.model_copy(update={"environment": environment})
     return replace(planned, config=planned.config.model_copy(update={"execution": execution}))

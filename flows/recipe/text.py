@@ -23,6 +23,7 @@ from stages.core.errors import RecipeError
 from stages.core.redaction import REPLACEMENT, redact, shortened
 from stages.core.yaml_bounds import MAX_BYTES, check_bounds
 
+# The C loader is several times as fast; a PyYAML built without libyaml lacks it.
 BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 MAX_DIGITS = 100
@@ -38,6 +39,7 @@ class RecipeLoader(BaseLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
+            # PyYAML would take the last of equal keys without a word.
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise RecipeError(f"line {line}: the key `{key.value}` is already in line {seen[key.value]}")
             seen[str(key.value)] = line
@@ -63,6 +65,7 @@ class RecipeLoader(BaseLoader):
 for _type in ("int", "float"):
     RecipeLoader.add_constructor(f"tag:yaml.org,2002:{_type}", RecipeLoader.construct_number)
 RecipeLoader.yaml_implicit_resolvers = {
+    # PyYAML would make datetime objects of dates, which JSON does not have.
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in BaseLoader.yaml_implicit_resolvers.items()
 }
@@ -73,6 +76,7 @@ RecipeLoader.add_implicit_resolver(
 
 def parse_yaml(text: str) -> Any:
     """Parse one YAML document into dicts, lists and JSON values. Raises RecipeError that names the line."""
+    # Before anything is built: a few lines of merges (`<<`) would fill the memory.
     check_bounds(text, RecipeLoader)
     try:
         tree = yaml.load(text, RecipeLoader)  # noqa: S506 (derives from the safe loader)
@@ -121,6 +125,7 @@ def without_secrets(text: str) -> str:
         for key, value in mapping.value:
             if key.value == "environment":
                 hidden |= {(one.start_mark.index, one.end_mark.index) for one in _values(value)}
+    # From the end, so that positions of the values before stay valid.
     for start, end in sorted(hidden, reverse=True):
         behind = text[start:end].rstrip()  # a block scalar includes its last line break, which is kept
         text = f"{text[:start]}{REPLACEMENT!r}{text[start + len(behind) :]}"
@@ -133,6 +138,7 @@ def _mappings(root: yaml.Node | None) -> Iterator[yaml.MappingNode]:
     seen: set[int] = set()
     while todo:
         node = todo.pop()
+        # An alias may also stand inside its own anchor: without this, such a document never ends.
         if id(node) in seen:
             continue
         seen.add(id(node))
@@ -153,6 +159,7 @@ def _values(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 
 def _read_regular_file(path: Path) -> str:
     status = path.stat()
+    # Reading a pipe or a device might never end.
     if not stat.S_ISREG(status.st_mode):
         raise RecipeError("it is no regular file; expected a file of text")
     if status.st_size > MAX_BYTES:
@@ -174,6 +181,7 @@ def resolve_file_sources(tree: Any, folder: Path) -> Any:
 
 def absolute(path: Path, folder: Path) -> Path:
     """Return a path made absolute from `folder`, with `~` and `..` resolved."""
+    # `..` is taken away from the text; symbolic links are not followed.
     return Path(os.path.normpath(folder / os.path.expanduser(path)))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
@@ -200,6 +208,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     words = [one for one in islice(known, MAX_WORDS) if len(one) <= MAX_WORD_CHARACTERS]
     if not words:
         return ""
+    # learning_rate -> lr
     matches = [one for one in words if word == "".join(part[:1] for part in one.split("_")) and "_" in one]
     if not matches and len(word) <= MAX_WORD_CHARACTERS:
         matches = difflib.get_close_matches(word, words, n=1, cutoff=0.6)

@@ -54,6 +54,7 @@ def read_shipped(ledger: Ledger) -> Shipped:
 
 def write_shipped(ledger: Ledger, shipped: Shipped) -> None:
     """Write to `mlflow.json` how much of a refresh's ledger (event log) has been copied to MLflow."""
+    # Others read the file while a refresh runs (`pages.py`), and must find a whole one.
     write_atomically(ledger.folder / "mlflow.json", shipped.model_dump_json(indent=1))
 
 

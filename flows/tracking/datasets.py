@@ -49,8 +49,10 @@ def datasets_read(tags: Mapping[str, str], params: Mapping[str, str], store: Pat
     for tag, version in tags.items():
         if not tag.startswith(UPSTREAM) or not tag.endswith("dataset"):
             continue
+        # KIND/STAGE-VERSION: a version is enough to find its folder.
         artifact = next((one for folder in store.glob(f"*/*-{version}") if (one := read_artifact(folder))), None)
         if artifact and artifact.record.product == "dataset":
+            # upstream.data.dataset -> `data.`, so the splits are the parameters data.split and data.evaluation_split.
             prefix = tag.removeprefix(UPSTREAM).removesuffix("dataset")
             splits = {
                 params[f"{prefix}{name}"]: context for name, context in SPLITS.items() if f"{prefix}{name}" in params
@@ -82,6 +84,7 @@ def _task_digest(folder: Path, task: str, config: object) -> str:
     """Return a digest of an evaluation task's config and of the samples that were evaluated, if they are recorded."""
     hashes = [json.dumps(config, sort_keys=True, default=str)]
     with suppress(OSError, ValueError):
+        # Tasks of equal configs may have asked other samples, such as under another limit.
         hashes += [str(sample.get("doc_hash")) for sample in read_samples(folder, task)]
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:DIGEST_CHARACTERS]
 
@@ -100,6 +103,7 @@ def _read_split(artifact: Artifact, split: str, context: str) -> ReadDataset:
         digest=record.digest[:DIGEST_CHARACTERS],
         source_type=source_type,
         source=source,
+        # Rows are known only if those of every file are.
         profile={**({"num_rows": sum(known)} if len(known) == len(counts) else {}), **sizes},
         columns=[*map(_column, first.items())] if isinstance(first, dict) else None,
         context=context,
@@ -121,6 +125,7 @@ def _source(record: Record) -> tuple[str, dict[str, str]]:
         return record.kind, {"uri": f"{record.kind}/{record.stage}-{record.version}"}
     hub, _, rest = source.partition("://")
     if hub == "hf":
+        # hf://datasets/OWNER/NAME@REVISION -> OWNER/NAME
         return "hugging_face", {"path": rest.removeprefix("datasets/").partition("@")[0], "revision": revision}
     is_local = hub in HUBS and HUBS[hub].is_local
     return ("local" if is_local else "code"), {"uri": rest if is_local else source, "revision": revision}

@@ -64,12 +64,14 @@ def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
         token = page.token
         if not token:
             break
+    # MLflow answers newest first.
     return runs[::-1]
 
 
 def _logged(run: object) -> LoggedRun:
     info, data = run.info, run.data  # type: ignore[attr-defined]
     medians = {name.removesuffix(MEDIAN): value for name, value in data.metrics.items() if name.endswith(MEDIAN)}
+    # `step_time_s_median` replaces `step_time_s`, of which MLflow gives the last step's value.
     metrics = dict(data.metrics) | medians
     return LoggedRun(info.run_id, info.run_name, info.status, dict(data.params), metrics, dict(data.tags))
 

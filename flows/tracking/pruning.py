@@ -30,6 +30,7 @@ def delete_runs(run_ids: Collection[str], *, purge: bool) -> None:
     try:
         for run_id in run_ids:
             with _unless_unknown():
+                # Marks the run only: a person can restore it, until it is purged.
                 client.delete_run(run_id)
                 known.append(run_id)
         if purge and (home() / MLFLOW.name / MLFLOW_FILE).exists():  # the user may name another database
@@ -67,9 +68,11 @@ def _purge(run_ids: Collection[str]) -> None:
             read = [(one.input_uuid, one.source_id) for one in inputs]
             session.query(SqlInputTag).filter(SqlInputTag.input_uuid.in_([uuid for uuid, _ in read])).delete()
             inputs.delete()
+            # With this run's inputs gone: datasets that other runs have read stay.
             unread = ~session.query(SqlInput).filter(SqlInput.source_id == SqlDataset.dataset_uuid).exists()
             session.query(SqlDataset).filter(SqlDataset.dataset_uuid.in_([uuid for _, uuid in read]), unread).delete()
         with _unless_unknown():
             store._hard_delete_run(run_id)
+        # artifacts/EXPERIMENT/RUN
         for files in artifacts.glob(f"*/{run_id}"):
             remove_tree(files)

@@ -55,6 +55,7 @@ def batches(series: MetricSeries, largest: int = METRICS_PER_BATCH) -> Iterator[
             rows = []
         rows = rows + more
         next_byte = series.position
+    # Also without rows: lines that hold no new values are not to be read again.
     if series.position > first_byte:
         yield MetricBatch(rows, series.position)
 
@@ -83,6 +84,7 @@ def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, e
     """
     last: dict[str, MetricRow] = {}
     for logged in MetricSeries(folder, last_byte=last_byte).steps():
+        # Later lines replace earlier ones: the last value of each metric.
         last |= {row.name: row for row in rows_of(logged)}
     step = max((row.step for row in last.values()), default=0)
     rows = [MetricRow(acceptable(name), value, ended_ms, step) for name, value in metrics.items()]
@@ -158,6 +160,7 @@ def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
         curve = [row for logged in MetricSeries(folder).steps() for row in rows_of(logged)] if folder else []
         last_step = max((row.step for row in curve), default=0)
         losses = [row for row in curve if is_curve(row.name)]
+        # A final value of the same name would be one more point of the curve.
         drawn = {row.name for row in losses}
         final = [
             MetricRow(acceptable(metric), value, ended_ms, last_step)
@@ -208,6 +211,7 @@ def trial_rows(record: RefreshRecord, number: int) -> list[MetricRow]:
     assert record.comparison
     steps_per_round = record.comparison.num_warmup_steps + record.comparison.num_steps
     return [
+        # With 25 steps a round, step 3 of the second round is step 28.
         replace(row, step=row.step + (trial.round - 1) * steps_per_round)
         for trial in record.trials_of(number)
         for logged in MetricSeries(trial.work).steps()

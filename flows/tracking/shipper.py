@@ -78,6 +78,7 @@ class Shipper:
         self.ledger = ledger
         self.client = client
         self.shipped = read_shipped(ledger)
+        # An earlier process may have died between creating a run and recording its id; `_create_run` looks for it.
         self._recovering = bool(self.shipped.experiment_id)
 
     def ship(self) -> bool:
@@ -95,7 +96,9 @@ class Shipper:
             return False
         for number in range(len(record.comparison.layouts) if record.comparison else 0):
             self._ship_layout(record, number, parent)
+        # After all its children, since the parent's page names their runs.
         self._finish_parent(record, parent)
+        # From here on nothing is sent again, unless a retry makes the ledger longer.
         self._save(done=True, ledger_bytes=size, trouble=None)
         return True
 
@@ -116,6 +119,7 @@ class Shipper:
             self._save(experiment_id=experiment_id(self.client))
         if self.shipped.parent_run_id is None:
             run = self._create_run("refresh", record.refresh, record.refresh, record.started_ms, parent_tags(record))
+            # Before the id is recorded: after a crash the run is found again, and MLflow takes equal parameters twice.
             log_params(self.client, run, parent_params(record))
             self._save(parent_run_id=run, trouble=None)
         assert self.shipped.parent_run_id
@@ -146,7 +150,9 @@ class Shipper:
         identity = f"{self.ledger.folder.name}/{attempt.name}"
         run = self._create_run("attempt", identity, began.stage, began.time_ms, tags)
         log_params(self.client, run, began.params)
+        # Known from the beginning, so that a run that fails early shows its data too.
         log_datasets(self.client, run, datasets_read(attempt.tags, began.params, store_root()))
+        # A resumed attempt appends to the metrics file of the one before it; its own part begins at `first_byte`.
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=began.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
@@ -166,9 +172,11 @@ class Shipper:
         last_step = max((row.step for row in rows), default=0)
         ended_ms = record.started_ms + round(1000 * record.seconds)
         final = measured.metrics if measured else {}
+        # At the last trial's last step, but later than it: of two values MLflow's list of runs shows the later.
         rows += [MetricRow(acceptable(name), value, ended_ms, last_step) for name, value in final.items()]
         log_metrics(self.client, run, rows)
         self.client.set_terminated(run, "FAILED" if error else "FINISHED", ended_ms)
+        # Recorded after everything is sent: a crash before this sends the layout again, into the same run.
         shipped = ShippedAttempt(run_id=run, next_byte=0, done=True)
         self._save(attempts={**self.shipped.attempts, name: shipped}, trouble=None)
 
@@ -180,6 +188,7 @@ class Shipper:
         """Create an MLflow run, or return the one that an earlier try created without recording its id."""
         experiment = self.shipped.experiment_id
         if self._recovering:
+            # The tag is set in the request that creates the run, so no run of ours is without it.
             found = self.client.search_runs([experiment], f"tags.`lifecycle.{tag}` = '{identity}'", max_results=1)
             if found:
                 return str(found[0].info.run_id)
@@ -207,7 +216,9 @@ class Shipper:
         tags |= {"scores": scores} if scores else {}
         set_tags(self.client, run, tags)
         log_datasets(self.client, run, tasks_read(folder))
+        # Uploads again after a crash overwrite files of the same name.
         log_files(self.client, run, folder, ended.files)
+        # Last of all: what MLflow calls finished is complete.
         self.client.set_terminated(run, ATTEMPT_STATUS[attempt.outcome], ended.time_ms)
 
     def _finish_parent(self, record: RefreshRecord, parent: str) -> None:
@@ -233,6 +244,7 @@ def main() -> None:
 
     The ledger's folder is the program's first argument.
     """
+    # Before mlflow is imported, which starts its telemetry then.
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
@@ -247,7 +259,9 @@ def main() -> None:
         # The refresh holds the other end of stdin and writes nothing there: it can be read when the refresh has ended.
         while not select.select([sys.stdin], [], [], pause_s)[0]:
             pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
+        # A refresh writes its last event before it closes its end of stdin, so this ships all of them.
         complete = _try_to_ship(shipper)
+    # Only if MLflow has just answered.
     if complete:
         ship_pending(client)
 
@@ -265,12 +279,14 @@ def ship_pending(client: MlflowClient) -> None:
         # In a copied home, MLflow's runs are the original's, unless the MLflow is a copy, too.
         is_ours = not record.is_copied or os.environ.get("MLFLOW_TRACKING_URI") == address_of(MLFLOW.name)
         if record.state != "running" and is_ours:
+            # Held elsewhere: that process ships it.
             with contextlib.suppress(Timeout), only_shipper(ledger).acquire(blocking=False):
                 _try_to_ship(Shipper(ledger, client))
 
 
 def only_shipper(ledger: Ledger) -> FileLock:
     """Return the lock that a `Shipper` must hold, since two copying at once would create every MLflow run twice."""
+    # On file systems without locks, no soft lock either, a mere file: that of a killed process would stay.
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)
 
 
@@ -293,6 +309,7 @@ def experiment_id(client: MlflowClient) -> str:
     """
     from mlflow.exceptions import MlflowException
 
+    # Another process may create the experiment between the two requests; then it is there to be read below.
     with contextlib.suppress(MlflowException):
         known = client.get_experiment_by_name(EXPERIMENT)
         identity = str(known.experiment_id if known else client.create_experiment(EXPERIMENT))

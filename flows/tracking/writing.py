@@ -73,6 +73,7 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
     JSON-lines files are uploaded as tables, too. MLflow's own `log_table` needs pandas, and appends to what an earlier
     try has logged.
     """
+    # A stage may list its plots among its files as well; `dict.fromkeys` keeps each once.
     plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
     existing = [Path(file) for file in dict.fromkeys([*files, *plots]) if (folder / file).is_file()]
     for file in existing:
@@ -81,6 +82,7 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
     for name, file in tables.items():
         client.log_dict(run, table_of(file), name)
     if tables:
+        # After the tables are uploaded: the tag makes MLflow's pages load them.
         set_tags(client, run, {TABLES_TAG: json.dumps([{"path": name, "type": "table"} for name in tables])})
 
 
@@ -90,12 +92,14 @@ def table_of(file: Path) -> dict[str, list[Any]]:
     At most `MOST_ROWS` rows, evenly spaced. The values of an object have columns of their own: `rewards.right`.
     """
     with file.open("rb") as stream:
+        # 2,500 lines -> every third one. Read twice, since the lines of a large file need not fit in memory.
         stride = math.ceil(sum(1 for _ in stream) / MOST_ROWS) or 1
     rows: list[dict[str, Any]] = []
     with file.open("rb") as stream:
         for line in islice(stream, 0, None, stride):
             with suppress(ValueError):  # a kill may have torn a line
                 rows.append(_flat(json.loads(line)))
+    # Rows need not have the same fields: the columns are all names, in the order of their first row.
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "data": [[row.get(name) for name in columns] for row in rows]}
 
@@ -111,4 +115,5 @@ def set_tags(client: MlflowClient, run: str, tags: Mapping[str, str]) -> None:
     """Set tags of an MLflow run; existing ones are replaced."""
     from mlflow.entities import RunTag
 
+    # One request for all tags; `set_tag` takes one each.
     client.log_batch(run, tags=[RunTag(name, shortened(value, LONGEST_VALUE)) for name, value in tags.items()])
