@@ -103,6 +103,7 @@ class CodeReward(CompletionReward):
 
         Raises ResourceError where the machine cannot confine code.
         """
+        # the reward itself on code that tries to break out: it passes only if every call was refused
         passed, answer = self._passes(PROBE, ("assert True",))
         if not Path("/proc/self/io").is_file():
             passed, answer = False, "its kernel does not count what a process writes, in /proc/PID/io"
@@ -142,6 +143,7 @@ class CodeReward(CompletionReward):
                         process.stdin.close()
                     ended = self._await_end(process, Path(folder))
                 finally:
+                    # before its answer is read: the pipe is then closed, and the read ends
                     process.kill()
                 answer = process.stdout.read(ANSWER_BYTES).decode(errors="replace")
         return ended and answer == word, answer
@@ -186,6 +188,7 @@ def _is_small(folder: Path) -> bool:
     num_bytes = 0
     for num_files, file in enumerate(folder.iterdir(), 1):
         with contextlib.suppress(FileNotFoundError):  # the code has removed it meanwhile
+            # blocks are of 512 bytes on every file system; lstat: a link counts for itself, not for its target
             num_bytes += file.lstat().st_blocks * 512
         if num_files > NUM_FILES or num_bytes > FOLDER_BYTES:
             return False
@@ -198,4 +201,5 @@ def _num_written(pid: int) -> int:
         fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     except (FileNotFoundError, ProcessLookupError):
         return 0
+    # bytes passed to write(2), whether or not they reached a disk
     return int(fields["wchar"])

@@ -90,6 +90,7 @@ def permit_computing_only() -> None:
     Raises OSError where there is no seccomp or no libseccomp.
     """
     library = ctypes.CDLL("libseccomp.so.2")
+    # a pointer: by default ctypes cuts results to 32 bits
     library.seccomp_init.restype = ctypes.c_void_p
     calls = ctypes.c_void_p(library.seccomp_init(REFUSE))
     if not calls:
@@ -107,6 +108,7 @@ def permit_computing_only() -> None:
     for name in PERMITTED.split():
         permit(name)
     for name, flags in (("open", 1), ("openat", 2)):
+        # Several rules for one call are alternatives: it is allowed if any of them matches.
         permit(name, [Comparison(flags, MASKED_EQUAL, READ_WITHOUT_TRUNCATION, os.O_RDONLY)])
         permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_WRONLY)])
         permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_RDWR)])
@@ -115,10 +117,12 @@ def permit_computing_only() -> None:
     permit("fcntl", [Comparison(1, EQUAL, fcntl.F_SETFL), Comparison(2, MASKED_EQUAL, os.O_ASYNC, 0)])
     for command in IOCTL_COMMANDS:
         permit("ioctl", [Comparison(1, EQUAL, command)])
+    # private, or of no file: a shared mapping would write to a file past the limits on what is written
     permit("mmap", [Comparison(3, MASKED_EQUAL, SHARING, mmap.MAP_PRIVATE)])
     permit("mmap", [Comparison(3, MASKED_EQUAL, mmap.MAP_ANONYMOUS, mmap.MAP_ANONYMOUS)])
     permit("prlimit64", [Comparison(0, EQUAL, 0), Comparison(2, EQUAL, 0)])  # reading its own limits
     permit("tgkill", [Comparison(0, EQUAL, os.getpid())])  # abort(): a signal to itself
+    # From here on this process cannot take any of it back, nor can what it runs.
     _checked_seccomp(library.seccomp_load(calls))
     library.seccomp_release(calls)
 
@@ -171,6 +175,7 @@ def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     change these must be refused too. Raises OSError where there is no Landlock.
     """
     known = landlock_version()
+    # Only rights that this kernel knows: it refuses a ruleset with an unknown bit.
     every_right = (1 << NUM_RIGHTS[min(known, len(NUM_RIGHTS) - 1)]) - 1
     attributes = struct.pack("Q", every_right)
     attributes += struct.pack("Q", BIND_AND_CONNECT) if known >= NETWORK_VERSION else b""
@@ -187,9 +192,12 @@ def _restrict(attributes: bytes, allowed: dict[Path, int]) -> None:
     rules = _checked_errno(_libc.syscall(CREATE_RULESET, attributes, len(attributes), 0))
     for path, rights in allowed.items():
         opened = os.open(path, os.O_PATH)
+        # The kernel refuses rights of folders, such as listing, in the rule of a file.
         of_kind = rights if path.is_dir() else rights & (EXECUTE | WRITE_FILE | READ_FILE)
+        # `=`: the kernel's `struct landlock_path_beneath_attr` is packed, 12 bytes without padding.
         _checked_errno(_libc.syscall(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", of_kind, opened), 0))
         os.close(opened)
+    # Landlock and seccomp ask for it of a process without privileges: no setuid program may get more rights.
     _checked_errno(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _checked_errno(_libc.syscall(RESTRICT_SELF, rules, 0))
     os.close(rules)
@@ -202,6 +210,7 @@ def _drop_capabilities(*dropped: int) -> None:
     values = list(struct.unpack("6I", sets.raw))
     for number in dropped:
         for kind in range(3):
+            # capability 38 is bit 6 of the upper words, 3 to 5
             values[3 * (number // 32) + kind] &= ~(1 << number % 32)
     _checked_errno(_libc.capset(header, struct.pack("6I", *values)))
 
@@ -227,6 +236,7 @@ def main(limits: str) -> None:
 
     limits: JSON of `cpu_s`, `memory_bytes` and `file_bytes`.
     """
+    # all of it, before the standard streams become /dev/null
     asked = json.load(sys.stdin)
     answers = os.dup(1)  # the code gets /dev/null as its standard streams
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -244,6 +254,7 @@ def main(limits: str) -> None:
 
 
 def _confine(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
+    # A parent that is killed cannot end this process, so the kernel does.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = {
         resource.RLIMIT_CPU: cpu_s,
@@ -253,8 +264,10 @@ def _confine(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for limit, value in limits.items():
+        # soft and hard: the code cannot raise them again
         resource.setrlimit(limit, (value, value))
     restrict_files(readable=READABLE, writable=[Path.cwd(), Path(os.devnull)])
+    # last: it refuses the calls by which files were restricted
     permit_computing_only()
 
 
@@ -263,6 +276,7 @@ def _passes(code: str, tests: list[str]) -> bool:
     try:
         for text in (code, *tests):
             exec(compile(text, "<completion>", "exec"), names)  # noqa: S102 - this process is for nothing else
+    # SystemExit as well: code that ends before its tests has not passed them
     except BaseException:
         return False
     return True

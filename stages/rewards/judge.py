@@ -193,8 +193,11 @@ class JudgeReward(JudgeConfig, Reward):
 CONCURRENT_REQUESTS = 8
 NUM_TRIES = 3
 """Largest number of times that a judge is asked the same question while its answers contain no rating."""
+# "Rating (1 to 10): **8**": a remark in brackets, Markdown around the colon and the number,
+# a full-width colon and a true minus sign.
 RATING = re.compile(r"\brating(?:\s*\([^)\n]{0,40}\))?[^\w\n]{0,5}[:：=]\W{0,5}?([-−]?\d+(?:\.\d+)?)", re.IGNORECASE)
 BETTER = re.compile(
+    # Group 1 takes part only within a line, and chooses in (?(1)…|…) what may follow the verdict.
     r"(?:^[^\w\n]*|(\b))better[^\w\n]{0,5}[:：=]\W{0,8}(?:answer\s+)?\b(A|B|equal)\b"
     r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
     re.IGNORECASE | re.MULTILINE,
@@ -284,6 +287,7 @@ class AskedJudge:
         ServerError, TransientError.
         """
         self._check_cost(completions)
+        # starts all at once, and yields in the order of the completions
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
@@ -305,6 +309,7 @@ class AskedJudge:
 
     def _opinion(self, completion: Completion) -> Opinion:
         answers = [self._answer_to(messages) for messages in self._questions(completion)]
+        # A comparison with one verdict missing has no score: one order alone would keep the judge's bias for a place.
         numbers = [one.number for one in answers if one.number is not None]
         score = self._combined(numbers) if len(numbers) == len(answers) else None
         return Opinion(score, tuple(one.text for one in answers))
@@ -376,6 +381,7 @@ class AskedJudge:
     def read_number(self, answer: str) -> float | None:
         """Return the rating in a judge's answer, or its choice: 1 for A, 0 for B, 0.5 for equal; None if without."""
         if self.config.scale is None:
+            # the last one counts: before it the judge may quote the question, or weigh both sides
             verdicts = [match[2].lower() for match in BETTER.finditer(answer)]
             return {"a": 1.0, "b": 0.0, "equal": 0.5}[verdicts[-1]] if verdicts else None
         ratings = [float(number.replace("−", "-")) for number in RATING.findall(answer)]
@@ -391,6 +397,7 @@ class AskedJudge:
         import httpx  # a recipe is read without it
 
         with self.lock:
+            # counted here too: `_check_cost` knows no repeats after answers without a number
             self.num_requests += 1
             if self.num_requests > self.config.max_requests:
                 raise DataError(f"the judge was asked `max_requests` times, {self.config.max_requests}; raise it")
@@ -417,6 +424,7 @@ class AskedJudge:
     def _keep(self, question: str, answer: JudgeAnswer, usage: Tokens) -> None:
         """Append a judge's answer to its file, even one without a number, since its tokens count as cost."""
         with self.lock:
+            # Two threads may have asked the same question at once; the first number is kept.
             if question in self.answered:
                 return
             if answer.number is not None:

@@ -43,6 +43,7 @@ def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[J
             by_completion = [dict(zip(rewards, values, strict=True)) for values in zip(*by_reward, strict=True)]
             return [
                 Judgement(values, sum(rewards[name].weight * value for name, value in values.items()))
+                # without rewards `zip` gives nothing, and each completion still needs a judgement
                 for values in by_completion or ({} for _ in completions)
             ]
 
@@ -84,6 +85,7 @@ def _scored(name: str, reward: Reward, scores: Scores, completions: Sequence[Nam
             value = next(given)
         except DataError as error:
             raise DataError(f"{place}: the reward {name}: {error}") from error
+        # NaN is in no range; an infinite number would be within infinite bounds
         if not least <= value <= largest or abs(value) == float("inf"):
             expected = "a finite number" if largest == float("inf") else f"a number from {least:g} to {largest:g}"
             raise DataError(f"{place}: the reward {name} is {value:g}; expected {expected}")

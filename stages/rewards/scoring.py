@@ -73,6 +73,8 @@ class Scorer:
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # equal lengths need little padding
         scores: dict[int, float] = {}
         while order:
+            # order[0] is the longest row left, to which the batch is padded. Without a padding token Transformers
+            # refuses batches of more than one row.
             size = max(1, BATCH_TOKENS // len(rows[order[0]])) if self._padding is not None else 1
             batch, order = order[:size], order[size:]
             scores |= zip(batch, self._forward([rows[number] for number in batch]), strict=True)
@@ -89,7 +91,7 @@ class Scorer:
         padded = [row + [self._padding or 0] * (longest - len(row)) for row in rows]
         mask = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
         ids = torch.tensor(padded, device=self._device)
-        logits = self._model(input_ids=ids, attention_mask=torch.tensor(mask, device=self._device)).logits
+        logits = self._model(input_ids=ids, attention_mask=torch.tensor(mask, device=self._device)).logits  # [rows, 1]
         values: list[float] = logits.float().squeeze(-1).tolist()
         return values
 

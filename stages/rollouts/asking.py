@@ -51,10 +51,11 @@ async def _ask_all(
     keep: Callable[[Job, Request, Answer], None],
     stall_s: float | None,
 ) -> None:
+    # one iterator for all workers: each takes the next request when it is free
     remaining = iter(requests)
     num_answers = 0
     headers = {"Authorization": f"Bearer {client.api_key}"}
-    connections = aiohttp.TCPConnector(limit=concurrent)
+    connections = aiohttp.TCPConnector(limit=concurrent)  # aiohttp's own limit is 100
     async with aiohttp.ClientSession(headers=headers, connector=connections) as http:
 
         async def work() -> None:
@@ -69,14 +70,16 @@ async def _ask_all(
         try:
             while running:
                 before = num_answers
+                # The time limit is for the next answer of any worker, not for all: see `before`.
                 ended, running = await asyncio.wait(workers, timeout=stall_s, return_when=asyncio.FIRST_EXCEPTION)
                 for worker in ended:
-                    worker.result()
+                    worker.result()  # raises what ended it
                 if running and num_answers == before:
                     raise TransientError(f"{client.url} gave no answer for {stall_s:g} s")
         finally:
             for worker in workers:
                 worker.cancel()
+            # Cancelled workers are waited for, so that none still uses the session when it closes.
             await asyncio.gather(*workers, return_exceptions=True)
 
 
@@ -91,6 +94,7 @@ async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, req
                 return answer.parsed(Choices[Choice])
         except (aiohttp.ClientError, OSError) as error:
             busy = busy_from_transport(error)
+        # in a thread: it sleeps, and the other workers go on
         await asyncio.to_thread(backoff.wait, busy)
 
 
@@ -133,6 +137,7 @@ def sample_all(
         def keep(job: PromptSample, request: Request, answer: Answer) -> None:
             samples[job] = sample = _sample(job, request, answer)
             stream.write(sample.model_dump_json() + "\n")
+            # A kill from here on loses no answer that was counted.
             stream.flush()
             report(len(samples), len(jobs))
 

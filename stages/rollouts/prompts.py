@@ -50,6 +50,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     lack what a reward needs, such as the right answer, and for a dataset without rows; ModelError for a folder without
     a usable tokenizer.
     """
+    # the recipe's date, that of the model's training, or a fixed one: never today's, which would change the prompts
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
     tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
     as_chat = options.apply_chat_template

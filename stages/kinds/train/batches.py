@@ -203,6 +203,7 @@ def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:
         ahead = [executor.submit(load, step) for step in steps[:1]]
         for step in steps:
             ready = ahead.pop().result()
+            # submitted before the yield: the next step's batches are made while the caller computes this one
             if step + 1 in steps:
                 ahead.append(executor.submit(load, step + 1))
             yield ready

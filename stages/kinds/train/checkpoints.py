@@ -56,6 +56,7 @@ class Checkpoints:
         if is_main_process():
             shutil.rmtree(partial, ignore_errors=True)
             check_free_disk(self._folder, self._engine.checkpoint_bytes, f"checkpoint of step {step}")
+        # From here on the engine writes in the background; `wait` or `poll` completes the checkpoint.
         self._writing = _Write(step, self._engine.save(partial))
         self._last_saved = step
 
@@ -77,16 +78,19 @@ class Checkpoints:
         """Wait until the checkpoint that is being written is complete; raise the error if its writing failed."""
         if self._writing is None:
             return
+        # first, so that a failed writing is reported once, and not by the next `save` again
         writing, self._writing = self._writing, None
         writing.done.result()
         if is_main_process():
             complete_checkpoint(self._partial(writing.step), self._folder / f"step-{writing.step}")
+            # after the rename: until a newer checkpoint is whole, the old ones stay
             for step, folder in complete_checkpoints(self._folder)[self._kept :]:
                 if step != self.best_step:
                     shutil.rmtree(folder)
 
     def load_latest(self) -> int:
         """Load the latest whole checkpoint and return its training step, or 0 when there is none."""
+        # Rank 0 looks, and all load the same step.
         found = complete_checkpoints(self._folder) if is_main_process() else []
         step = int(self._engine.broadcast_from_rank0(found[0][0] if found else 0))
         if step:
@@ -111,6 +115,7 @@ def complete_checkpoint(partial: Path, final: Path) -> None:
     """Complete a checkpoint: write the sizes of its files to its manifest, and rename its folder to `final`."""
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
     write_atomically(partial / MANIFEST, json.dumps(sizes))
+    # of an earlier attempt, cut off by a full disk or a crash: it was not whole, or training would have begun after it
     shutil.rmtree(final, ignore_errors=True)
     partial.replace(final)
 

@@ -104,10 +104,12 @@ class Journal:
         """
         if not self._attempt:
             return {}
+        # a run of 3 steps or fewer keeps its last one
         steady = self._attempt[min(3, len(self._attempt) - 1) :]
         medians = {
             name: statistics.median(metrics[name] for metrics in steady) for name in PER_STEP if name in steady[0]
         }
+        # A later step's value replaces an earlier one's; a metric that not every step has keeps its last.
         latest = {name: value for metrics in self._attempt for name, value in metrics.items()}
         return {**latest, **medians}
 

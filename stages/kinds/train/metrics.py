@@ -74,6 +74,7 @@ class Positions:
 
 def real_document_lengths(batch: Batch) -> list[int]:
     """Return the token count of every document that is not padding."""
+    # tokens by document number; padding has numbers from `count` on, and is cut off
     lengths = torch.bincount(batch.documents.ids.flatten(), minlength=batch.documents.count)
     return lengths[: batch.documents.count].tolist()
 
@@ -104,6 +105,7 @@ def forget_peak_memory(device: torch.device) -> None:
         forget_peak(device)
         return
     with suppress(OSError, AttributeError):  # where the kernel or the C library has no such thing
+        # glibc keeps freed memory resident, which would count in the new peak.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
 
@@ -140,6 +142,7 @@ def communication_fraction(profiled: profile, step_time_s: float) -> float:
     )
     covered_us, reached_us = 0.0, 0.0
     for start, end in spans:
+        # spans may overlap, and each microsecond counts once: (0, 4), (2, 6) -> 6
         covered_us += max(0.0, end - max(start, reached_us))
         reached_us = max(reached_us, end)
     return covered_us / 1e6 / step_time_s

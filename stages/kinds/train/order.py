@@ -66,6 +66,7 @@ def even_micro_batches(
     stride = micro_batch_size * data_parallel_size
     for index in range(math.ceil(num_rows / stride)):
         start = index * stride + data_rank * micro_batch_size
+        # 5 rows in micro-batches of 2 on 2 processes: [0, 1], [4] on rank 0, [2, 3], [] on rank 1
         yield list(range(min(start, num_rows), min(start + micro_batch_size, num_rows)))
 
 
@@ -91,6 +92,7 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
     if not weights.all():
         everything = np.ones(len(training), np.int64)
         sizes = _amounts(training, everything, data.mixing.weight_by)
+        # above 1 a temperature evens out sizes: 100 and 1 at temperature 2 -> 10 and 1
         weights = sizes ** (1 / data.mixing.temperature)
     return dict(zip(training.members, (weights / weights.sum()).tolist(), strict=True))
 

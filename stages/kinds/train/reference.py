@@ -101,6 +101,7 @@ class ReferenceModel:
         Every process gets the same.
         """
         engine = self.engine
+        # documents of the rows [2, 3] -> [0, 2, 5]: where each row's begin
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()
         # Each process fills in its own rows; the sum over processes is then the whole.
         values = torch.zeros(positions[-1], dtype=torch.float64)
@@ -126,5 +127,6 @@ def _save(path: Path, values: NDArray[np.float32]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
     np.save(temporary, values)
+    # Renamed when whole, sealed last: without its seal a file does not count, and is computed again.
     temporary.replace(path)
     write_seal(path)

@@ -131,6 +131,7 @@ def _check_machine(config: TrainConfig) -> DeviceType:
         raise ResourceError(missing)
     if config.execution.deterministic:
         compute_deterministically()
+    # A variable that is set already wins over the engine's.
     os.environ |= {**RULES[config.engine].environment(accelerator.torch_type, config.layout), **os.environ}
     return accelerator
 
@@ -171,6 +172,7 @@ def _assemble(
     trial = context.trial
     checkpoints_folder = context.scratch / "checkpoints"
     if is_main_process() and trial is None:
+        # one more than are kept: the newest is written before the oldest is removed
         num_files = config.execution.checkpoints_kept + 1 + (config.keep == "best")
         check_free_disk(context.scratch, num_files * engine.checkpoint_bytes, f"{num_files} checkpoints")
     num_steps = _num_steps(config, context, data)

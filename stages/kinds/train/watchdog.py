@@ -80,6 +80,7 @@ class Watchdog:
     def _begins(self, doing: str, limit_s: float, why: str) -> None:
         self._doing = f"{doing} has taken more than {limit_s:g} s ({why})"
         self._began_s = time.monotonic()
+        # last: once it has passed, the watching thread reports what the fields above say
         self._deadline_s = self._began_s + limit_s
 
     def _watch(self) -> None:
@@ -96,7 +97,7 @@ class Watchdog:
             return  # it went on after all: slow, or stopped for a while
         advice = "the stacks of all processes are in the log; the next attempt goes on from the last checkpoint"
         failure = StageFailure(error=TransientError.__name__, message=f"rank {rank}: {message}: {advice}")
-        if not (self._work / "error.json").exists():
+        if not (self._work / "error.json").exists():  # another rank may have been first
             with contextlib.suppress(OSError):  # a full disk: the log still says it
                 write_atomically(self._work / "error.json", failure.model_dump_json(indent=2))
         os._exit(TransientError.exit_code)  # the main thread is held, and cannot raise
