@@ -85,11 +85,13 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
 
     start: folder of an adapter whose values are taken. Raises ModelError as `add_adapter` and `read_start` do.
     """
+    # PEFT draws A into real memory, so the model leaves `meta`; the base's values are never written.
     causal_lm = model_without_weights(folder, dtype=torch.float32)
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
     lora = add_adapter(causal_lm, config, seed)
     parameters = adapted_parameters(causal_lm)
+    # PEFT wraps an expert layer's matrices one inside the other: `gate_up_proj` is outermost where it is alone.
     if alone := [name for layer, name in parameters.items() if not layer.endswith(INNER) and name.endswith(INWARD)]:
         raise ModelError(
             f"putting an adapter on a model with engine megatron: it has none for {alone[0]} without one for "
@@ -125,13 +127,14 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
+    # Before factors are added: only parameters of the base are looked up.
     owners = {
         weight: (module, name)
         for chunk in chunks
         for module in chunk.modules()
         for name, weight in module.named_parameters(recurse=False)
     }
-    frozen = list(local_parts(chunks, model))
+    frozen = list(local_parts(chunks, model))  # a list, since `_adapt` adds parameters
     for chunk in chunks:
         chunk.requires_grad_(False)
         # With a frozen embedding nothing that enters the first layer needs a gradient. Full recomputation then skips
@@ -141,6 +144,7 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
     for part, weight in frozen:
         if not adapter.layers.keys().isdisjoint(part.layer_names()):
             _adapt(*owners[weight], part, adapter, model)
+    # Collective: each process has filled some factors, and all of PEFT's must be filled by one at least.
     _check_found(_fill(chunks, model, adapter), adapter)
 
 
@@ -153,6 +157,7 @@ def seed_dropout(adapter: PeftAdapter) -> None:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         place = parallel_state.get_context_parallel_rank() * stages + stage
+        # 2^33: seeds of steps are below 2^32, and Megatron adds small numbers for its tensor-parallel and expert ranks.
         model_parallel_cuda_manual_seed(torch.initial_seed() + place * 2**33, force_reset_rng=True)
 
 
@@ -201,7 +206,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
     for piece in part.pieces(model):
         name = piece.weight.removesuffix(".weight")
         if name in adapter.layers:
-            first = names.index(name) * rank
+            first = names.index(name) * rank  # the columns of this layer's A
             mask[piece.of_parameter()][:, first : first + rank] = 1
     return mask
 

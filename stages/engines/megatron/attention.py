@@ -75,6 +75,7 @@ class LocalAttention(nn.Module):
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.context_group)
                 for states in (key, value)
             )
+            # Rotated before: a gathered key has its position in it already.
             return self._masked(query, key, value, tokens)
         # Megatron's [tokens, 1, heads, head width] → Transformers' [1, heads, tokens, head width]
         states = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -103,8 +104,10 @@ class LocalAttention(nn.Module):
         """
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
+        # `tokens.positions` [ranks, tokens] flattened is in the order of the ranks, as the gathered keys are.
         own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
         distance = own_positions - tokens.positions.flatten()  # [tokens, 1] - [tokens of all ranks]
+        # Padding is a document of its own: its tokens see each other, so that no row of the mask is empty.
         visible = (distance >= 0) & (own_ids == tokens.document_ids.flatten())
         return visible if self.window_tokens is None else visible & (distance < self.window_tokens)
 
@@ -119,6 +122,7 @@ def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Te
 
 def window_tokens(config: Any) -> int | None:
     """Return the size of the sliding attention window in tokens, the token itself included; None: no window."""
+    # Megatron counts the tokens before, as flash attention does.
     return None if config.window_size is None else config.window_size[0] + 1
 
 
@@ -155,6 +159,6 @@ def transformer_engine_attention() -> type[nn.Module]:
             )
             states = (part.squeeze(1) for part in (query, key, value))  # [tokens, heads, head width]
             output = super().forward(*states, None, attn_mask_type, packed_seq_params=packed)
-            return output.reshape(len(output), 1, -1)
+            return output.reshape(len(output), 1, -1)  # [tokens, 1, heads × head width]
 
     return TransformerEngineAttention

@@ -43,6 +43,7 @@ class RouterBalance:
 
         num_tokens: tokens of the global batch, without padding.
         """
+        # The mean over tokens and mixture layers: row losses are weighted by tokens.
         self._weight = 1 / (num_tokens * self._num_mixture_layers)
         self._sum.zero_()
 
@@ -53,13 +54,14 @@ class RouterBalance:
         """
         part = self._weight * balance
         self._sum += part.detach()
+        # Identity forward; backward gives the second argument the loss scale as gradient: 1 here.
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
     def of_step(self) -> float:
         """Return the load-balancing loss of a training step, before multiplication by its coefficient. Collective."""
         total = self._sum.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # every process has other tokens or other layers
         return total.item()
 
 
@@ -79,6 +81,7 @@ class _OfRouter:
         """
         tokens: PackedTokens = self._router.packed_tokens
         assert tokens.rows is not None
+        # With experts, tp implies sequence parallelism: each tensor-parallel rank has consecutive tokens.
         rows = tokens.rows.chunk(parallel_state.get_tensor_model_parallel_world_size())
         own = rows[parallel_state.get_tensor_model_parallel_rank()]
         balance = row_balance(scores, routing_map.bool(), own, tokens.num_rows, self._add_up)

@@ -56,6 +56,7 @@ class MegatronState:
             if _identity(shard) in self._owned:
                 for tensor in self._described(shard, _copied):
                     tensors[tensor.key].append(tensor)
+        # Copies from here on: training may change the weights while the thread writes.
         return self._writer.submit(self._write, folder, dict(tensors))
 
     def load(self, folder: Path) -> None:
@@ -64,6 +65,7 @@ class MegatronState:
         Raises ModelError when the checkpoint is of another model. With overlapped gathering, parameters must be
         gathered afterwards.
         """
+        # Before the first step there are no moments, and loading writes into tensors in place.
         make_moments(self._optimizer)
         tensors = defaultdict(list)
         steps: dict[str, Tensor] = {}
@@ -71,6 +73,7 @@ class MegatronState:
             for tensor in self._described(shard, _in_place):
                 tensors[tensor.key].append(tensor)
             steps |= {block.weight: torch.zeros(()) for block in shard.blocks(self._model)}
+        # Step counts are scalars, which every process reads for itself.
         tensors |= {_step_key(weight): [_sharded(_step_key(weight), step, (), ())] for weight, step in steps.items()}
         check_stored(folder, {key: found[0].global_shape for key, found in tensors.items()})
         planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -86,10 +89,10 @@ class MegatronState:
         for shard in self._shards:
             for block in shard.blocks(self._model):
                 shard.count_steps(steps[block.weight])
-                break
+                break  # a shard has one step count, whichever of its weights it is read from
         for optimizer in real_optimizers(self._optimizer):
             if hasattr(optimizer, "_copy_main_params_to_model_params"):
-                optimizer._copy_main_params_to_model_params()
+                optimizer._copy_main_params_to_model_params()  # bf16 parameters follow from their fp32 masters
 
     @property
     def _shards(self) -> list[Shard]:
@@ -119,6 +122,7 @@ class MegatronState:
             kept |= {f"optimizer.state.{block.weight}.{name}": moment for name, moment in moments.items()}
             for key, tensor in kept.items():
                 yield _sharded(key, take(tensor, block), block.weight_shape, block.offset)
+            # One process writes a weight's step: the one with its first element.
             if take is _copied and block.is_first:
                 yield _sharded(_step_key(block.weight), shard.step, (), ())
 

@@ -67,6 +67,7 @@ def prepare_megatron() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Apex and Transformer Engine are missing is no news on a CPU
         import megatron.core
+    # `_is_prepared`: a second patch of `Tensor.cuda` would wrap the first one.
     if torch.cuda.is_available() or _is_prepared:
         return
     found = megatron.core.__version__
@@ -124,7 +125,7 @@ def _torch_on_cpu() -> _View:
         synchronize=_nothing,
         empty_cache=_nothing,
         is_current_stream_capturing=lambda: False,
-        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),  # Megatron names a device, which a CPU has no use for
         set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
         Stream=_Inert,
@@ -153,6 +154,7 @@ def _all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
 
 def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: Any = None) -> None:
     for rank, part in enumerate(tensors):
+        # gloo reduces in place: a copy, since the parts may be views of the gradient that Megatron goes on to use.
         total = part.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=group)
         if rank == torch.distributed.get_rank(group):
@@ -160,6 +162,7 @@ def _reduce_scatter(output: torch.Tensor, tensors: list[torch.Tensor], group: An
 
 
 def _group_of_ranks(ranks: list[int] | None = None, **options: Any) -> Any:
+    # By world group: tests join and leave several in one process, and a group dies with its world.
     groups = _groups.setdefault(torch.distributed.group.WORLD, {})
     key = tuple(ranks or ())
     if key not in groups:
@@ -172,7 +175,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*arguments: Any, **options: Any) -> Any:
         if "cuda" in str(options.get("device")):
             options["device"] = "cpu"
-        options.pop("pin_memory", None)
+        options.pop("pin_memory", None)  # pinning asks for CUDA
         return factory(*arguments, **options)
 
     return on_cpu
@@ -196,6 +199,7 @@ def _import_if_possible(name: str) -> None:
 
 def _give_modules_the_view(view: _View) -> None:
     for name, module in list(sys.modules.items()):
+        # A copy of the items, since reading an attribute may import a module. Only modules that have torch as `torch`.
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = view  # type: ignore[attr-defined]
 
@@ -233,4 +237,5 @@ def _patch_tensor() -> None:
 
 def _called_by_megatron() -> bool:
     """Return whether the patched function was called from Megatron-core."""
+    # Frame 0 is this function, 1 the patched method, 2 its caller.
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")

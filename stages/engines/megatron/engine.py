@@ -117,6 +117,7 @@ class MegatronEngine:
         if self._balance:
             self._balance.begin_step(num_tokens(micro_batches, self.sum_over_data))
 
+        # Empty but on the last pipeline stage, which alone has log-probabilities.
         parts = self._pipeline.run(micro_batches, _parts_of(loss, totals), backward=True)
         measured = self._bubble() | ({METRIC: self._balance.of_step()} if self._balance else {})
         mean, metrics = self._means(parts, loss)
@@ -138,6 +139,7 @@ class MegatronEngine:
             return log_probabilities.sum(), signal.log_probabilities(log_probabilities)
 
         found = self._pipeline.run([batch], per_document, backward=False)
+        # Earlier stages have no result: memory into which `from_last_stage` broadcasts it.
         sums = found[0] if found else torch.empty(batch.documents.count, device=self.device)
         return from_last_stage(sums.float()).cpu()
 
@@ -171,7 +173,7 @@ class MegatronEngine:
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of weights and optimizer state that either engine has saved under any layout."""
-        self._state.load(folder)
+        self._state.load(folder)  # masters and moments; `settle` gathers the parameters from them
         self._adam.settle()
 
     @property
@@ -208,6 +210,7 @@ class MegatronEngine:
         """
 
         def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:
+            # Megatron wants a loss from every forward pass; with `backward=False` nothing is differentiated.
             return values.sum().float(), values
 
         found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
@@ -218,7 +221,7 @@ class MegatronEngine:
         if self._clock is None:
             return {}
         times_s = torch.tensor(self._clock.take(), dtype=torch.float64, device=self.device)
-        dist.all_reduce(times_s)
+        dist.all_reduce(times_s)  # over all stages: waiting ÷ passed time
         passed_s, waited_s = times_s.tolist()
         return {"pipeline_bubble_fraction": waited_s / passed_s}
 
@@ -235,6 +238,7 @@ class MegatronEngine:
         return means(self._over_shares(total), loss)
 
     def _over_shares(self, values: Tensor) -> Tensor:
+        # All processes must reach this all-reduce; those that repeat a share's values add 0.
         contribution = values.clone() if represents_share() else torch.zeros_like(values)
         dist.all_reduce(contribution)
         return contribution

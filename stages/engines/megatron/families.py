@@ -58,6 +58,7 @@ class Rule:
     def layers(self) -> tuple[str, ...]:
         """Names of the Transformers layers that make up the Megatron parameter; empty if LoRA cannot adapt them."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
+        # Norms and embeddings are `WHOLE` or `VOCABULARY` without a layer name: LoRA adapts none of them.
         return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
 
     @property
@@ -93,6 +94,7 @@ FEED_FORWARD = (
     _in_layer(r"mlp\.linear_fc1\.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut=Cut.GATED),
     _in_layer(r"mlp\.linear_fc2\.weight", "mlp.down_proj.weight", cut=Cut.COLUMNS),
 )
+# Local experts are modules with a number; Transformer Engine's grouped layer has numbered weights.
 EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.weight(\d+))"
 
 

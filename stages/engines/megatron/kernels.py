@@ -37,9 +37,12 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gate_and_up,) = ctx.saved_tensors
         gate, up = gate_and_up.chunk(2, dim=-1)
+        # The two halves are written where Megatron's joint layer wants them, without a `cat`.
         of_both = torch.empty_like(gate_and_up)
         of_gate, of_up = of_both.chunk(2, dim=-1)
+        # d up = silu(gate) × gradient; `of_gate` is scratch space until the next line.
         torch.mul(torch.ops.aten.silu.out(gate, out=of_gate), gradient, out=of_up)
+        # d gate = silu'(gate) × up × gradient, in place
         torch.mul(gradient, up, out=of_gate)
         torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
         return of_both
@@ -66,6 +69,7 @@ class Rotation(torch.autograd.Function):
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Rotate the two halves (a, b) of every head to (a cos - b sin, b cos + a sin)."""
     rotated = states * cosines
+    # Both halves of a head have the same angles, so that the first half of the sines is enough.
     (first, second), (sine, _) = states.chunk(2, dim=-1), sines.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
     rotated_first.addcmul_(second, sine, value=-1)
@@ -81,6 +85,7 @@ class RootMeanSquareNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        # [..., 1]; no tensor of squares is written
         mean_square = torch.linalg.vecdot(states, states).unsqueeze(-1).div_(states.shape[-1])
         scale = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(states, weight, scale)
@@ -91,7 +96,8 @@ class RootMeanSquareNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         states, weight, scale = ctx.saved_tensors
         normed = states * scale
-        of_weight = (gradient * normed).flatten(0, -2).sum(0)
+        of_weight = (gradient * normed).flatten(0, -2).sum(0)  # [width]: summed over tokens
         of_normed = gradient * weight
+        # d states = scale × (of_normed - normed × mean(of_normed × normed))
         mean = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1).div_(-states.shape[-1])
         return of_normed.addcmul_(normed, mean).mul_(scale), of_weight, None

@@ -20,9 +20,10 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
     entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from
     `vocab_size` on are padding of the vocabulary. `logits` must not be used afterwards: their memory is reused.
     """
-    has_target = wanted[..., :1] != IGNORED
+    has_target = wanted[..., :1] != IGNORED  # [rows, tokens, 1], for all wanted tokens of a position
     logits, tokens = _without_padding(logits, vocab_size).float(), wanted.where(has_target, 0)
     if wanted.shape[-1] == 1:
+        # Megatron's kernel is of one token at a position, and writes into the logits.
         found = -vocab_parallel_cross_entropy(logits, tokens.squeeze(-1)).unsqueeze(-1)
     else:
         found = _WantedLogProbabilities.apply(logits, tokens)
@@ -49,10 +50,11 @@ def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number:
     Arguments as in `wanted_log_probabilities`.
     """
     group = parallel_state.get_tensor_model_parallel_group()
+    # Each rank's own candidates: the likeliest of all ranks are among the ranks' likeliest.
     own = _log_softmax(_without_padding(logits, vocab_size).float(), group)
     values, tokens = own.topk(min(number, own.shape[-1]))
     everyones = [_of_ranks(found, group) for found in (values, tokens + group.rank() * own.shape[-1])]
-    values, tokens = (torch.cat(list(found), -1) for found in everyones)
+    values, tokens = (torch.cat(list(found), -1) for found in everyones)  # [rows, tokens, ranks × candidates]
     values, places = values.topk(number)
     found = torch.cat([tokens.gather(-1, places).float(), values], -1)
     return found.where(wanted[..., :1] != IGNORED, 0.0)
@@ -69,6 +71,7 @@ class _WantedLogProbabilities(torch.autograd.Function):
         group = parallel_state.get_tensor_model_parallel_group()
         log_softmax = _log_softmax(logits, group)
         places = tokens - group.rank() * logits.shape[-1]
+        # A token is on one rank: the others add 0, and the sum over ranks is its log-probability.
         is_own = (places >= 0) & (places < logits.shape[-1])
         places = places.where(is_own, 0)
         values = log_softmax.gather(-1, places).where(is_own, 0.0)
@@ -79,12 +82,14 @@ class _WantedLogProbabilities(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         log_softmax, places, is_own = ctx.saved_tensors
+        # -p × Σ gradient on every rank's entries; the onehot only where the token is.
         result = log_softmax.exp().mul_(-gradients[0].sum(-1, keepdim=True))
         return result.scatter_add_(-1, places, gradients[0].where(is_own, 0.0)), None
 
 
 def _log_softmax(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's share of the log-softmax over the whole vocabulary: [rows, tokens, entries of this rank]."""
+    # The maximum of the whole vocabulary, or exp would overflow.
     largest = logits.max(-1, keepdim=True).values
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = (logits - largest).exp().sum(-1, keepdim=True)
@@ -104,5 +109,6 @@ def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
     num_real = max(0, vocab_size - first)
     if num_real >= logits.shape[-1]:
         return logits
+    # -inf: padding has probability 0 and takes no part in the sum.
     is_padding = torch.arange(logits.shape[-1], device=logits.device) >= num_real
     return logits.masked_fill(is_padding, -torch.inf)

@@ -62,6 +62,7 @@ class LowRankChange:
         factor_b = nn.Parameter(layer.weight.new_zeros(rows, rank))
         cut, whole = (factor_b, factor_a) if self.is_column else (factor_a, factor_b)
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=0 if self.is_column else 1, stride=1)
+        # Megatron's mark: each rank has the gradient of its own tokens, so it is summed over tensor-parallel ranks.
         whole.sequence_parallel = self.cuts_tokens
         layer.register_parameter("lora_A", factor_a)
         layer.register_parameter("lora_B", factor_b)
@@ -71,7 +72,8 @@ class LowRankChange:
     def __call__(self, layer: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> Any:
         """Add LoRA's output to the layer's output [tokens, 1, rows]; a bias that the caller adds is passed through."""
         output, bias = outputs
-        narrow = self._exchanged(self._narrow(layer, inputs[0]))
+        narrow = self._exchanged(self._narrow(layer, inputs[0]))  # [tokens, 1, joined × rank]
+        # [rows, rank] → [rows, joined × rank]: B beside itself, of which each row keeps the block of its own A.
         factor_b = layer.lora_B if self.mask is None else layer.lora_B.repeat(1, self.num_joined) * self.mask
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
@@ -81,10 +83,11 @@ class LowRankChange:
         Its shape is [tokens, 1, joined × rank].
         """
         if not (self.dropout and layer.training):
-            return functional.linear(states, layer.lora_A)
+            return functional.linear(states, layer.lora_A)  # without dropout one product for all joined layers
         # Inputs that all ranks have must be dropped equally on all of them, or their copies of A would diverge.
         is_shared = self.is_column and not self.cuts_tokens
         with nullcontext() if is_shared else get_cuda_rng_tracker().fork():
+            # A mask of its own for each joined layer, as each has a dropout of its own in PEFT.
             each = [
                 functional.linear(functional.dropout(states, self.dropout), factor)
                 for factor in layer.lora_A.chunk(self.num_joined)
@@ -93,6 +96,7 @@ class LowRankChange:
 
     def _exchanged(self, narrow: Tensor) -> Tensor:
         if self.is_column and self.cuts_tokens:
+            # Backward reduce-scatters: each rank's rows of B give a part of the gradient of all tokens.
             return gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True)
         if self.is_column:
             return copy_to_tensor_model_parallel_region(narrow)
@@ -123,7 +127,7 @@ class ExpertChange:
             factor.allreduce = False  # Megatron's mark of experts
         layer.register_parameter(f"lora_A{number}", factor_a)
         layer.register_parameter(f"lora_B{number}", factor_b)
-        if number in ("", "0"):
+        if number in ("", "0"):  # one hook serves all experts of a layer
             layer.register_forward_hook(self)
         return factor_a, factor_b
 
@@ -133,6 +137,7 @@ class ExpertChange:
         The caller adds that bias.
         """
         output, bias = outputs
+        # counts: number of tokens of each expert, of Transformer Engine's grouped layer
         states, counts = inputs if len(inputs) > 1 else (inputs[0], None)
         numbers = [""] if counts is None else [str(number) for number in range(len(counts))]
         changes = [
@@ -144,6 +149,7 @@ class ExpertChange:
     def _change(self, states: Tensor, factor_a: Tensor, factor_b: Tensor) -> Tensor:
         group = parallel_state.get_expert_tensor_parallel_group()
         if self.is_column:
+            # Identity forward; backward sums the gradient of the factor that every rank has.
             factor_a = copy_to_tensor_model_parallel_region(factor_a, group)
         else:
             factor_b = copy_to_tensor_model_parallel_region(factor_b, group)
@@ -162,7 +168,7 @@ def adapt_router(router: Any, rank: int, scaling: float) -> tuple[nn.Parameter, 
     def gating(states: Tensor) -> Tensor:
         logits: Tensor = of_base(states)
         change = functional.linear(functional.linear(states, router.lora_A), router.lora_B)
-        return logits + scaling * change.to(logits.dtype)
+        return logits + scaling * change.to(logits.dtype)  # the router may compute its logits in another dtype
 
     router.gating = gating
     return factors[0], factors[1]

@@ -60,7 +60,7 @@ def padded_vocabulary(shape: ModelShape, tp: int) -> int:
 
     Rows of padding are never predicted.
     """
-    return -(-shape.vocab_size // tp) * tp
+    return -(-shape.vocab_size // tp) * tp  # rounded up: 63 entries, tp 2 -> 64
 
 
 def transformer_config(
@@ -123,10 +123,11 @@ def _mark_experts(chunk: GPTModel) -> None:
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce = False  # Megatron's mark: reduced over expert-data-parallel groups
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
+    # Megatron counts the tokens before, Transformers the token itself, too.
     window = None if shape.sliding_window is None else (shape.sliding_window - 1, 0)
     return {
         "num_layers": shape.num_layers,
@@ -157,9 +158,9 @@ def _mixture(shape: ModelShape, dtype: torch.dtype, balances_experts: bool) -> d
         "moe_layer_freq": [int(shape.is_mixture(layer)) for layer in range(shape.num_layers)],
         "moe_router_load_balancing_type": "aux_loss" if balances_experts else "none",
         "moe_aux_loss_coeff": float(balances_experts),  # how much, and of what, is for `balance.py`
-        "moe_router_pre_softmax": not shape.router_normalizes,
+        "moe_router_pre_softmax": not shape.router_normalizes,  # softmax over all experts, then the top k as they are
         "moe_grouped_gemm": uses_transformer_engine(dtype),
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall",  # the one that allows uneven numbers of tokens
     }
 
 
@@ -234,6 +235,7 @@ def _pipeline_communication(layout: Layout, device: torch.device) -> dict[str, A
         "overlap_p2p_comm": overlaps,
         "batch_p2p_comm": not overlaps,
         "batch_p2p_sync": False,
+        # On a CPU it would make gradients wrong, although losses are right.
         "deallocate_pipeline_outputs": device.type == "cuda",
     }
 

@@ -26,6 +26,7 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
     reduce-scattered, parameters gathered during the next forward.
     """
     is_sharded = layout.optimizer_shards > 1
+    # Context-parallel ranks hold the same weights: gradients are reduced over them, too.
     overlaps = layout.data_parallel_size * layout.cp > 1
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -36,11 +37,13 @@ def wrap_chunks(chunks: Sequence[GPTModel], layout: Layout) -> list[DistributedD
     )
     transformer = get_model_config(chunks[0])
     wrapped = [
+        # As in Megatron's own training: only the first chunk's reduction is cut into buckets.
         DistributedDataParallel(transformer, config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     transformer.finalize_model_grads_func = _finalize_gradients
     if overlaps:
+        # Megatron's schedules enter it around all micro-batches but the last, so that gradients are reduced once.
         suspend = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = suspend if len(suspend) > 1 else suspend[0]
     return wrapped
@@ -94,11 +97,13 @@ class Adam:
         assert math.isfinite(grad_norm)
         if max_grad_norm is not None:
             for optimizer in self.megatron.chained_optimizers:
-                parameters = optimizer.get_parameters()
+                parameters = optimizer.get_parameters()  # a chained optimizer may have none on this process
                 if parameters:
+                    # Each optimizer of the chain by the norm over all of them.
                     clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
         for group in self.megatron.param_groups:
             group["lr"] = learning_rate * group["lr_mult"]
+        # Updates masters. Where gathering overlaps, parameters stay old until the next forward pass or `settle`.
         self.megatron.step_with_ready_grads()
 
     def settle(self) -> None:

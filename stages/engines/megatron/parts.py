@@ -91,18 +91,21 @@ class Part:
                 return [Piece(names[0], 0, 0, 0, rows)]
             case Cut.VOCABULARY:
                 start = self.index * rows
-                num_real = min(rows, model.vocab_size - start)
+                num_real = min(rows, model.vocab_size - start)  # negative where a rank has padding alone
                 return [Piece(names[0], 0, start, 0, num_real)] if num_real > 0 else []
             case Cut.COLUMNS:
                 return [Piece(names[0], 1, self.index * columns[0], 0, columns[0])]
             case Cut.GATED | Cut.STACKED:
+                # [gate of this rank; up of this rank], one below the other
                 length = rows // len(names)
                 return [Piece(name, 0, self.index * length, place * length, length) for place, name in enumerate(names)]
             case Cut.HALVES:
                 length = rows // 2
+                # count 2, index 1, length 4 -> starts [4, 12]
                 starts = [(half * self.count + self.index) * length for half in (0, 1)]
                 return [Piece(names[0], 0, start, half * length, length) for half, start in enumerate(starts)]
             case Cut.QKV:
+                # Equally many rows a rank: where tp exceeds the number of groups, they begin within a group.
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
     def weight_shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -134,9 +137,11 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             in_layer = IN_LAYER.fullmatch(name)
+            # Names count layers within the chunk; `layer_number` counts over the whole model, from 1.
             layer = chunk.decoder.layers[int(in_layer[1])].layer_number - 1 if in_layer else 0
             number, expert = _find_rule(in_layer[2] if in_layer else name, rules, model)
             rule = rules[number]
+            # Section 0 for the embedding, 2 for final norm and head, which are written last.
             key = Key(1 if in_layer else 2 * (rule.weights != (EMBEDDING,)), layer, expert, number)
             is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
             left_out: frozenset[str] = getattr(parameter, "left_out", frozenset())
@@ -152,9 +157,11 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:
+        # Tied: the head is a copy of the embedding, and has its place in the files.
         number = next(number for number, rule in enumerate(rules) if rule.weights == (EMBEDDING,))
     if not rules[number].of_experts:
         return number, 0
+    # The group that matched: the rule has one for local names and one for Transformer Engine's.
     assert match.lastindex is not None
     num_local = model.num_experts // parallel_state.get_expert_model_parallel_world_size()
     return number, parallel_state.get_expert_model_parallel_rank() * num_local + int(match[match.lastindex])
@@ -196,6 +203,7 @@ def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: 
     """
     top = 0
     for weight, weight_start, length in blocks:
+        # Both in rows of the stack: the overlap of the block with this process's rows; empty where begin ≥ end.
         begin, end = max(top, first_row), min(top + length, first_row + num_rows)
         if begin < end:
             yield Piece(weight, 0, weight_start + begin - top, begin - first_row, end - begin)

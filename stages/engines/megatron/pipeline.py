@@ -73,10 +73,12 @@ class Pipeline:
         batches = _filled_up(micro_batches, self.layout)
         transformer = get_model_config(self.chunks[0])
         transformer.timers = self.clock if backward else None
+        # Sequence parallelism cuts a rank's tokens over `tp`; products in 8 bits want 16 tokens on each.
         divisor = (self.layout.tp if self.layout.sequence_parallel else 1) * (FP8_ROWS if transformer.fp8 else 1)
         size = padded_size(batches, self.layout.cp, divisor)
         for chunk in self.chunks:
             chunk.train(backward)
+        # One for each chunk: an interleaved schedule asks each chunk for every micro-batch.
         iterators = [iter(batches) for _ in self.chunks]
         with torch.set_grad_enabled(backward):
             results = get_forward_backward_func()(
@@ -88,7 +90,7 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
-        return results[: len(micro_batches)]
+        return results[: len(micro_batches)]  # without the empty ones
 
     def _forward(
         self, of_logits: OfLogits, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
@@ -97,6 +99,7 @@ class Pipeline:
         batch = next(batches).to(self.device)
         split = split_tokens(batch, self.layout.cp, size).to(self.device)
         rank = parallel_state.get_context_parallel_rank()
+        # On later stages Megatron sets the chunk's input to the tensor received; `input_ids` are then unused.
         output = chunk(
             input_ids=split.local(batch.inputs.input_ids, rank, padding=0),
             position_ids=None,
@@ -106,6 +109,7 @@ class Pipeline:
         return output, partial(self._finish, of_logits, consume, batch, split)
 
     def _packed_tokens(self, inputs: ModelInputs, split: TokenSplit, rank: int) -> PackedTokens:
+        # For dtype and device alone, which Transformers' module takes from it.
         like = torch.empty((), dtype=self.dtype, device=self.device)
         cosines, sines = self.rotary(like, split.positions[rank].unsqueeze(0))
         return PackedTokens(
@@ -136,7 +140,7 @@ class Pipeline:
 def _filled_up(micro_batches: Sequence[Batch], layout: Layout) -> list[Batch]:
     """Add empty micro-batches up to a multiple of `pp`, which the interleaved pipeline schedule needs."""
     batches = list(micro_batches)
-    missing = -len(batches) % layout.pp if layout.vpp > 1 else 0
+    missing = -len(batches) % layout.pp if layout.vpp > 1 else 0  # 5 micro-batches, pp 4 -> 3
     return batches + [_without_documents(batches[-1])] * missing
 
 

@@ -80,6 +80,7 @@ class Shard:
 
         Their `start` counts from the shard's first element.
         """
+        # [start, stop): elements of the flattened parameter on this process
         stop = self.start + self.master.numel()
         shapes = self.part.weight_shapes(model)
         for piece in self.part.pieces(model):
@@ -113,12 +114,12 @@ def make_moments(optimizer: MegatronOptimizer) -> None:
 
 def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter with its fp32 master weight, which is the parameter itself in unsharded fp32 training."""
-    if hasattr(optimizer, "shard_fp32_groups"):
+    if hasattr(optimizer, "shard_fp32_groups"):  # DistributedOptimizer
         pairs = [
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         ]
-    elif hasattr(optimizer, "float16_groups"):
+    elif hasattr(optimizer, "float16_groups"):  # Float16OptimizerWithFloat16Params
         pairs = [
             (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
             (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
@@ -132,7 +133,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _start(optimizer: Any, parameter: Tensor) -> int:
-    if not hasattr(optimizer, "shard_fp32_groups"):
+    if not hasattr(optimizer, "shard_fp32_groups"):  # not distributed: masters are whole
         return 0
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
 
@@ -140,6 +141,7 @@ def _start(optimizer: Any, parameter: Tensor) -> int:
 def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        # A step of rate 0 with zero gradients: it creates the moments, all 0, and leaves the weights.
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -163,6 +165,7 @@ def _blocks(
     begin, end = max(range_[0], rows[0] * columns), min(range_[1], rows[1] * columns)
     while begin < end:
         row, column = divmod(begin, columns)
+        # Whole rows from the start of one; else the rest of this row.
         num_rows = max(1, (end - begin) // columns) if column == 0 else 1
         num_columns = min(columns - column, end - begin)
         offset = _offset(piece, row, column)
@@ -193,6 +196,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
     if of_matrix["matrix"] in DOWN:
         name, shape, first_row = "down_proj", (model.num_experts, rows, columns), 0
     else:
+        # Transformers stacks an expert's gate and up: up comes below the rows of gate.
         first_row = rows if of_matrix["matrix"] in UP else 0
         name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
     offset = (int(of_matrix["number"]), first_row + block.offset[0], block.offset[1])

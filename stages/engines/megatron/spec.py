@@ -72,7 +72,7 @@ def decoder_spec(
 
     Norms are explicit: otherwise Megatron chooses its own.
     """
-    first = get_transformer_layer_offset(config, vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage)  # number of layers in earlier chunks
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     experts = [shape.num_experts if shape.is_mixture(layer) else None for layer in layers]
     specs = [_layer_spec(config, num_experts, has_adapter) for num_experts in experts]

@@ -57,6 +57,7 @@ def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) ->
     It is a multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism, which splits a
     rank's tokens further.
     """
+    # The longest micro-batch of this process's step: all others are filled up to it.
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
     multiple = math.lcm(_chunks(num_ranks), num_ranks * divisor)
     return -(-most // multiple) * multiple
@@ -67,14 +68,16 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
     lengths = torch.tensor(batch.documents.lengths)
     num_tokens = int(lengths.sum())
     padded = torch.tensor(_padded_lengths(batch, num_ranks))
-    rest = size - int(padded.sum())
+    rest = size - int(padded.sum())  # padding at the end, as one more document
     padded = torch.cat([padded, torch.tensor([rest])]) if rest else padded
-    starts = padded.cumsum(0) - padded
-    document_ids = torch.arange(len(padded)).repeat_interleave(padded)
+    starts = padded.cumsum(0) - padded  # lengths [4, 8] -> starts [0, 4]
+    document_ids = torch.arange(len(padded)).repeat_interleave(padded)  # lengths [2, 3] -> [0, 0, 1, 1, 1]
     positions = torch.arange(size) - starts[document_ids]
-    own_starts = lengths.cumsum(0) - lengths
+    own_starts = lengths.cumsum(0) - lengths  # in the flattened rows, without padding
+    # [tokens]: place of each token of the rows in the padded sequence
     slots = torch.arange(num_tokens) + (starts[: len(lengths)] - own_starts).repeat_interleave(lengths)
     origins = torch.full((size,), num_tokens)
+    # the inverse: which token is at each place; `num_tokens` stays where padding is
     origins[slots] = torch.arange(num_tokens)
     held = _zigzag(positions, padded[document_ids], num_ranks)
     return TokenSplit(tuple(padded.tolist()), origins[held], positions[held], document_ids[held], num_tokens)
@@ -103,6 +106,7 @@ def _zigzag(positions: Tensor, lengths: Tensor, num_ranks: int) -> Tensor:
     """Return which tokens each context-parallel rank holds in zigzag order, int64 [ranks, tokens of a rank]."""
     if num_ranks == 1:
         return torch.arange(len(positions)).unsqueeze(0)
+    # 2 ranks, a document of 8: chunks [0, 0, 1, 1, 2, 2, 3, 3] -> ranks [0, 0, 1, 1, 1, 1, 0, 0]
     chunk = positions // (lengths // _chunks(num_ranks))
     rank = torch.minimum(chunk, _chunks(num_ranks) - 1 - chunk)
     # each rank has equally many tokens, so that sorted by rank they are a matrix with a row for each
@@ -122,5 +126,6 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # The last place, to which `origins` of padding point, has gradient 0.
         padded = torch.cat([gradients[0], torch.zeros_like(gradients[0][:1])])
         return padded[ctx.own_origins].unsqueeze(0), None, None

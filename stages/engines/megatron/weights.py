@@ -67,9 +67,11 @@ def named_weights(
         if parameter.requires_grad or not learning_only
     ]
     held = {(part.key, part.index): parameter for part, parameter in chosen}
+    # The same order on every process, since sends and receives must pair up.
     for parts in _parts_of_all([part for part, _ in chosen]):
         weights: dict[str, Tensor] = {}
         for owner, part in parts:
+            # One slice at a time, so that no process holds more than a weight beside its model.
             local = held[part.key, part.index].detach().to("cpu", dtype) if owner == dist.get_rank() else None
             whole_part = _on_first_process(local, owner, part, dtype)
             if whole_part is not None:
@@ -111,7 +113,7 @@ def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
     for rank, parts in enumerate(everyones):
         for part in parts:
-            owners.setdefault(part.key, {}).setdefault(part.index, (rank, part))
+            owners.setdefault(part.key, {}).setdefault(part.index, (rank, part))  # of replicas, the lowest rank sends
     return [[owners[key][index] for index in sorted(owners[key])] for key in sorted(owners)]
 
 
