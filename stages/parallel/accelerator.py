@@ -53,6 +53,7 @@ def unseen_devices(num_gpus: int = 0) -> tuple[str, str] | None:
     if torch.accelerator.is_available():
         return None
     for kind in DEVICE_TYPES:
+        # Kinds without device files cannot be missed: nothing says that there should be some.
         number = num_listed(kind, ROOT) or (num_gpus if kind.listed_in else 0)
         if number and not are_hidden(kind, os.environ):
             return unseen(kind, number, _why_unseen(kind))
@@ -76,6 +77,7 @@ def of_device(device: torch.device) -> DeviceType:
     if not known:
         names = ", ".join(row.name for row in DEVICE_TYPES)
         raise ResourceError(f"training on a device of type {device.type}, which is unsupported; supported: {names}")
+    # AMD's GPUs call themselves `cuda` in torch; the build tells them apart.
     return device_type("rocm") if len(known) > 1 and torch.version.hip else known[0]
 
 
@@ -84,12 +86,13 @@ def device_of_this_process() -> torch.device:
     accelerator = type_at_hand()
     if accelerator.torch_type == "cpu":
         return torch.device("cpu")
-    if "several processes" in accelerator.lacks:
+    if "several processes" in accelerator.lacks:  # one device a machine, without an index
         return torch.device(accelerator.torch_type)
     if accelerator.allocator and os.environ.keys().isdisjoint(ALLOCATOR_VARIABLES):
         # Not by the variable: vLLM's server, which this process may start, refuses expandable segments when it sleeps.
         torch._C._accelerator_setAllocatorSettings(accelerator.allocator)
     device = torch.device(accelerator.torch_type, int(os.environ.get("LOCAL_RANK", "0")))
+    # Current device: tensors and NCCL's communicators of this process go there, not to device 0.
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -108,6 +111,7 @@ def compute_deterministically() -> None:
     Call before the device is used first. Source of the variables: torch's page on reproducibility, Transformer Engine's
     on environment variables.
     """
+    # cuBLAS reads it when a handle is made, so before the device is first used. :4096:8 is 8 buffers of 4 MiB.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     torch.use_deterministic_algorithms(True)
     # Else torch would write to all memory that is still empty, such as that of weights that are read later.
@@ -124,7 +128,7 @@ def free_bytes(device: torch.device) -> int:
     module: Any = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         return module.mem_get_info(device)[0]
-    return module.recommended_max_memory() - module.driver_allocated_memory()
+    return module.recommended_max_memory() - module.driver_allocated_memory()  # Metal
 
 
 def peak_bytes(device: torch.device) -> int:

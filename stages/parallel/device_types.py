@@ -126,6 +126,7 @@ def device_type(name: str) -> DeviceType:
 
 def num_listed(device: DeviceType, root: Path) -> int:
     """Count the devices of a kind by the device files that its driver creates; 0 for a kind without device files."""
+    # The patterns name the same devices, so the largest count, not the sum.
     return max((len(list(root.glob(pattern))) for pattern in device.listed_in), default=0)
 
 
@@ -152,7 +153,9 @@ def built_without(device: DeviceType) -> str | None:
         lines = Path(str(torch.locate_file("torch/version.py"))).read_text().splitlines()
     except (importlib.metadata.PackageNotFoundError, OSError):
         return None
+    # Lines such as `cuda: Optional[str] = None`: read, not imported, since torch takes seconds to import.
     values = {line.partition(":")[0]: line.rpartition("=")[2].strip() for line in lines}
+    # None is written where a build lacks the kind; a kind that the file does not name is not judged.
     return f"torch {torch.version} was built without them" if values.get(device.name) == "None" else None
 
 

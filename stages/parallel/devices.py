@@ -80,7 +80,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
     if name is None:
         rate = max(best_matmul_rate(one) for one in {dtype, torch.float32})
         return Peak(rate, f"CPU, {torch.get_num_threads()} threads", "measured")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    tf32 = torch.get_float32_matmul_precision() != "highest"  # "high" and "medium" allow TF32 for fp32 products
     flops_per_s = data_sheet_peak(name, dtype, tf32)
     return Peak(flops_per_s, name, "data sheet") if flops_per_s else None
 
@@ -90,6 +90,7 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
     known = [name for name in TFLOPS if _is_part(name, device_name)]
     if not known:
         return None
+    # The longest name that fits: "H100 PCIe" before "H100".
     half, tf32_rate, single = TFLOPS[max(known, key=len)]
     rate = half if dtype in (torch.bfloat16, torch.float16) else tf32_rate if tf32 else single
     return rate * 1e12 if rate else None
@@ -102,6 +103,7 @@ def best_matmul_rate(dtype: torch.dtype) -> float:
     """
     rate = measured_matmul_rate(dtype)
     kept_file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "matmul-rates.json"
+    # In the key, or a rate measured without limits would be the peak of a limited run.
     limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
     key = ", ".join([_cpu_name(), *limits, f"{torch.get_num_threads()} threads", str(dtype).removeprefix("torch.")])
     kept_file.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,7 @@ def _best_rate(dtype: torch.dtype, budget_s: float) -> float:
     rate = 0.0
     for size in MATRIX_SIZES:
         shortest_s = _shortest_product_s(size, dtype, budget_s / len(MATRIX_SIZES))
-        rate = max(rate, 2 * size**3 / shortest_s)
+        rate = max(rate, 2 * size**3 / shortest_s)  # n³ multiplications and as many additions
         if time.perf_counter() + NEXT_SIZE_COST * shortest_s > end:
             break  # without instructions for this dtype a CPU can be a hundred times slower than in fp32
     return rate

@@ -57,14 +57,16 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     One node has the file, several nodes have the socket.
     """
     if "RANK" not in os.environ:
-        return dist.HashStore()
+        return dist.HashStore()  # started by hand: a group of one needs neither file nor port
     if RENDEZVOUS_FILE in os.environ:
         store = dist.FileStore(os.environ[RENDEZVOUS_FILE], world_size)
         store.set_timeout(timeout)  # torch sets that of its own stores only; NCCL waits here while rank 0 reads a model
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Only rank 0 listens; the others connect, and try again until it does.
     if rank:
         return dist.TCPStore(address, port, world_size, timeout=timeout)
+    # `detach`: the store owns the file descriptor from here on, and closes it.
     listener = _listener(address, port, timeout).detach()
     return dist.TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener)
 
@@ -93,6 +95,7 @@ def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
 def gathered(value: float) -> list[float]:
     """Gather one number from every process; return all of them in the order of ranks. Collective."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    # Each vector is 0 but at its process's rank, so that their sum is all numbers in order.
     values[dist.get_rank()] = value
     dist.all_reduce(values)
     return values.tolist()

@@ -41,11 +41,14 @@ class Stopping:
 
 def main() -> int:
     """Run the stage's processes on this node until they end, and return the exit code."""
+    # A flow that is killed by SIGKILL cannot end this program: the kernel does.
     die_with_parent()
     stopping = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
+        # A flag only: the loop that waits for the processes sees it within a poll interval and ends them.
         signal.signal(number, stopping.ask)
     options = _parse()
+    # In memory, without a name in any folder: only processes that inherit the descriptor can open it.
     rendezvous = os.memfd_create("rendezvous") if options.nodes == 1 else None
     ranks = {
         options.node_rank * options.processes + local_rank: _start(options, local_rank, rendezvous)
@@ -56,9 +59,10 @@ def main() -> int:
         return 0
     _end(ranks)
     if failed is None:
-        return 128 + signal.SIGTERM
+        return 128 + signal.SIGTERM  # as a shell reports a program that SIGTERM has ended
     code = ranks[failed].returncode
     print(f"Root Cause (first observed failure):\n  rank      : {failed}\n  exitcode  : {code}", file=sys.stderr)
+    # Popen gives -9 for SIGKILL, a shell 137.
     return code if code > 0 else 128 - code
 
 
@@ -86,7 +90,7 @@ def _start(options: argparse.Namespace, local_rank: int, rendezvous: int | None)
     if rendezvous is None:
         environment |= {"MASTER_ADDR": options.address, "MASTER_PORT": options.port}
     else:
-        environment[RENDEZVOUS_FILE] = f"/proc/self/fd/{rendezvous}"
+        environment[RENDEZVOUS_FILE] = f"/proc/self/fd/{rendezvous}"  # `pass_fds` keeps the number in the child
     inherited = () if rendezvous is None else (rendezvous,)
     return subprocess.Popen([sys.executable, *options.arguments], env=environment, pass_fds=inherited)
 
@@ -100,6 +104,7 @@ def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [rank for rank, code in codes.items() if code]
         if failed:  # prefer a rank killed by a signal: the others failed because of it
+            # Codes of signals are negative, so that the smallest is one of them.
             return min(failed, key=lambda rank: codes[rank] or 0)
         if all(code == 0 for code in codes.values()):
             return None

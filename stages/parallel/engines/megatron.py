@@ -193,6 +193,7 @@ def _heads(layout: Layout, shape: ModelShape) -> Iterator[str]:
             f"layout: tp {tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them, so "
             "they can be neither spread nor copied evenly"
         )
+    # A model of mixture layers alone has no dense feed-forward width to divide.
     dense = shape.num_layers > shape.num_mixture_layers
     if dense and shape.ffn_size % tp:
         yield f"layout: tp {tp} does not divide the model's feed-forward width {shape.ffn_size}"
@@ -254,8 +255,8 @@ def _peculiarities(config: Mapping[str, Any], shape: ModelShape) -> Iterator[str
     """Yield options in the model's config that the Megatron engine would silently ignore."""
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {config['hidden_act']}"
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = str(parameters.get("rope_type") or parameters.get("type"))
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}  # Transformers 5, else 4
+    rope_type = str(parameters.get("rope_type") or parameters.get("type"))  # `type` is the name in older configs
     if rotates_by_length(rope_type):
         yield f"rope_type {rope_type}, whose angles depend on the length of a document"
     if shape.output_bias:
