@@ -116,7 +116,7 @@ class LmEvalModel(LocalCompletionsAPI):
         if not self.content or not any(map(self.content.is_shielded, texts)):
             tokens = super().tok_encode(string, left_truncate_len, **options)
         elif isinstance(string, str):
-            tokens = self.content.encode(string)[0][-(left_truncate_len or 0) :]
+            tokens = self.content.encode(string)[0][-(left_truncate_len or 0) :]  # `[-0:]` is the whole list
         else:
             tokens = [self.tok_encode(text, left_truncate_len, **options) for text in texts]
         return tokens
@@ -188,7 +188,7 @@ class _ReportingHook(CacheHook):
     def add_partial(self, attr: str, req: Iterable[Any] | None, res: Any) -> None:
         if req is not None:  # the windows of a rolling log-likelihood are kept as a whole
             if attr == "generate_until":
-                res = self.model.cut(res, [*req][1])
+                res = self.model.cut(res, [*req][1])  # from the cache, an answer does not pass `generate_until`
             super().add_partial(attr, req, res)
             self.num_answered += 1
             self.report(self.num_answered, self.model.num_asked)
@@ -255,12 +255,15 @@ def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add
         text = template.render_text(Conversation([*before, {**last, "content": last["content"] + END_MARK}]))
     except RowError as error:
         raise EvaluationError(f"a prompt for the model {error}; or say `apply_chat_template: false`") from error
+    # Without its space, which a template that trims texts has removed; only the mark kept it from trimming the
+    # beginning, too.
     begun, _, rest = text.rpartition(END_MARK.strip())
     return begun if rest.startswith(" ") else begun.rstrip()
 
 
 def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, Any]:
     """Load lm-eval's tasks with datasets, few-shot examples and seeds, in the form that its `evaluate` takes."""
+    # Both ways: this process may load trusted tasks and others, one after the other.
     lm_eval.utils.env = LM_EVAL_JINJA if evaluation.trust_task_code else _sandboxed(LM_EVAL_JINJA)
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.

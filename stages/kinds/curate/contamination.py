@@ -74,6 +74,7 @@ class Benchmarks:
         for num_words, table in self._tables.items():
             items = table.found(runs_of(hashes, num_words))
             (at,) = np.nonzero(items >= 0)
+            # A shorter run is a sample's whole text: one is enough.
             if len(at) >= (self._config.min_shared if num_words == self._config.words else 1):
                 shown = shortened(" ".join(words[at[0] : at[0] + num_words]), SHOWN_CHARACTERS)
                 return f"shares {len(at)} runs of {num_words} words with {self._names[items[at[0]]]}: “{shown}”"
@@ -118,10 +119,11 @@ class Benchmarks:
         """
         runs = np.concatenate([of_item for of_item, _ in several])
         items = np.concatenate([np.full(len(of_item), number) for of_item, number in several])
+        # A run is in each item's array once, so its count is a number of samples.
         runs, first, counts = np.unique(runs, return_index=True, return_counts=True)
         is_common = (counts > num_items / 2) & (num_items >= FEWEST_ITEMS)
         self.num_common += int(is_common.sum())
-        return runs[~is_common], items[first][~is_common]
+        return runs[~is_common], items[first][~is_common]  # the first sample that has the run
 
 
 def _joined(found: Sequence[tuple[Hashes, NDArray[np.int64]]]) -> _Table:

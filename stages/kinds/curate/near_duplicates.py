@@ -59,7 +59,8 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
     sets = []
     for number, texts in enumerate(parts):
         hashes = hashes_of([word for text in texts for word in words_of(text, WORD_OR_SIGN)])
-        runs = runs_of(hashes, min(num_words, len(hashes))) if len(hashes) else hashes
+        runs = runs_of(hashes, min(num_words, len(hashes))) if len(hashes) else hashes  # a short text is one run
+        # Other values for each message's place and label: the same words elsewhere are not shared.
         sets.append(runs + np.uint64(2 * number + (label is False)))
     return np.unique(np.concatenate(sets))
 
@@ -71,7 +72,7 @@ class Sets:
 
     def __init__(self, files: KeptFiles) -> None:
         self._files = files
-        self._end = files[RUNS].tell() // RUN_BYTES
+        self._end = files[RUNS].tell() // RUN_BYTES  # not 0 when an attempt continues a killed one
         draw = np.random.Generator(np.random.PCG64(SEED))
         # Odd factors: multiplication modulo 2^64 by an odd number maps different runs to different values.
         self._factors = draw.integers(0, 2**63, NUM_HASHES, np.uint64) * np.uint64(2) + np.uint64(1)
@@ -89,6 +90,7 @@ class Sets:
         smallest = np.full(NUM_HASHES, 2**32 - 1, np.uint32)
         for start in range(0, len(runs), CHUNK_RUNS):
             values = runs[start : start + CHUNK_RUNS, None] * self._factors + self._offsets  # [runs, NUM_HASHES]
+            # The upper half: modulo 2^64, low bits of a product depend on low bits alone.
             smallest = np.minimum(smallest, (values >> np.uint64(32)).min(axis=0).astype(np.uint32))
         return smallest
 
@@ -101,7 +103,7 @@ class Comparison:
         self._runs = _read(folder / RUNS, np.uint64)
         self._signatures = _read(folder / SIGNATURES, np.uint32).reshape(-1, NUM_HASHES)
         self._threshold = threshold
-        self._says_something = np.diff(self._ends, prepend=0) > 0
+        self._says_something = np.diff(self._ends, prepend=0) > 0  # ends [3, 3, 7] -> sizes [3, 0, 4]
 
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
         """Find the `kept` rows that are near-duplicates of an earlier row which is itself no duplicate.
@@ -158,7 +160,7 @@ class Comparison:
                         break
                     candidates.add(row)
                 else:
-                    left.append((band, row))
+                    left.append((band, row))  # the band goes on beyond these
             for other in self._alike(number, iter(candidates - compared)):
                 if groups.find(other) != groups.find(number) and self._similarity(number, other) >= self._threshold:
                     groups.join(number, other)
@@ -167,6 +169,7 @@ class Comparison:
 
     def _first_of_set(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each given row the first row with exactly the same set of n-grams."""
+        # Sets [a, b, a] of the rows [4, 5, 9] -> [4, 5, 4].
         sets = (self._runs[self._start(row) : self._ends[row]].tobytes() for row in rows.tolist())
         digests = b"".join(hashlib.blake2b(runs, digest_size=8).digest() for runs in sets)
         _, first, inverse = np.unique(np.frombuffer(digests, np.uint64), return_index=True, return_inverse=True)
@@ -181,7 +184,9 @@ class Comparison:
         predecessors = []
         for band in range(NUM_HASHES // num_values):
             values = np.ascontiguousarray(self._signatures[rows, band * num_values : (band + 1) * num_values])
+            # One hash for each row's values: every `num_values`-th run of the flattened array begins a row.
             keys = runs_of(values.astype(np.uint64).ravel(), num_values)[::num_values]
+            # Equal keys side by side, rows ascending: keys [7, 5, 7, 7] -> predecessors [-1, -1, 0, 2].
             order = np.argsort(keys, kind="stable")
             same = keys[order[1:]] == keys[order[:-1]]
             previous = np.full(len(self._ends), -1, np.int64)
@@ -194,12 +199,12 @@ class Comparison:
         found = np.unique(np.fromiter(candidates, np.int64))
         if not len(found):
             return []
-        estimates = (self._signatures[found] == self._signatures[number]).mean(axis=1)
+        estimates = (self._signatures[found] == self._signatures[number]).mean(axis=1)  # [candidates]
         return [int(row) for row in found[estimates >= self._threshold - ESTIMATE_MARGIN]]
 
     def _similarity(self, one: int, other: int) -> float:
         first, second = (self._runs[self._start(row) : self._ends[row]] for row in (one, other))
-        num_common = len(np.intersect1d(first, second, assume_unique=True))
+        num_common = len(np.intersect1d(first, second, assume_unique=True))  # as `set_of` made them
         return num_common / (len(first) + len(second) - num_common)
 
     def _start(self, row: int) -> int:
@@ -238,7 +243,7 @@ class _Groups:
         """Return the first row of a row's group of near-duplicates."""
         first = self._first
         while first[row] != row:
-            first[row] = first[first[row]]
+            first[row] = first[first[row]]  # path halving
             row = int(first[row])
         return row
 
@@ -283,4 +288,5 @@ def values_per_band(threshold: float) -> int:
 
 def _read(path: Path, kind: type) -> NDArray[Any]:
     """Return the numbers in a file as a memory-mapped array."""
+    # An empty file cannot be mapped.
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.zeros(0, kind)

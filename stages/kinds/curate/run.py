@@ -209,7 +209,7 @@ def _left_out(
         for number, total in scored(quality, (row for row in spool.rows() if kept[row.number]), context):
             totals[number] = total
             report(number, len(spool))
-        poor = kept & ~(totals > quality.above)
+        poor = kept & ~(totals > quality.above)  # unlike `<=`, this drops NaN, too
         yield LeftOut("quality", poor, lambda number: f"has the reward {totals[number]:g}, not above {quality.above:g}")
         kept &= ~poor
     if config.sample:
@@ -224,7 +224,7 @@ def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, 
     if config.fraction is not None:
         return kept & below(numbers, config.fraction)
     candidates = np.flatnonzero(kept)
-    chosen = candidates[np.argsort(numbers[candidates], kind="stable")[: config.rows]]
+    chosen = candidates[np.argsort(numbers[candidates], kind="stable")[: config.rows]]  # those of the lowest numbers
     found = np.zeros(len(kept), np.bool_)
     found[chosen] = True
     return found
@@ -242,7 +242,7 @@ def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.ui
 
 def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Draw a share of rows as a mask, bool [rows]: those whose random number is in the lowest `fraction`."""
-    return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
+    return numbers < np.uint64(min(int(fraction * 2**64), 2**64 - 1))  # 2^64 itself, for a fraction of 1, does not fit
 
 
 def _held_out(
@@ -279,7 +279,7 @@ def _progress(context: StageContext, doing: str) -> Callable[[int, int], None]:
 
 def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return, for each row, the number of the first row with the same digest, to find exact duplicates."""
-    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)  # digests [7, 5, 7] -> [0, 1, 0]
     return first[inverse]
 
 
@@ -291,7 +291,7 @@ def _write(
     Rows are unchanged except for masked personal data.
     """
     data = context.work / "data"
-    shutil.rmtree(data, ignore_errors=True)
+    shutil.rmtree(data, ignore_errors=True)  # of an attempt that ended while it wrote
     data.mkdir()
     with contextlib.ExitStack() as files:
         splits = ("train", "validation") if held_out.any() else ("train",)
@@ -301,4 +301,5 @@ def _write(
             if dropped:
                 report.drop(row.place, dropped.step, dropped.reason(row.number), row.content)
             else:
+                # 0 is train, 1 is validation.
                 streams[int(held_out[row.number])].write(json.dumps(row.content, ensure_ascii=False) + "\n")

@@ -74,7 +74,7 @@ class KeptFiles:
         """Save a checkpoint: flush all files to the disk, and store `state` (JSON) with their sizes."""
         for stream in self._streams.values():
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # before the note, which must not count bytes that a power cut could take
         sizes = {name: stream.tell() for name, stream in self._streams.items()}
         write_atomically(self._note, json.dumps({"sizes": sizes, "state": state}))
 
@@ -99,7 +99,7 @@ class SpoolWriter:
 
         canonical: text that is equal for rows that teach a model the same, by which exact duplicates are found.
         """
-        self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))
+        self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
         row = [place.dataset, at.file, at.number, at.counts, content]

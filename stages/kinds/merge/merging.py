@@ -201,9 +201,9 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
     for chunk in torch.arange(len(targets)).split(merged.chunk_tokens):
         rows = [model.log_probabilities(state[chunk]) for model, state in zip(models, hidden, strict=True)]
         for number, row in enumerate(rows):
-            values[number].append(row.gather(1, targets[chunk, None]).squeeze(1))
+            values[number].append(row.gather(1, targets[chunk, None]).squeeze(1))  # [chunk]: ln p of each target
             greedy[number].append(row.argmax(1))
-        q, p = rows[0], rows[-1]
+        q, p = rows[0], rows[-1]  # the same for one model, whose KL is 0
         kl_nats += (p.exp() * (p - q)).sum().item()
     predicted = [
         by_document(torch.cat(of_model), torch.cat(chosen), documents)
@@ -229,7 +229,7 @@ def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context:
 
 def _check_differences(metrics: dict[str, float], config: MergeConfig, context: StageContext) -> None:
     mean = metrics["mean_abs_logprob_difference"]
-    if not mean <= config.max_difference:
+    if not mean <= config.max_difference:  # unlike `>`, this refuses NaN, too
         expected = "than training did" if config.is_plain else "than its base with the adapters beside it"
         context.refuse(
             GateError(
@@ -261,6 +261,7 @@ def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequen
         "dare_ties": partial(merge_utils.dare_ties, density=density),
     }
     factors = {}
+    # dare_… draws from torch's global generator, which gets its state back afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         for layer in layers:
@@ -283,6 +284,7 @@ def _summed(
     pairs: Sequence[tuple[Tensor, ...]], counts: Sequence[float], summed: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return one layer's combined LoRA matrices, A [rank, in] and B [out, rank], as weighted sums over the adapters."""
+    # A root on both sides, so that the product B A gets the whole count.
     roots = torch.tensor([math.sqrt(abs(count)) for count in counts])
     signs = torch.tensor([math.copysign(1, count) for count in counts])
     a, b = zip(*pairs, strict=True)

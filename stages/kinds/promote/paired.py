@@ -84,8 +84,9 @@ class Difference:
         Negative if the candidate is better.
         """
         worse = -self.difference if self.higher_is_better else self.difference
-        if abs(worse) <= TOLERANCE:
+        if abs(worse) <= TOLERANCE:  # rounding, which a standard error of 0 would make infinite
             return 0.0
+        # A standard error of 0: every sample differs by the same.
         return worse / self.standard_error if self.standard_error else math.copysign(math.inf, worse)
 
 
@@ -112,6 +113,7 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
     difference = statistics.fmean(differences)
     standard_error = statistics.stdev(differences) / math.sqrt(len(shared))
     if {*ours, *theirs} <= {0.0, 1.0}:
+        # Right: both, ours alone, theirs alone, neither.
         counts = Counter(zip(ours, theirs, strict=True))
         interval = newcombe(counts[1.0, 1.0], counts[1.0, 0.0], counts[0.0, 1.0], counts[0.0, 0.0])
     else:
@@ -172,6 +174,7 @@ def _scores_of_task(task: str, rows: list[dict[str, Any]], scores: dict[str, Any
         metric, comma, filter_name = key.partition(",")
         asked = [row for row in rows if row["filter"] == filter_name and isinstance(row.get(metric), int | float)]
         values = {row["doc_id"]: float(row[metric]) for row in asked}
+        # lm-eval's scores are METRIC,FILTER; other keys, such as `alias`, have no comma.
         if comma and values and math.isclose(statistics.fmean(values.values()), score, abs_tol=1e-6):
             yield Scores(
                 name=f"{task}.{metric}" if filter_name == NO_FILTER else f"{task}.{filter_name}.{metric}",

@@ -72,7 +72,7 @@ class Divergence:
         """
         reference = reference_logits.float().log_softmax(-1)
         quantized = quantized_logits.float().log_softmax(-1)
-        kl_nats = (reference.exp() * (reference - quantized)).sum(-1)
+        kl_nats = (reference.exp() * (reference - quantized)).sum(-1)  # [tokens]: Σ p (ln p - ln q)
         self.num_tokens += len(next_tokens)
         self.kl_nats += kl_nats.sum().item()
         self.reference_loss_nats += torch.nn.functional.nll_loss(reference, next_tokens, reduction="sum").item()
@@ -161,13 +161,13 @@ def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 def _predicted(model: PreTrainedModel, document: RecordedDocument) -> Predicted:
     targets = torch.tensor(document.targets, device=model.device)
     logits = model(input_ids=torch.tensor([document.input_ids], device=model.device), use_cache=False).logits[0]
-    predictions = logits[targets >= 0].float().log_softmax(1)
-    chosen = predictions.gather(1, targets[targets >= 0, None]).squeeze(1)
+    predictions = logits[targets >= 0].float().log_softmax(1)  # [learned tokens, vocabulary]
+    chosen = predictions.gather(1, targets[targets >= 0, None]).squeeze(1)  # [learned tokens]: ln p of each target
     return Predicted(chosen.tolist(), predictions.argmax(1).tolist())
 
 
 def _exponential(nats: float) -> float:
     try:
         return math.exp(nats)
-    except OverflowError:
+    except OverflowError:  # above 709 nats
         return math.inf

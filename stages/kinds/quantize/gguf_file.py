@@ -79,9 +79,11 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
     chosen = Type[mix.removesuffix("_s").removesuffix("_m").upper()]
     in_a_layer = IN_A_LAYER.fullmatch(name)
     more = in_a_layer and mix.endswith("_m") and _gets_more(int(in_a_layer[1]), num_layers)
+    # A tied embedding is the head, too, so it gets the head's type.
     if more or name in HEADS[: 2 if tied else 1]:
         chosen = Type.Q6_K
     elif in_a_layer and mix == "q4_k_s":
+        # As `llama-quantize` for Q4_K_S: values of the first 4 layers, and ffn_down of the first eighth.
         first = NUM_FIRST_VALUES if in_a_layer[2] == "attn_v" else num_layers // 8
         chosen = Type.Q5_K if int(in_a_layer[1]) < first else chosen
     return chosen if row_size % K_BLOCK_SIZE == 0 else SMALLER_BLOCKS[chosen]
@@ -92,6 +94,7 @@ def _gets_more(layer: int, num_layers: int) -> bool:
 
     It does for the first and last eighth of the layers, and every third between.
     """
+    # llama.cpp's `use_more_bits`; of 32 layers: 0 to 3, 6, 9, …, 27, 28 to 31.
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
@@ -116,7 +119,7 @@ class KQuantizer:
             self._process.stdin.write(HEADER.pack(stored_as, num_rows, num_columns))
             self._process.stdin.write(np.ascontiguousarray(values, np.float32).data)
             self._process.stdin.flush()
-            blocks = self._process.stdout.read(size)
+            blocks = self._process.stdout.read(size)  # waits for all of them; fewer come if the program ends
         except BrokenPipeError:
             pass  # its message is in its log
         if len(blocks) != size:
@@ -146,6 +149,7 @@ def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
         try:
             yield KQuantizer(process, log)
         finally:
+            # First, so that a program that is still writing ends by a broken pipe.
             process.stdout.close()
             with suppress(BrokenPipeError):  # the program has ended without reading all
                 process.stdin.close()
@@ -255,6 +259,7 @@ class StoredTypes:
 
 def stored_types(file: Path, mix: str) -> StoredTypes:
     """Read the types of the matrices in a GGUF file. mix: type that the recipe asks for."""
+    # GGUF has the fastest axis first: `shape[0]` is the number of inputs.
     tensors = (one for one in GGUFReader(file).tensors if len(one.shape) > 1)
     return StoredTypes(tuple((one.name, int(one.shape[0]), one.tensor_type.name) for one in tensors), mix)
 
@@ -272,7 +277,7 @@ def _sources(
                 target = names.get_name(name, try_suffixes=(".weight", ".bias"))
                 if target is None:
                     raise ModelError(f"writing {source} as GGUF: {name} has no name there; choose another method")
-                shape = tuple(stored.get_slice(name).get_shape())
+                shape = tuple(stored.get_slice(name).get_shape())  # from the header: no values are read
                 yield Source(path, name, target, shape, _stored_as(name, target, shape, config, quantization))
     if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type") == "llama3":
         shape = (_head_dim(config) // 2,)
@@ -326,6 +331,7 @@ def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any
 
     It rotates pairs (2i, 2i + 1), Transformers (i, i + half).
     """
+    # [heads, 2, head_dim / 2, inputs] -> [heads, head_dim / 2, 2, inputs]: rows 0 1 2 3 of a head -> 0 2 1 3.
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 
@@ -333,7 +339,7 @@ def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any
 def _rotary_factors(source: Path) -> np.ndarray[Any, Any]:
     """Return the factors by which llama.cpp divides Llama 3.1's rotary frequencies: float32 [head_dim / 2]."""
     config = load_config(source)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # inverse frequencies [head_dim / 2]
     dim = 2 * len(scaled)
     plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return (plain / scaled).numpy()
@@ -386,8 +392,9 @@ def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> Model
     """
     tokenizer = load_tokenizer(model)
     texts = [tokenizer.decode(sample) for sample in samples]
+    # Not the samples' own ids: what is compared is how both cut the same text.
     expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    begun = tokenizer(texts[0])["input_ids"]
+    begun = tokenizer(texts[0])["input_ids"]  # with the special tokens around a text, such as BOS
     serving = ServingConfig(engine="llama_cpp", max_model_len=MAX_MODEL_LEN, max_num_seqs=1)
     execution = ServeExecution()
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:

@@ -62,13 +62,14 @@ def write_tokenizer(writer: GGUFWriter, facts: ModelFacts) -> None:
     written = read_json_object(folder / "tokenizer.json")
     added = {token["id"]: token for token in written.get("added_tokens", ())}
     names = {number: name for name, number in written["model"]["vocab"].items()}
-    names |= {number: token["content"] for number, token in added.items()}
+    names |= {number: token["content"] for number, token in added.items()}  # these may lie beyond the vocabulary
 
     def kind(number: int) -> TokenType:
         if number in added:
             return TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
         return TokenType.NORMAL if number in names else TokenType.UNUSED
 
+    # Older files hold "a b" for a merge, newer ones ["a", "b"].
     merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in written["model"]["merges"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting_of(folder))
@@ -83,6 +84,7 @@ def write_tokenizer(writer: GGUFWriter, facts: ModelFacts) -> None:
     for name, number in special.items():
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
+    # What the tokenizer does, whatever its config says.
     writer.add_add_bos_token(begin is not None and tokenizer("a")["input_ids"][0] == begin)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)

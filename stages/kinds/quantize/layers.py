@@ -59,7 +59,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
     layers = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
     stored_as = expert_names(model)
     for name, experts in _expert_modules(model) if stored_as else ():
-        num_experts, hidden_size, inner_size = experts.down_proj.shape
+        num_experts, hidden_size, inner_size = experts.down_proj.shape  # [experts, outputs, inputs]
         for part in stored_as:
             shape = (hidden_size, inner_size) if part == "down_proj" else (inner_size, hidden_size)
             for number in range(num_experts):
@@ -94,6 +94,7 @@ def name_experts_as_stored(model: PreTrainedModel) -> None:
 
     Call it before experts are unmerged.
     """
+    # From the names in files to those of modules, as for loading: saving reverts them.
     renamings = [
         WeightRenaming(rf"\.experts\.(\d+)\.{stored}\.", rf".experts.\1.{name}.")
         for name, stored in expert_names(model).items()
@@ -115,6 +116,7 @@ def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict
     if "lm_head" in ignore:
         ignore = (*ignore, *_output_layer(model))
     layers = linear_layers(model)
+    # A pattern may match the module's name or the name in files.
     return {name: layer for name, layer in layers.items() if not matches(name, ignore) | matches(layer.name, ignore)}
 
 
@@ -193,7 +195,7 @@ def _check_experts(model: PreTrainedModel, quantization: Quantization, layers: d
 
 def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return name and module of each module that holds the experts of a layer in three-dimensional tensors."""
-    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+    if not any(parameter.ndim == 3 for parameter in model.parameters()):  # [experts, outputs, inputs]
         return []
     from llmcompressor.modeling.moe.linearize import get_non_linearized_moes  # takes seconds to import
 
@@ -215,6 +217,7 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:
     """Return a linear layer's sizes, and the name under which model files store its weight."""
+    # Empty and without memory: only the name matters.
     (stored,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0, device="meta")})
     return Projection(stored.removesuffix(".weight"), output_size, input_size)
 

@@ -82,7 +82,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
         _experts_as_they_are(),
         _fast_search(quantization),
     ):
-        oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))
+        oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))  # each item is a batch
     _save(model, source, job.target, {*ignored, *ignored.values()})
     return list(problems_of_written(job.target, {layer.name for layer in quantized.values()}))
 
@@ -216,6 +216,7 @@ def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -
     def reach(index: int) -> None:
         nonlocal reached
         if index >= reached:
+            # At a block's first call only: it is called once for each batch.
             report(index, len(blocks))
             reached = index + 1
 
@@ -227,6 +228,7 @@ def _report_layers(model: PreTrainedModel, report: Callable[[int, int], None]) -
 
 def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str]) -> None:
     dtype = _serving_dtype(source)
+    # First: afterwards, quantized weights are float32 no more, and keep their types below.
     ModelCompressor.from_pretrained_model(model).compress_model(model)
     dtype_of = dtype_of_weights(model, dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -236,7 +238,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
     model.save_pretrained(target, max_shard_size="5GB")
     _complete_config(target, dtype, ignored)
     copy_companions(source, target)
-    for path in target.glob("*.safetensors"):
+    for path in target.glob("*.safetensors"):  # safetensors writes files that only their owner may read
         follow_file_mask(path)
 
 

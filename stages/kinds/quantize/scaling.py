@@ -73,6 +73,7 @@ def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list
         if scaling.readers not in found and _is_exact(model, [scaling], scaling.scope, calls):
             found[scaling.readers] = scaling
     scalings = list(found.values())
+    # "" is the whole model, here with all pairs scaled at once.
     if _is_exact(model, scalings, "", calls):
         return scalings
     # Another module outside a scope reads a source too, such as a later layer that shares keys and values.
@@ -103,7 +104,7 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
     modules, readers = dict(model.named_modules()), defaultdict[int, list[str]](list)
     for name in calls.order:
         if (given := _input_of(calls, name)) is not None and _dims(modules[name]) == 2:
-            readers[given.data_ptr()].append(name)
+            readers[given.data_ptr()].append(name)  # under the address of its input, which is that of an output
     for name in calls.order:
         if _dims(modules[name]) != 1 or name not in calls.outputs:
             continue
@@ -125,6 +126,7 @@ def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Itera
         if not isinstance(module, nn.Linear):
             continue
         parent = name.rpartition(".")[0]
+        # The nearest first: of several sources for one reader, `find_scalings` takes the first that is exact.
         for source in reversed(siblings[parent]) if name in quantized else ():
             outputs, bias = modules[source].weight.shape[0], modules[source].bias
             if outputs == module.in_features or (outputs > module.in_features and bias is None):
@@ -157,7 +159,7 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
         for tensor in _parameters(source):
             tensor[-num_channels:].div_(scales if tensor.ndim == 1 else scales.unsqueeze(1))
         for reader in readers:
-            reader.weight.mul_(scales)
+            reader.weight.mul_(scales)  # [outputs, channels]: one factor for each input
         yield
     finally:
         for tensor in _parameters(source):
@@ -191,7 +193,7 @@ def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
             break
         common.append(level[0])
     while ".".join(common) not in calls.arguments:
-        common.pop()
+        common.pop()  # a ModuleList, for example, is never called itself; "", the model, always is
     return ".".join(common)
 
 
