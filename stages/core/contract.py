@@ -471,6 +471,7 @@ class ProgressLines:
 
     def line(self, now_s: float, done: float, total: float, unit: str, message: str) -> str | None:
         """Return a progress line if one is due, such as `120 of 600 steps, loss 0.31, 1:57 left`; else None."""
+        # Less done than at the beginning: counting has begun again, for another part of the work.
         if self.began is None or done < self.began[1]:
             self.began, self.last_line_s = (now_s, done), now_s
         if now_s - self.last_line_s < LINE_EVERY_S:
@@ -479,6 +480,7 @@ class ProgressLines:
         began_s, first_done = self.began
         left = ""
         if done > first_done:
+            # At the rate of this run: what an earlier attempt did took none of its time.
             left_s = round((total - done) / (done - first_done) * (now_s - began_s))
             left = f"{timedelta(seconds=left_s)} left"
         parts = [f"{done:,.0f} of {total:,.0f} {unit}".rstrip(), message, left]

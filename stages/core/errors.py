@@ -167,6 +167,7 @@ def full_disk_message(doing: str, where: Path) -> str:
     """Return the error message for a full disk. where: a path on the disk, which need not exist."""
     disk = os.statvfs(next(path for path in (where, *where.absolute().parents) if path.exists()))
     free = f"{disk.f_bavail * disk.f_frsize / 2**20:.1f} MiB are free now"
+    # A disk may run out of inodes while bytes are free; some file systems count none (0).
     if disk.f_files and not disk.f_favail:
         free += ", but no file more fits"
     return (

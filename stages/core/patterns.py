@@ -51,6 +51,7 @@ class Patterns:
         """
         question = {"patterns": patterns, "texts": texts, "how": how}
         try:
+            # The process ends the work itself at its own limit; the grace is for what it cannot interrupt.
             found: list[int | None] = self._program.ask_hostile(question, self._limit_s + GRACE_S)
         except ProgramError as error:
             raise PatternError(str(error)) from error

@@ -23,7 +23,9 @@ IP_ADDRESS = re.compile(
     r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)|(?<![\w:])(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{0,4}(?![\w:])",
     re.ASCII,
 )
+# Country, check digits, groups of four, maybe written with spaces; the last group may be shorter.
 IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b", re.ASCII)
+# 13 to 19 digits (ISO/IEC 7812), of which the first names the kind of card.
 CREDIT_CARD = re.compile(r"(?<![\d.+-])[2-6]\d{3}(?:[ -]?\d){9,15}(?!\d)")
 PHONE = re.compile(
     r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}|(?:1[ .-])?(?:\(\d{3}\) ?\d{3}[ .-]\d{4}"
@@ -74,6 +76,7 @@ def _iban(text: str) -> int:
         joined = text.replace(" ", "")
         if int("".join(str(int(character, 36)) for character in joined[4:] + joined[:4])) % 97 == 1:
             return len(text)
+        # The pattern may have taken the next word as a last group.
         text = text.rpartition(" ")[0]
     return 0
 

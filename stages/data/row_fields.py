@@ -137,7 +137,7 @@ def with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
     system = make_message("system", parse_text(row["system"], "system"))
     if messages[0]["role"] == "system" and messages[0] != system:
         raise RowError("has a column `system` and another system message; expected one of the two")
-    return messages if messages[0] == system else [system, *messages]
+    return messages if messages[0] == system else [system, *messages]  # not the same prompt twice
 
 
 def template_variables(row: dict[str, Any]) -> dict[str, Any]:

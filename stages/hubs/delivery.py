@@ -36,6 +36,7 @@ class Progress:
             now_s = time.monotonic()
             if now_s - self._reported_s >= INTERVAL_S or self._done_bytes == self._total_bytes:
                 self._reported_s = now_s
+                # The clock may not have moved since the start.
                 rate = self._done_bytes / MIB / max(now_s - self._started_s, 1e-9)
                 self._context.progress(self._done_bytes, self._total_bytes, "B", f"{rate:.1f} MiB/s")
 

@@ -107,6 +107,7 @@ class _Lister:
             number = len(entries) // PAGE_FILES + 1
             page = self._asked("tree", Recursive="True", PageNumber=str(number), PageSize=str(PAGE_FILES))
             entries += page
+            # The last page: shorter than a whole one, and maybe empty.
             if len(page) < PAGE_FILES:
                 return entries
 
@@ -135,6 +136,7 @@ class _Lister:
         )
         doing = f"asking {self._endpoint} for {self._source}"
         answer = ask_hub(doing, url, self._headers, "MODELSCOPE_ENDPOINT", self._limit_s, self._left_bytes)
+        # One limit for the whole list, however many requests it takes.
         self._left_bytes -= len(answer.body)
         if answer.status == HTTPStatus.NOT_FOUND:
             raise DownloadError(

@@ -90,6 +90,7 @@ def known_model(name: str) -> ModelShape | None:
 
 def _words(name: str) -> set[str]:
     text = re.sub(r"[_\-/()@:]+", " ", name.lower())
+    # "llama 3.1" -> "llama3.1", "deepseek v3" -> "deepseek3", which gets its v back below
     text = re.sub(r"\b(llama|qwen|gpt|mistral|mixtral|nemotron|deepseek) ?v?(\d+(?:\.\d+)?)(?= |$)", r"\1\2", text)
     words = set(text.split())
     words |= {re.sub(r"^(llama3)\.\d$", r"\1", word) for word in words}

@@ -68,6 +68,7 @@ def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
     while todo:
         prefix, module = todo.pop()
         names = {f"{prefix}{name}" for name, _ in module.named_parameters()}
+        # A module of nothing but such parameters; else its children are looked at one by one.
         if names and names <= kept:
             modules.append(module)
             kept -= names

@@ -104,6 +104,7 @@ def check_tokenizer(facts: ModelFacts) -> Iterator[str]:
     tokenizer = load_tokenizer(folder, SENTENCE * REPETITIONS, max_growth_factor=MAX_NORMALIZER_GROWTH)
     try:
         once = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
+        # `verbose=False`: no warning that the text is longer than the model's maximum.
         often = tokenizer(SENTENCE * REPETITIONS, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception as error:  # tokenizers raises nothing more special
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
