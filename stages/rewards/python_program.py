@@ -40,7 +40,7 @@ def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
 
     def scored(completion: dict[str, Any]) -> Any:
         value = score(completion["prompt"], completion["text"], completion["reference"], completion["row"])
-        return value.item() if hasattr(value, "item") else value
+        return value.item() if hasattr(value, "item") else value  # numbers of NumPy and torch
 
     return scored
 

@@ -113,6 +113,7 @@ class RowData:
         last_step = context.trial.steps if context.trial else config.steps or self.steps_of_epochs
         asked_rows: list[RowsOf] = []
         if config.on_policy is None or config.on_policy.share < 1:
+            # rank 0 of 1: the rows of all processes, since the teacher's file is of the whole data
             asked_rows.append((self.prepared.training, self._order(0, 1).rows(last_step)))
         if self._held_out:
             asked_rows.append((self._held_out, range(len(self._held_out))))
@@ -135,7 +136,7 @@ class RowData:
         They are the same on all processes.
         Raises DataError as the function of this name does.
         """
-        training, order = self.prepared.training, self._order(0, 1)
+        training, order = self.prepared.training, self._order(0, 1)  # whole global batches, whatever the layout
         rows = chain.from_iterable(map(order.global_batch, count(1)))
         return first_batches(training, islice(rows, len(training)), least_targets)
 
@@ -201,4 +202,5 @@ def _start_digest(config: TrainConfig, context: StageContext) -> str:
     start = [context.inputs[config.model] / "adapter"] if config.base else []
     precision = config.adapter and config.adapter.base_precision
     digest = model_digest(context.inputs[config.base or config.model] / "model", *start)
+    # A base in fewer bits, and what an init takes out of it, is another reference model than the one on disk.
     return f"{digest} {precision} {config.adapter.init}" if config.adapter and precision else digest
