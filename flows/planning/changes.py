@@ -147,13 +147,16 @@ def rows_of(file: Path) -> int | None:
         import pyarrow.parquet
 
         with suppress(ValueError):  # damaged: the reader of its rows reports it
+            # Reads the footer only, however large the file is.
             return int(pyarrow.parquet.read_metadata(file).num_rows)
         return None
     if file.suffix not in ROW_FILES or file.stat().st_size > MAX_COUNTED_BYTES:
         return None
     if file.suffix == ".csv":
+        # The default, 128 KiB a field, is less than a long document.
         csv.field_size_limit(sys.maxsize)
         with file.open(encoding="utf-8", errors="replace", newline="") as text:
+            # Without the heading and empty lines; a field in quotes may hold line breaks.
             return max(0, sum(map(bool, csv.reader(text))) - 1)
     with file.open("rb") as stream:
         return sum(bool(line.strip()) for line in stream)
@@ -195,6 +198,7 @@ def _changed_lines(old: str, new: str) -> str | None:
     before, after = old.splitlines(), new.splitlines()
     if max(len(before), len(after)) > MAX_COMPARED_LINES:
         return None
+    # Without autojunk, which from 200 lines on skips lines that are frequent, such as empty ones.
     steps = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
     changed = [(before[step[1] : step[2]], after[step[3] : step[4]], step) for step in steps if step[0] != "equal"]
     if not changed:
@@ -224,6 +228,7 @@ def _with_paths(stage: PlannedStage, kept: Path) -> PlannedStage:
     for field, path in stage.config.outside_paths().items():
         if field not in outside:
             continue
+        # At every plan, so that the next one has something to compare with.
         keep_contents(kept, str(outside[field]), path)
         differing = next((item for item in stage.differences if item.field == CONTENT + field), None)
         before = kept_contents(kept, str(differing.old)) if differing else None

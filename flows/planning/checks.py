@@ -54,6 +54,7 @@ class Problems:
         if len(errors) == 1:
             raise errors[0]
         kinds = {type(error) for error in errors}
+        # Only where something else is wrong, too; else the set would be empty.
         kinds = kinds - {TransientError} or kinds
         if errors:
             raise (kinds.pop() if len(kinds) == 1 else RecipeError)("\n".join(self._errors))
@@ -92,6 +93,7 @@ def _idle(config: StageConfig) -> Iterator[tuple[str, str, str]]:
     set_fields = config.model_dump(mode="json", exclude_defaults=True)
     for path, why in dict(config.idle_fields()).items():
         *blocks, field = path.split(".")
+        # `optimizer.momentum`: go down to the block that holds the field; {} where the block is not set.
         block: dict[str, Any] = functools.reduce(lambda tree, name: tree.get(name, {}), blocks, set_fields)
         if field in block:
             yield path, show(block[field]), why

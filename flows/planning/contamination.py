@@ -28,6 +28,7 @@ def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEn
     if not makes(str(identity["kind"]), "scores"):
         return
     tasks = _tasks_of(identity, identity["config"], "")
+    # Several paths may lead to the same dataset: one warning for each stage that learned from it.
     learned = {(stage, dataset.version): dataset for stage, dataset in _learned(upstream, find)}
     for (stage, _), dataset in learned.items():
         if missing := sorted(name for name, _, _ in tasks - _compared_with(dataset, find)):
@@ -58,6 +59,7 @@ def _compared_with(dataset: UpstreamEntry, find: Find) -> set[Task]:
     if record is None:
         return set()
     config: Any = record.identity["config"]
+    # Tasks are compared with the hash of their folder: the same name may mean other questions.
     own: set[Task] = set()
     for name, block in (config.get("decontaminate") or {}).get("benchmarks", {}).items():
         own |= _tasks_of(record.identity, block, f"decontaminate.benchmarks.{name}.")

@@ -49,6 +49,7 @@ def _model(recipe: Recipe, name: str, outside: Outside, index: Index) -> ModelAt
         return None
     source = recipe.fetched[download]
     facts = _local_facts(source, outside[download], index)
+    # With patterns only some of the folder's files are fetched, so the folder is not what the stage will get.
     is_here = HUBS[source.source.hub].is_local and source.request.patterns is None
     folder = Path(source.source.name) if is_here else None
     return ModelAtHand(str(source.source), facts.config, folder) if facts else None

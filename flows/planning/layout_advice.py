@@ -133,6 +133,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
         found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise LayoutError(f"reading the layout {text!r}: {found}") from error
     if layout.world_size != num_gpus:
+        # The dp_shard with which the other degrees fill all GPUs, if there is one.
         left, rest = divmod(num_gpus, layout.world_size // layout.dp_shard)
         remedy = (
             f"write dp_shard={left}, or --gpus {layout.world_size}" if left and not rest else "change one of the two"
@@ -195,6 +196,7 @@ def _of_recipe(path: Path, stage: str | None) -> tuple[ModelShape, TrainConfig]:
     name = stage or next(iter(trained))
     chosen, index = chosen_stages(recipe, name), Store(store_root()).index()
     recipe, _ = find_stored(recipe, chosen, index)
+    # A hub that does not answer is noted and not raised: the table of known models may have the shape.
     outside = resolve_outside(recipe, chosen, unreachable={})
     configs = ModelConfigs(recipe, outside, index, PLANNING_LIMIT_S)
     return configs.shape_of(download_of(recipe, name)), trained[name]

@@ -94,6 +94,7 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
             f"stages.{name}.layout: auto, but no layout of {processes} fits this machine under {config.engine}{other}; "
             "`lifecycle layouts` says by how much"
         )
+    # Of this engine's own layouts none is faster than the first, so what is found is another engine's.
     enough_s = MUCH_FASTER * fastest[0].time.step_time_s
     much_faster = by_time[0] if by_time[0].time.step_time_s < enough_s else None
     return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), much_faster)
@@ -105,6 +106,7 @@ def _described(one: Candidate) -> str:
 
 def _hardware(name: str, processes: int) -> Hardware:
     names = gpus()
+    # The first GPU stands for all: one layout for GPUs of several kinds is not planned.
     hardware = hardware_at_hand(names[0] if names else None, processes, hardware_file())
     if hardware is None:
         raise ResourceError(

@@ -31,6 +31,7 @@ def download_of(recipe: Recipe, stage: str) -> str:
         upstream = recipe.stages[name].references().get("model")
         if upstream is None:
             raise RecipeError(f"looking for the model of {stage}: {name} refers to none")
+        # An adapter has no shape; its base model has.
         name = base_of(upstream, recipe.stages)
     return name
 

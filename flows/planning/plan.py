@@ -114,6 +114,7 @@ def _plan_stage(
     forced: bool,
 ) -> PlannedStage:
     config = recipe.stages[name]
+    # Stages are in topological order, so those upstream are planned already.
     versions = {stage: planned[stage].version for stage in recipe.upstream_of(name)}
     identity = identity_of(config, versions, outside)
     version = version_of(identity)
@@ -161,6 +162,7 @@ def _decide_unbuilt(nearest: Artifact | None, identity: Identity) -> Decision:
 def _decide_built(
     name: str, artifact: Artifact, references: Mapping[str, str], index: Index, planned: Mapping[str, PlannedStage]
 ) -> Decision:
+    # Damaged artifacts are not built over in silence: only `--force` does so.
     if artifact.damage:
         damage = "; ".join(artifact.damage)
         return Decision("run", f"damaged on disk ({damage}), so it would stop here; `--force {name}` builds it again")

@@ -80,6 +80,7 @@ class _Plan:
         """Return the model's billions of parameters: from its config, else from a name such as `Qwen3-0.6B`, else 7."""
         if self.model.shape:
             return self.model.shape.num_parameters / 1e9
+        # qwen3-0.6b -> 0.6; not the 3 of a family, nor the 8 of 8bit
         named = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z])", self.model.source.lower())
         return float(named[0][0]) / (1000 if named[0][1] == "m" else 1) if named else 7.0
 
@@ -121,6 +122,7 @@ class _Plan:
     @property
     def batch(self) -> int:
         """Return the number of packed rows per step; training takes at least a hundred steps if the rows suffice."""
+        # About 200 steps in all, within 4 to 64 rows a step.
         wanted = _power_of_two(self.num_packed_rows * self.epochs / 200, least=4, most=64)
         return min(wanted, _power_of_two_below(self.num_packed_rows))
 
@@ -177,6 +179,7 @@ def _notes(plan: _Plan) -> list[str]:
 
 def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
     """Return a first recipe's facts, with a LoRA adapter if this machine cannot train the whole model."""
+    # The whole model, then an adapter, then an adapter on a base in 4 bits: the first that fits is taken.
     tried = [plan, *(_Plan(plan.name, plan.data, plan.model, plan.rows, adapter) for adapter in ADAPTERS)]
     if plan.samples:
         tried.pop()  # no server samples beside a base in 4 bits
@@ -189,6 +192,7 @@ def _with_adapter(plan: _Plan) -> tuple[_Plan, list[str]]:
 
 def _fits(plan: _Plan, shape: ModelShape) -> bool:
     with tempfile.TemporaryDirectory() as folder:
+        # The very text that would be written is loaded, so that what is checked is what the person gets.
         for name, text in (_other_files(plan) | {"recipe.yaml": _recipe(plan)}).items():
             path = Path(folder) / name
             path.parent.mkdir(exist_ok=True)
@@ -204,6 +208,7 @@ def _fits(plan: _Plan, shape: ModelShape) -> bool:
 
 def _like(billions: float) -> ModelShape:
     """Return a plausible model shape for a number of parameters (12 × layers × width²), with width 128 × layers."""
+    # 7 billion -> 33 layers, 4,224 wide
     layers = max(2, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
     width = 128 * layers
     return ModelShape(layers, width, layers, layers, 128, 8 * width // 3, 32_000)
@@ -253,6 +258,7 @@ def _asks_numbers(plan: _Plan) -> bool:
 
 def _last_number(text: str) -> str:
     numbers = NUMBER.findall(text)
+    # 1,234 -> 1234, as the task ignores commas in answers.
     return numbers[-1].replace(",", "") if numbers else text
 
 
@@ -275,8 +281,10 @@ def _task(plan: _Plan) -> str:
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
     longest = max(len(question["answer"]) for question in questions)
     if _asks_numbers(plan):
+        # No stop text: an answer that reasons has several lines.
         generation = {"until": [], "max_gen_toks": plan.completion_tokens}
         task |= {"output_type": "generate_until", "generation_kwargs": generation}
+        # -1: the last match in the answer, whose reasoning may hold other numbers.
         pattern = {"function": "regex", "group_select": -1, "regex_pattern": r"(-?\d[\d,]*(?:\.\d+)?)"}
         task["filter_list"] = [{"name": "none", "filter": [pattern, {"function": "take_first"}]}]
         task["metric_list"] = [
@@ -397,6 +405,7 @@ def _evaluation(plan: _Plan) -> str:
     whose = "rows that training holds out" if not plan.samples or rows.evaluation_split else "rows as questions"
     texts = []
     for stage, model in {"evaluate-base": "base", "evaluate": final}.items():
+        # A base model without a chat template is asked in plain text; the trained one has the recipe's.
         is_chat = not rows.is_plain and (rows.has_template or model != "base")
         asked = "" if plan.samples else f"    apply_chat_template: {json.dumps(is_chat)}\n"
         texts.append(f"""

@@ -72,11 +72,13 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
         matches = [one for one in artifacts if f"{one.record.kind}/{one.record.version}" == key]
     else:
         of_recipe = [one for one in artifacts if named == "all" or one.record.recipe == ADOPTED_RECIPE]
+        # A stage's name, such as `sft`, or one artifact's, `sft-0123456789ab`.
         matches = [one for one in of_recipe if source.name in (one.record.stage, one.folder.name)]
         artifacts = of_recipe
     if not matches:
         known = {one.record.stage for one in artifacts}
         raise RecipeError(f"looking for {source}: the store has no such {product}{closest(source.name, known)}")
+    # Of all versions of a stage the one built last.
     return max(matches, key=lambda artifact: artifact.record.finished)
 
 
@@ -88,6 +90,7 @@ def _champion(uri: str) -> str:
     done = subprocess.run([sys.executable, "-m", CHAMPION_PROGRAM, uri], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return str(json.loads(done.stdout)["model"])
+    # The program says by its exit code which error it had, so that `run` answers with the same one.
     kinds = {error.exit_code: error for error in error_classes().values() if error.exit_code != INTERNAL_ERROR}
     reason = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     raise kinds.get(done.returncode, ServerError)(f"asking for {uri}: {reason[-1]}")

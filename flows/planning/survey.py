@@ -205,6 +205,7 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
     files = find_files(folder, split) if data.is_dir() else [data]
     facts = _kind_of(data, folder, files, columns, split)
     held_out = _held_out_files(facts, folder, files) if data.is_dir() else []
+    # Prompts are asked as they are, so nothing of them is set aside.
     if not held_out and facts.kind != "prompts":
         facts.held_out_fraction = _fraction(folder, files)
     documents = [*_read(facts, folder, files), *_read(facts, folder, held_out, all_held_out=True)]
@@ -287,8 +288,10 @@ def _fraction(folder: Path, files: list[Path]) -> float:
     """
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
+    # A share that holds out no row, or all of them, is of no use.
     possible = [share for share, count in counts.items() if 0 < count < len(rows)]
     enough = [share for share in possible if counts[share] >= min(10, len(rows) / 5)]
+    # Where no share holds out enough, the largest comes nearest.
     return next(iter(enough or possible[::-1]), 0.0)
 
 
@@ -310,6 +313,7 @@ def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, 
     problem = ""
     for row in objects:
         try:
+            # A row is of the format of most rows: a few bad ones must not decide it.
             named = rename_columns(row, guess)
         except RowError as error:
             problem = problem or f" {error}"
@@ -396,6 +400,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
             continue
         facts.num_rows += 1
         facts.is_plain = isinstance(documents[0], PlainText)
+        # An estimate, until `_count_tokens` replaces it; the longest row is a bound instead.
         facts.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
         facts.longest = max(facts.longest, sum(map(most_tokens, documents)))
         if len(first) < FIRST_ROWS:
@@ -411,6 +416,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
             if question:
                 facts.questions.append(question)
                 systems.add(_system(documents[0]))
+    # Several system prompts cannot all be the task's description, so then it has none.
     if len(systems) == 1:
         facts.system = systems.pop()
     return first
@@ -464,10 +470,12 @@ def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | Non
 
     own = DocumentTokenizer(model, None, "assistant")
     names = ["turns", "turns-tools"]
+    # First in the list: of templates that render equally many documents, `min` takes the first.
     if "<|im_start|>" in own.special_tokens:
         names.insert(0, "chatml-tools")
     candidates = [None, *(path for name in names if (path := TEMPLATES / f"{name}.jinja").is_file())]
     refused = {path: _num_refused(DocumentTokenizer(model, path, "assistant"), documents) for path in candidates}
+    # More than all documents refused: there is no template of its own (see `_num_refused`).
     return min(candidates, key=lambda path: refused[path]), refused[None] <= len(documents)
 
 
@@ -492,6 +500,7 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
     from stages.data.tokenizer import DocumentTokenizer
 
     tokenizer = DocumentTokenizer(model, facts.template, "assistant")
+    # Only the first documents are kept, and a later prompt may be longer.
     if len(documents) < facts.num_rows:
         return facts.longest
     facts.is_counted = True
@@ -513,19 +522,23 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
         evaluation_split=facts.evaluation_split,
         evaluation_fraction=facts.held_out_fraction,
         chat_template=facts.template,
+        # No row is too long here: the lengths are what is asked for.
         sequence_length=NO_LIMIT,
         packing=False,
         on_bad_rows="drop",
     )
     estimated, bytes_of_all = facts.longest, facts.num_tokens
     facts.bad_rows, facts.first_bad, facts.num_tokens, facts.longest, facts.is_counted = Counter(), "", 0, 0, True
+    # Processor time, so that a busy machine gives the same recipe.
     ends_s = time.process_time() + SECONDS
+    # Held-out rows come from files of their own, or are a share of the same files.
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
         reader = RowReader(facts.form, facts.kind, facts.columns)
         first_rows_read(reader, portion, read_rows(folder, files))
         tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader))
         for path in files:
             part = Part(path, name_of(path, folder))
+            # Stops in the middle of a file when the time is over.
             rows = takewhile(lambda _: time.process_time() < ends_s, read_part(part))
             for piece in tokenizer.pieces(part, rows):
                 for number, reason in piece.notes.bad_rows:
@@ -534,5 +547,6 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
                 facts.num_tokens += int(lengths.sum())
                 facts.longest = max(facts.longest, int(lengths.max(initial=0)))
     if time.process_time() >= ends_s:
+        # Only a part was counted: its tokens are a lower bound, the bytes of all rows an estimate.
         facts.is_counted, facts.num_tokens, facts.longest = False, max(bytes_of_all, facts.num_tokens), estimated
     facts.num_rows = facts.all_rows.total() - facts.num_bad_rows

@@ -53,6 +53,7 @@ def _is_secret(names: Sequence[str], leaf: Any) -> bool:
     if isinstance(leaf, str) and holds_url_password(leaf):
         return True
     # Any variable of a stage counts: its name need not show that it is secret, and ledgers record overrides.
+    # stages.NAME.execution.environment.VARIABLE
     return leaf is not None and tuple(names[2:4]) == ENVIRONMENT and len(names) > 4
 
 
@@ -72,6 +73,7 @@ def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> str | None:
     """Set a value at a path of the recipe; return a message if a value on the way is not a mapping."""
     parent = tree
     for depth, key in enumerate(keys[:-1], 1):
+        # Absent, or `execution:` with nothing behind it, which YAML reads as null.
         if parent.get(key) is None:
             parent[key] = {}
         parent = parent[key]

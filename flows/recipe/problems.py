@@ -76,6 +76,7 @@ def _discriminator(details: ErrorDetails) -> str:
 
 
 def _close_literal(details: ErrorDetails) -> str:
+    # "Input should be 'queue' or 'skip'" -> queue, skip
     allowed = re.findall(r"'([^']+)'", details["msg"])
     hint = closest(str(details["input"]), allowed)
     return hint if "did you mean" in hint else ""
@@ -84,6 +85,7 @@ def _close_literal(details: ErrorDetails) -> str:
 def _meant(model: type[BaseModel], location: Sequence[int | str]) -> str:
     """Return a hint for an unknown field: a field with the same name elsewhere, or one with a similar name."""
     name = str(location[-1])
+    # Only the last name of a path is compared, so that a field of any block is found.
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == OF_OTHERS.get(name, name)]
     if elsewhere:
         return f"; did you mean `{' or '.join(elsewhere[:3])}`?"

@@ -133,6 +133,7 @@ def load_stages(
         else:
             lines += _launch_problems(stage, stages[stage])
     lines += islice(_reference_problems(stages, tree), MAX_PROBLEMS)
+    # Following references to their end needs every stage to be there and valid.
     lines += [] if lines else _cycles(stages)
     sound = _sound(stages, lines)
     completed = {
@@ -140,9 +141,11 @@ def load_stages(
         for stage, config in sound.items()
         if not (lines and config.ASKS_ALL_STAGES)
     }
+    # Checked against stages completed by what others say, as they will run.
     among = {stage: [*config.problems_among({**sound, **completed})] for stage, config in completed.items()}
     lines += [f"stages.{stage}.{problem}" for stage, of_stage in among.items() for problem in of_stage]
     if lines:
+        # A class of its own where layouts are all that is wrong: other devices may be the remedy.
         error_class = LayoutError if num_of_layouts == len(lines) else RecipeError
         all_problems = error_class(_listed(lines))
         if errors is None:
@@ -159,6 +162,7 @@ def _sound(stages: Mapping[str, StageConfig], problems: Sequence[str]) -> dict[s
         name for name in stages if not any(one.startswith((f"stages.{name}.", f"stages.{name}:")) for one in problems)
     ]
     num_before = -1
+    # Each round adds stages whose references are all sound; stages in a circle are never added.
     while num_before < len(sound):
         num_before = len(sound)
         sound |= {name: stages[name] for name in without if set(stages[name].references().values()) <= sound.keys()}
@@ -209,6 +213,7 @@ def _read_stage(tree: Any, folder: Path) -> StageConfig:
     As in JSON, a list may stand for a tuple and a text for a path. Paths outside the store become absolute; in the
     recipe they are relative to its folder.
     """
+    # Through JSON text, since only for JSON does pydantic's strict mode take a list for a tuple.
     return _stage_adapter().validate_json(
         json.dumps(tree), strict=True, context={MAKE_ABSOLUTE: lambda path: absolute(path, folder)}
     )
@@ -302,6 +307,7 @@ def _reference_fields(
         reference = find_marker(field, Reference)
         if reference:
             yield (*above, name), reference
+        # `*` stands for the names of a mapping, or the places of a list.
         given = ("*",) if get_origin(field.annotation) in (dict, tuple) else ()
         for inner in models_in(field.annotation):
             yield from _reference_fields(inner, (*above, name, *given))
@@ -315,10 +321,12 @@ def _cycles(stages: Mapping[str, StageConfig]) -> list[str]:
     def visit(stage: str, trail: list[str]) -> None:
         if stage in trail:
             cycle = trail[trail.index(stage) :]
+            # a → b → a and b → a → b are one circle.
             cycles.setdefault(frozenset(cycle), " → ".join([*cycle, stage]))
         elif stage not in done:
             for upstream in stages[stage].references().values():
                 visit(upstream, [*trail, stage])
+            # Everything below is visited, so no later trail needs to enter here.
             done.add(stage)
 
     for stage in stages:
