@@ -28,7 +28,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp if is_mixture else None,
         num_distributed_optimizer_instances=layout.dp_replicate if layout.optimizer_shards > 1 else 1,
-        # The optimizer must be told as well (`use_gloo_process_groups`). Each of gloo's groups has threads of its own.
+        # The optimizer needs the same choice (`use_gloo_process_groups`). Each of gloo's groups has threads of its own.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),  # Megatron takes whole minutes
     )
