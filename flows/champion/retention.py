@@ -8,7 +8,6 @@ flow run goes, to which nothing refers.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from flows.champion.servers_folder import left_folders, left_notes
 from flows.ledger.home import home, store_root
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import RunningRefreshes, ledger_of, ledgers
-from flows.servers.keyed import client_settings, read_key
+from flows.servers.keyed import client_settings, read_key, set_variables
 from flows.servers.programs import MLFLOW, PREFECT, ServerProgram
 from flows.servers.records import address_of
 from flows.store import collect
@@ -185,5 +184,5 @@ def _reach(program: ServerProgram) -> bool:
         password = read_key()
         if not (ours and password):
             raise ServerError(f"the local {program.name} server is not running; `lifecycle up`")
-        os.environ |= {program.variable: ours, **client_settings(program.name, password)}
+        set_variables({program.variable: ours, **client_settings(program.name, password)})
     return named in (None, ours)

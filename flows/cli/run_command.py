@@ -20,6 +20,7 @@ from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
 from flows.servers import local as servers
+from flows.servers.keyed import set_variables
 from flows.servers.programs import NAMED_BY
 from stages.core.errors import (
     INTERNAL_ERROR,
@@ -97,7 +98,7 @@ def _to_retry(name: str | None) -> RefreshRecord:
 def ready_servers(*, worker: bool = False) -> servers.Endpoints:
     """Start the local Prefect and MLflow servers, unless the environment names others, and point clients to them.
 
-    Call it before Prefect is imported. Raises `ServerError`.
+    Prefect, if it was imported before, reads its settings again. Raises `ServerError`.
     """
     absent = (one for one in servers.status() if one.ours and not one.healthy and not one.host)
     if any(one.name in NAMED_BY for one in absent):
@@ -106,12 +107,9 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
     for status in servers.status():
         if status.url:
             say(f"{status.name}: {status.url}", sys.stderr)
-    os.environ.update(endpoints.environment())
-    for name, value in PREFECT_SETTINGS.items():
-        # Settings that the user made stay.
-        os.environ.setdefault(name, value)
-    if "prefect" in endpoints.local:
-        os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    folder = {"PREFECT_HOME": str(home() / "prefect")} if "prefect" in endpoints.local else {}
+    # Settings that the user made stay.
+    set_variables({**PREFECT_SETTINGS, **folder, **os.environ, **endpoints.environment()})
     return endpoints
 
 

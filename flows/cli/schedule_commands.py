@@ -32,13 +32,10 @@ NAME = click.argument("name", metavar="RECIPE_NAME")
 @JSON_OPTION
 def schedule(recipe: Path, cron: str, timezone: str, overrides: Sequence[str], as_json: bool) -> None:
     """Schedule a recipe at fixed times, and start the worker that runs it. A recipe has one schedule."""
-    from prefect.context import refresh_global_settings_context
-
     from flows.service import schedule as plans
 
     spec = plans.schedule_spec(recipe, cron, timezone, tuple(overrides))  # before servers are started for it
     _reach_servers(worker=True)
-    refresh_global_settings_context()
     _show([plans.schedule(spec)], as_json)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -92,6 +93,13 @@ def client_settings(server: str, password: str) -> dict[str, str]:
     if server == "prefect":
         return {"PREFECT_API_AUTH_STRING": f"{USER}:{password}"}
     return {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of clients; Prefect, if it is imported already, reads its settings again."""
+    os.environ |= variables
+    if context := sys.modules.get("prefect.context"):
+        context.refresh_global_settings_context()
 
 
 def named_settings() -> dict[str, str]:
