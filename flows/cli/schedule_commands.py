@@ -98,7 +98,7 @@ def _list(as_json: bool) -> None:
 
 
 def _reach_servers(*, worker: bool = False) -> None:
-    """Start the local servers if needed, and point Prefect's client to its server before the client is imported."""
+    """Start the local servers if needed, and set the address of Prefect's server."""
     from flows.cli import run_command
 
     run_command.ready_servers(worker=worker)

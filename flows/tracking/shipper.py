@@ -48,6 +48,7 @@ from flows.tracking.rows import (
 )
 from flows.tracking.writing import LONGEST_VALUE, log_datasets, log_files, log_metrics, log_params, set_tags
 from stages.core.errors import StoreError
+from stages.core.garbage import collect_rarely
 from stages.core.metric_series import MetricSeries, last_steps
 from stages.core.redaction import redact, shortened
 from stages.kinds.registry import makes
@@ -244,7 +245,7 @@ def main() -> None:
 
     The ledger's folder is the program's first argument.
     """
-    # Before mlflow is imported, which starts its telemetry then.
+    collect_rarely()
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
