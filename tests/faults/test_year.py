@@ -50,7 +50,7 @@ def year(tmp_path):
         try:
             yield year
         finally:
-            assert home.lifecycle("down").returncode == 0
+            home.does("down")
 
 
 def test_a_year_of_nights(year, tmp_path):

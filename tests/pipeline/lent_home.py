@@ -8,13 +8,13 @@ import shutil
 import sqlite3
 from contextlib import closing
 
-from refreshes import Home, eventually
+from refreshes import ForkedHome, eventually
 
 DATABASES = ("prefect/prefect.db", "mlflow/mlflow.db")
 OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "servers.lock", "supervisor")
 
 
-class LentHome(Home):
+class LentHome(ForkedHome):
     """Lifecycle home that test files share, with methods to start, empty and stop it.
 
     Tests make a `Home` of its folder.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.servers.lock import Lock
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -116,6 +117,18 @@ class Home:
             if str(self.folder) in environment and not is_server:
                 commands.append(command)
         return commands
+
+
+class ForkedHome(Home):
+    """A home whose commands are forks of one process that has imported what they need."""
+
+    def lifecycle(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_forked(LIFECYCLE, *arguments, environment=self.environment)
+
+    def run(self, recipe: Path) -> tuple[int, dict[str, Any]]:
+        done = run_forked(TINY_REFRESH, recipe, environment=self.environment)
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout)
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
@@ -225,9 +238,10 @@ def request(url: str, body: Any = None, key: str | None = None, method: str | No
     return json.loads(text) if text else None
 
 
-def eventually(condition: Callable[[], Any]) -> Any:
+def eventually(condition: Callable[[], Any], interval_s: float = 0.05) -> Any:
+    """Wait until the condition returns something true, and return that; longer intervals spare the server it asks."""
     end = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < end, "it never came about"
-        time.sleep(0.05)
+        time.sleep(interval_s)
     return found

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from refreshes import Home, states
+from refreshes import ForkedHome, states
 
 OLD_HOME = Path(__file__).with_name("old_home.tar.xz")
 MADE_AT = "/srv/lifecycle"
@@ -38,7 +38,7 @@ def unpack(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def old_home(tmp_path_factory):
     """Provide a lifecycle home of an earlier version, whose servers are down but whose MLflow database can be read."""
-    home = Home(unpack(tmp_path_factory.mktemp("old")))
+    home = ForkedHome(unpack(tmp_path_factory.mktemp("old")))
     home.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{home.folder}/mlflow/mlflow.db"
     return home
 
@@ -96,7 +96,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint_when_it_is_retried(lent_h
     unpacked = unpack(tmp_path)
     for name in ("store", "ledger"):
         shutil.copytree(unpacked / name, lent_home / name)
-    home = Home(lent_home)
+    home = ForkedHome(lent_home)
     tokenized = {path.name for path in home.folder.glob("store/.cache/train/tokenized/*")}
     (work,) = unpacked.glob("store/.work/train/sft-*")
     refresh = first_refresh(home, "killed")

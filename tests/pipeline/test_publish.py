@@ -2,14 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from refreshes import Home, states
+from refreshes import ForkedHome, states
 
 from stages.core.errors import NotPromotedError
+from tests.forked import run_forked
 from tests.hub_server import Fault, running_hub
 from tests.promotion import NAME, candidate_tree
 from tests.serving import write_tasks
@@ -21,7 +21,7 @@ TOKEN = "hf_token_of_the_pipeline_tests"
 REPOSITORY = "owner/adder"
 
 
-class Nights(Home):
+class Nights(ForkedHome):
     """A lifecycle home whose nightly recipe publishes every promoted model."""
 
     def night(self, model: str, right: int) -> subprocess.CompletedProcess[str]:
@@ -29,8 +29,7 @@ class Nights(Home):
         tree["scores"] |= {"limit": right, "task_folder": str(self.folder.parent / "tasks")}
         execution = {"execution": {"retries": 0}}
         tree["publish"] = {"kind": "publish", "promotion": "promote", "to": f"hf://{REPOSITORY}", **execution}
-        command = [sys.executable, PROGRAM, self.recipe("nightly", **tree), "--json"]
-        return subprocess.run(command, env=self.environment, text=True, capture_output=True)
+        return run_forked(PROGRAM, self.recipe("nightly", **tree), "--json", environment=self.environment)
 
     def tasks_in_prefect(self, refresh: str) -> dict[str, str]:
         """Return the Prefect state name of each of a refresh's tasks."""

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from refreshes import Home, after, finish, model, stage, states, trained
+from refreshes import ForkedHome, after, finish, model, stage, states, trained
 
 from stages.core.errors import DataError
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def home(lent_home):
-    return Home(lent_home)
+    return ForkedHome(lent_home)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 
 import pytest
-from refreshes import TINY_REFRESH, after, eventually, finish, model, stage, states
+from refreshes import TINY_REFRESH, after, eventually, model, stage, states
+from worker_home import POLL_S
 
 from stages.core.errors import DataError, StoreError
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.timeout(900)
 DETECTION_BOUND_S = 120
@@ -39,12 +39,12 @@ def check_attempts(home, name, refresh, expected):
         runs = home.attempts(f"base-{name}")
         return runs if [run["info"]["status"] for run in runs] == expected else None
 
-    runs = eventually(ended_runs)
+    runs = eventually(ended_runs, POLL_S)
     parents = {tags(run)["mlflow.parentRunId"] for run in runs}
     assert [tags(run)["attempt"] for run in runs] == [str(1 + number) for number in range(len(expected))]
     assert {tags(run)["refresh"] for run in runs} == {refresh}
     assert len(parents) == 1
-    parent = eventually(lambda: finished_parent(home, parents.copy().pop()))
+    parent = eventually(lambda: finished_parent(home, parents.copy().pop()), POLL_S)
     assert parent["info"]["run_name"] == refresh
     assert len(home.attempts(f"rows-{name}")) == 1
 
@@ -72,15 +72,9 @@ def test_retry_button_continues_the_failed_stage_and_what_stands_on_it(worker_ho
 def test_command_line_retries_the_same_refresh(worker_home):
     code, failed = worker_home.run(recipe(worker_home, "command", "stumble"))
     assert code == DataError.exit_code
-    again = subprocess.Popen(
-        [sys.executable, TINY_REFRESH, "--retry", failed["refresh"]],
-        env=worker_home.environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    code, done = finish(again)
-    assert (code, done["refresh"]) == (0, failed["refresh"])
+    again = run_forked(TINY_REFRESH, "--retry", failed["refresh"], environment=worker_home.environment)
+    done = json.loads(again.stdout)
+    assert (again.returncode, done["refresh"]) == (0, failed["refresh"])
     assert states(done) == {"rows-command": "cached", "base-command": "built", "scores-command": "built"}
     assert done["stages"]["base-command"]["metrics"]["first_step"] == 5
     check_attempts(worker_home, "command", done["refresh"], ["FAILED", "FINISHED"])

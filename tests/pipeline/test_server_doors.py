@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from refreshes import LIFECYCLE, PATIENCE_S, Home, eventually, request, stage
+from refreshes import LIFECYCLE, PATIENCE_S, ForkedHome, eventually, request, stage
 from worker_home import STAND_IN
 
 from stages.core.process_tree import marked_processes
@@ -35,7 +35,7 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def home(lent_home):
-    return Home(lent_home)
+    return ForkedHome(lent_home)
 
 
 def ask(home, server, method="GET", path="/", body=None, key=True, timeout_s=PATIENCE_S, **headers):
@@ -225,7 +225,7 @@ def test_the_key_is_its_owners_and_in_no_command_line(home):
 
 @pytest.mark.parametrize("planted", ["lifecycle:known-to-others", "nonsense"])
 def test_a_key_that_others_may_know_is_not_used(tmp_path, planted):
-    home = Home(tmp_path / "home")
+    home = ForkedHome(tmp_path / "home")
     home.folder.mkdir()
     file = home.folder / "servers.key"
     file.write_text(planted)
@@ -253,7 +253,7 @@ def try_while_they_start(home):
 @pytest.fixture(scope="module")
 def second_home(tmp_path_factory):
     """Provide a second running lifecycle home, whose servers cannot get the usual ports."""
-    home = Home(tmp_path_factory.mktemp("second") / "home")
+    home = ForkedHome(tmp_path_factory.mktemp("second") / "home")
     home.folder.mkdir()
     up = home.lifecycle_beside("up")
     try_while_they_start(home)

@@ -6,7 +6,7 @@ import urllib.error
 
 import pytest
 from postgresql import MISSING, postgresql
-from refreshes import Home, eventually, request
+from refreshes import ForkedHome, eventually, request
 from team import Team
 from test_team_servers import command_lines_with, files_with
 
@@ -32,7 +32,7 @@ def team(tmp_path_factory):
 @pytest.fixture
 def client(team, tmp_path):
     """Provide a lifecycle home as on another machine, with the servers' addresses and a copy of the key."""
-    home = Home(tmp_path / "home")
+    home = ForkedHome(tmp_path / "home")
     home.folder.mkdir()
     home.environment |= {
         "PREFECT_API_URL": f"{team.address('prefect')}/api",

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg2
 import pytest
 from postgresql import MISSING, database_environment, postgresql
-from refreshes import Home, after, eventually, model, stage, states
+from refreshes import ForkedHome, after, eventually, model, stage, states
 
 from flows.servers.local import answers
 
@@ -28,7 +28,7 @@ def database():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, database):
     """Provide a lifecycle home whose servers store everything in PostgreSQL."""
-    home = Home(tmp_path_factory.mktemp("team") / "home")
+    home = ForkedHome(tmp_path_factory.mktemp("team") / "home")
     home.folder.mkdir()
     home.environment |= database_environment(database)
     yield home

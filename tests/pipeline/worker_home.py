@@ -10,16 +10,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from refreshes import Home, eventually, request
+from refreshes import ForkedHome, eventually, request
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import Ledger
+from tests.forked import run_forked
 
 STAND_IN = Path(__file__).with_name("stand_in")
 NIGHTLY = "0 3 * * *"
+POLL_S = 0.25
+"""Seconds between questions to Prefect's server, each of which takes it some milliseconds."""
 
 
-class WorkerHome(Home):
+class WorkerHome(ForkedHome):
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
         """Write a recipe whose stages run as the stand-in `tiny_stage.py`, also when the worker starts them."""
         for stage in stages.values():
@@ -114,7 +117,7 @@ class WorkerHome(Home):
             final = run["state"]["type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
             return run if final and run["run_count"] >= num_tries else None
 
-        return eventually(ended_run)
+        return eventually(ended_run, POLL_S)
 
     def run_now(self, name: str, **parameters: Any) -> dict[str, Any]:
         return self.ended(self.start_now(name, **parameters))
@@ -131,10 +134,19 @@ class WorkerHome(Home):
             states = {run["name"]: (run["state_type"], run["state_name"]) for run in runs}
             return states if all(kind in ("COMPLETED", "FAILED", "CANCELLED") for kind, _ in states.values()) else None
 
-        return eventually(ended)
+        return eventually(ended, POLL_S)
 
     def record(self, flow_run: dict[str, Any]) -> RefreshRecord:
         return Ledger(self.folder / "ledger" / flow_run["name"]).read()
+
+    def python(self, code: str, **variables: str) -> str:
+        """Run Python code as a client of Prefect's server, and return what it prints."""
+        program = self.folder.parent / "code.py"
+        program.write_text(code)
+        api = {"PREFECT_API_URL": f"{self.address('prefect')}/api", "PREFECT_API_AUTH_STRING": self.key()}
+        done = run_forked(program, environment={**self.environment, **api, **variables})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def kill_refresh(self, flow_run: str) -> None:
         """Kill the process of a refresh with SIGKILL."""
