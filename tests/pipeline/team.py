@@ -76,7 +76,7 @@ class Team:
                     start_new_session=True,
                 )
             self._processes.append(process)
-            eventually(lambda: self._is_healthy(name, process))  # noqa: B023
+            eventually(lambda: self._is_healthy(name, process), interval_s=1)  # noqa: B023
 
     def stop(self) -> None:
         for process in reversed(self._processes):
