@@ -12,14 +12,14 @@ import os
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from stages.core.process_tree import die_with_parent
+from tests.parity.ranks import run_in_fork
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "WARM_PROMOTION"
@@ -77,31 +77,13 @@ def answer(listener: socket.socket) -> NoReturn:
         with connection:
             request, (output,), *_ = socket.recv_fds(connection, MAX_BYTES, 1)
             if (pid := os.fork()) == 0:
-                run(*json.loads(request), output)
+                arguments, environment = json.loads(request)
+                os.environ.clear()
+                os.environ.update(environment)
+                run_in_fork(sys.modules["tests.faults.crashing_promotion"].main, arguments, output)
             os.close(output)
             _, status = os.waitpid(pid, 0)
             connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-
-
-def run(arguments: list[str], environment: dict[str, str], output: int) -> NoReturn:
-    """Run a promotion with the given arguments and environment in this forked process, then exit."""
-    code: Any = 1
-    try:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = arguments
-        sys.modules["tests.faults.crashing_promotion"].main()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":

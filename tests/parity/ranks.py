@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import NoReturn, TextIO
 
 from stages.core.process_tree import descendants, die_with_parent
 from tests.slurm_cluster import free_ports
@@ -141,17 +141,26 @@ def _run(main: Callable[[], None], processes: int, arguments: list[str], output:
 
 def _fork(main: Callable[[], None], arguments: list[str], environment: dict[str, str], output: int) -> int:
     pid = os.fork()
-    if pid:
-        return pid
-    code: Any = 1
+    if pid == 0:
+        os.environ |= environment
+        run_in_fork(main, arguments, output)
+    return pid
+
+
+def run_in_fork(main: Callable[[], None], arguments: list[str], output: int) -> NoReturn:
+    """Run a program's `main()` in this fork, and end as Python ends a script. output: descriptor for its output."""
+    code = 1
     try:
         die_with_parent()
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ |= environment
         sys.argv = arguments
         main()
         code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
