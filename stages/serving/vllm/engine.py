@@ -73,6 +73,7 @@ does not need, has asked the kernel for the tile registers.
 SMOKE_TOKENS = 2
 
 
+FORKING = Path(__file__).with_name("forking_program.py")
 LOAD_GENERATOR = Path(__file__).with_name("load_generator.py")
 LOAD_TIMEOUT_S = 3600.0
 
@@ -106,7 +107,11 @@ class VllmProgram:
 
     def server_command(self, spec: LaunchSpec, address: EngineAddress) -> list[str]:
         serving = spec.serving
-        command = [str(self.command), "serve", str(spec.model), "--served-model-name", spec.own_name]
+        command = [str(self.command)]
+        # Not in an image, whose command has no path: our files are not there.
+        if self._runs_in_one_worker(serving) and self._is_eager(spec) and self.command.is_absolute():
+            command = [str(self.python), "-P", str(FORKING)]
+        command += ["serve", str(spec.model), "--served-model-name", spec.own_name]
         command += ["--uds", str(address.socket), "--dtype", serving.dtype]
         command += ["--tensor-parallel-size", str(serving.tensor_parallel_size)]
         kv_cache_gib = serving.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if self.runs_on_cpu else None)

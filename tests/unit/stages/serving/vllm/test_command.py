@@ -9,7 +9,7 @@ import trl
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec
-from stages.serving.vllm.engine import VllmProgram, find_vllm
+from stages.serving.vllm.engine import FORKING, VllmProgram, find_vllm
 from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
 
 SOCKET = EngineAddress(Path("engine.sock"))
@@ -81,6 +81,16 @@ def test_a_single_worker_on_a_cpu_lives_in_the_engine() -> None:
     assert "uni" in ON_CPU.server_command(spec(), SOCKET)
     assert "uni" not in ON_CPU.server_command(spec(tensor_parallel_size=2), SOCKET)
     assert "uni" not in ON_GPU.server_command(spec(), SOCKET)
+
+
+def test_an_eager_engine_is_forked_on_this_machines_cpu_only() -> None:
+    eager, compiled = spec(enforce_eager=True), spec()
+    in_image = VllmProgram(Path("vllm"), Path("python"), "image+cpu")
+
+    assert ON_CPU.server_command(eager, SOCKET)[:4] == ["/env/bin/python", "-P", str(FORKING), "serve"]
+    assert ON_CPU.server_command(compiled, SOCKET)[:2] == ["/env/bin/vllm", "serve"]
+    assert ON_GPU.server_command(eager, SOCKET)[:2] == ["/env/bin/vllm", "serve"]
+    assert in_image.server_command(eager, SOCKET)[:2] == ["vllm", "serve"]
 
 
 def test_settings_for_cpus_stay_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
