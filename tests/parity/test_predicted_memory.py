@@ -106,7 +106,12 @@ def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ran
     assert found["predicted_gib"] == pytest.approx(max(found["measured_gib"]), rel=ERROR), found
 
 
+@pytest.mark.nightly
 def test_gradients_that_are_reduced_after_each_micro_batch_spare_what_is_predicted(model, ranks, tmp_path):
+    """Reducing gradients after each micro-batch saves as much measured memory as the planner predicts.
+
+    `make test` covers this by `tests/fake_gpu`, whose fake devices count the bytes of such a layout exactly.
+    """
     found = {}
     for accumulate in ("whole", "sharded"):
         output = tmp_path / f"{accumulate}.json"
