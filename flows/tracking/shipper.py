@@ -246,6 +246,7 @@ def main() -> None:
     The ledger's folder is the program's first argument.
     """
     collect_rarely()
+    # Before mlflow is imported, which starts its telemetry then.
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages, as in MLflow's skinny distribution: importing them takes a quarter of the start.
     missing: dict[str, Any] = dict.fromkeys(("pandas", "scipy"))
