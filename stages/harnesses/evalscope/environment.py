@@ -64,6 +64,7 @@ def check_can_be_made(pins: Path, folder: Path) -> None:
     if not os.access(folder.parent, os.W_OK):
         raise ResourceError(_cannot(f"its place is {folder}, and {folder.parent} may not be written to"))
     with tempfile.TemporaryDirectory() as nowhere:
+        # One package, which is not installed: only to see whether a registry has it.
         asking = ["--dry-run", "--no-deps", "--target", nowhere, "--python", sys.executable]
         command = [_uv(), "pip", "install", *asking, pin]
         try:
@@ -100,10 +101,11 @@ def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_
 
 def _install(partial: Path, doing: Callable[[str], None]) -> None:
     log, python = partial / LOG_FILE, str(partial / "bin" / "python")
+    # Relocatable, since the folder is renamed when it is complete; it exists, since uv's log is in it.
     _run([_uv(), "venv", "--relocatable", "--allow-existing", "--python", sys.executable, str(partial)], log, doing)
     _run([_uv(), "pip", "install", "--compile-bytecode", "--python", python, "--requirement", str(PINS)], log, doing)
     partial.chmod(_mode_of_ours())
-    (partial / COMPLETE).touch()
+    (partial / COMPLETE).touch()  # last: it says that all the above is there
 
 
 def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:

@@ -48,6 +48,7 @@ def evaluated(
 
     Raises RuntimeError if the program fails, EvaluationError for a sample without a score.
     """
+    # Of this version: a later attempt finds the answers there, and does not ask for them again.
     work = context.scratch / f"evalscope-{context.version}"
     work.mkdir(exist_ok=True)
     folders = {task: str(number) for number, task in enumerate(evaluation.tasks)}

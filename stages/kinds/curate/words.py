@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
+# Thai and Lao, Burmese, Khmer, kana, and Chinese characters.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 """Regex range of characters of scripts that put no spaces between words; each character counts as a word."""
 WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+")

@@ -110,7 +110,7 @@ def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote
     """
     tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
     rows = [tokenizer(text).input_ids for text in TEXTS]
-    unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]
+    unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]  # each token's target is the next one
     model = StreamedModel(base, context.scratch / "base", trust_remote_code=trust_remote_code)
     without = [
         document.recording(base_alone) for document, base_alone in zip(unread, model.predictions(unread), strict=True)
@@ -118,7 +118,7 @@ def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote
     model.put_beside(adapter)
     with_adapter = model.predictions(unread)
     shutil.rmtree(context.scratch)
-    if not differences(with_adapter, without).most > LEAST_CHANGE_NATS:
+    if not differences(with_adapter, without).most > LEAST_CHANGE_NATS:  # unlike `<=`, this refuses NaN, too
         raise ModelError(
             f"the adapter does nothing: {len(TEXTS)} texts have the log-probabilities that {base.parent.name} alone "
             "gives them; it was written before it had learned, or its B was lost"

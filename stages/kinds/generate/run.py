@@ -102,6 +102,7 @@ def _chosen(
 ) -> Iterator[Answered]:
     candidates = [Candidate(*pair) for pair in zip(samples, judgements, strict=True)]
     for number, prompt in enumerate(prompts):
+        # The samples of a prompt stand together, in the order of the prompts.
         own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
         yield Answered(prompt, own, choose(prompt.prompt.document, own, config))
 
@@ -161,6 +162,7 @@ def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: Stag
     totals = [[candidate.judgement.total for candidate in prompt.candidates] for prompt in answered]
     metrics["reward"] = statistics.fmean(total for group in totals for total in group)
     metrics["reward_spread"] = statistics.pstdev(total for group in totals for total in group)
+    # Prompts whose completions all have one reward: by comparison, they teach nothing.
     metrics["no_signal_share"] = statistics.fmean(len(set(group)) == 1 for group in totals)
     for name in config.rewards:
         values = [candidate.judgement.rewards[name] for candidate in candidates]

@@ -68,7 +68,7 @@ def judged_pairs(
     shutil.copyfile(kept, context.work / JUDGE_FILE)
     metrics = cost_metrics(kept)
     for rate in differences:
-        low, high = ((1 + end) / 2 for end in rate.shown_interval)
+        low, high = ((1 + end) / 2 for end in rate.shown_interval)  # from 2w - 1 back to the rate w
         context.milestone(f"{rate.name} {rate.candidate:.4f}, 95% interval {low:.4f} to {high:.4f}")
         metrics |= {rate.name: rate.candidate, f"{rate.name}_stderr": rate.standard_error / 2}
     return JudgedPairs(differences, metrics)
@@ -93,7 +93,7 @@ def _compared(
             f"comparing answers to {task}: the judge compared {len(wins)} pairs; expected at least 2, so ask more"
         )
     rate = statistics.fmean(wins)
-    standard_error = 2 * statistics.stdev(wins) / math.sqrt(len(wins))
+    standard_error = 2 * statistics.stdev(wins) / math.sqrt(len(wins))  # of 2w - 1: twice that of w
     return Difference(
         name=f"{task}.{METRIC}",
         num_samples=len(wins),

@@ -83,6 +83,7 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
     prefix = f"{made.content.name}/"
     files = made.record.files.items()
     recorded = {name.removeprefix(prefix): entry.sha256 for name, entry in files if name.startswith(prefix)}
+    # Pairs of name and checksum on one side only: files that are missing, added or changed.
     if differing := sorted({name for name, _ in recorded.items() ^ sums.items()}):
         shown = shortened(", ".join(differing[:3]), 300)
         raise ModelError(

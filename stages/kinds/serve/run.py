@@ -54,7 +54,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
             files=[LAUNCH_FILE, "server-start.log", *(["benchmark.json"] if config.benchmark else [])],
             lease=Lease(url=server.url, pid=os.getpid()),
         )
-        guard(server)
+        guard(server)  # runs from the time the lease begins, until SIGTERM
 
 
 def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dict[str, float]:

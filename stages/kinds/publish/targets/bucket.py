@@ -56,6 +56,7 @@ class Prefix:
             )
             start = len(self._address.place) + 1
             sizes = {one.path[start:]: one.size for one in found if one.type == FileType.File}
+            # Only these are read back: one of another size is another file.
             same_size = [name for name, file in expected.items() if sizes.get(name) == file.size_bytes]
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
                 sums = dict(zip(same_size, pool.map(self._sha256, same_size), strict=True))

@@ -86,7 +86,7 @@ class HuggingFaceRepository:
                 self._name,
                 [*additions, *(CommitOperationDelete(name) for name in stale)],
                 commit_message="Publish a promoted model",
-                parent_commit=self._revision,
+                parent_commit=self._revision,  # the hub refuses (412) if another commit came in between
             )
 
     @contextmanager

@@ -145,6 +145,7 @@ class OciRegistry:
         """Begin the upload of a blob to the OCI registry; returns the URL that the blob's content must be sent to."""
         begun = self._ask("POST", f"{self._root}/blobs/uploads/", accepted=(202,))
         try:
+            # The location may be relative, and may be of another host.
             return begun.url.join(begun.headers["Location"])
         except (KeyError, httpx.InvalidURL):
             location = quoted(begun.headers.get("Location", ""), MAX_SHOWN_CHARACTERS)
@@ -152,7 +153,7 @@ class OciRegistry:
 
     def _put_blob(self, digest: str, size_bytes: int, content: Iterator[bytes]) -> None:
         """Upload a blob in one request; the registry checks its content against the digest."""
-        url = self._begin_upload().copy_merge_params({"digest": digest})
+        url = self._begin_upload().copy_merge_params({"digest": digest})  # keeps the location's own parameters
         headers = {"Content-Type": LAYER_TYPE, "Content-Length": str(size_bytes)}
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
@@ -193,7 +194,7 @@ class _Auth(httpx.Auth):
     Only the registry itself gets it, as it may have blobs uploaded elsewhere.
     """
 
-    requires_response_body = True
+    requires_response_body = True  # of the token server
 
     def __init__(self, name: str, registry: httpx.URL, expected: Expected) -> None:
         self._expected = expected
@@ -213,7 +214,7 @@ class _Auth(httpx.Auth):
             return
         if self._header:
             request.headers["Authorization"] = self._header
-        response = yield request
+        response = yield request  # httpx sends what is yielded, and returns the answer
         if response.status_code != httpx.codes.UNAUTHORIZED:
             return
         challenge = response.headers.get("WWW-Authenticate", "")
@@ -223,6 +224,7 @@ class _Auth(httpx.Auth):
             realm = httpx.URL(fields.get("realm", ""))
             if realm.scheme != "https" and not LOOPBACK.fullmatch(realm.host):
                 return  # plain HTTP would expose the password
+            # Docker's token protocol: the challenge names the server that gives tokens, and what it wants to know.
             asked = {"service": fields.get("service", ""), "scope": self._scope}
             headers = {"Authorization": self._basic} if self._basic else {}
             answer = yield httpx.Request("GET", realm, params=asked, headers=headers)
