@@ -39,7 +39,7 @@ class RecipeLoader(BaseLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            # PyYAML would take the last of equal keys without a word.
+            # PyYAML would silently take the last of equal keys.
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise RecipeError(f"line {line}: the key `{key.value}` is already in line {seen[key.value]}")
             seen[str(key.value)] = line

@@ -267,7 +267,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
         if name not in known:
             raise RecipeError(f"reading hardware from {path}: unknown software {name!r}; known: {', '.join(known)}")
         is_switch = isinstance(known[name], bool)
-        # In Python True is an int too, so a switch and a number are told apart first.
+        # In Python True is an int too, so a switch and a number are distinguished first.
         if isinstance(value, bool) != is_switch or not isinstance(value, int | float) or value < 0:
             expected = "true or false" if is_switch else "a number, at least 0"
             raise RecipeError(f"reading hardware from {path}: software.{name} is {value!r}; expected {expected}")

@@ -64,7 +64,7 @@ def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape
     """
     if vpp > 1 or not shape.dense_layers or stage.num_layers == shape.num_layers:
         return shape
-    # Numbered anew from 0: only the number of dense layers matters below.
+    # Renumbered from 0: only the number of dense layers matters below.
     dense = range(sum(0 <= layer - stage.first_layer < stage.num_layers for layer in shape.dense_layers))
     return replace(shape, num_layers=stage.num_layers, dense_layers=frozenset(dense))
 
