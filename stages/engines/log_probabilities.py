@@ -74,12 +74,12 @@ def likeliest_tokens(
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
     selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
-    found = torch.zeros(targets.numel(), 2, number, device=targets.device)
+    likeliest = torch.zeros(targets.numel(), 2, number, device=targets.device)
     for chunk in _chunks(len(positions), head.weight.shape[0]):
         # both [tokens of the chunk, number]
         values, tokens = _log_softmax(_head_output(selected[chunk], head.weight, bias), transform).topk(number)
-        found[positions[chunk]] = torch.stack([tokens.float(), values], 1)
-    return found.view(*targets.shape, 2, number)
+        likeliest[positions[chunk]] = torch.stack([tokens.float(), values], 1)
+    return likeliest.view(*targets.shape, 2, number)
 
 
 def _positions(targets: Tensor) -> Tensor:

@@ -175,12 +175,12 @@ class Exchange:
             usage = content.get("usage") or {}
             self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens
             self.completion_tokens = _count(usage.get("completion_tokens")) or self.completion_tokens
-            for one in content.get("choices") or ():
-                choice = self.choices.setdefault(int(one.get("index", 0)), Choice())
-                reason = one.get("finish_reason")
+            for received in content.get("choices") or ():
+                choice = self.choices.setdefault(int(received.get("index", 0)), Choice())
+                reason = received.get("finish_reason")
                 choice.finish_reason = reason if reason and isinstance(reason, str) else choice.finish_reason
                 # `delta` is of a stream, `message` of a whole chat answer; a completion has neither.
-                choice.add(one.get("delta") or one.get("message") or {})
+                choice.add(received.get("delta") or one.get("message") or {})
 
 
 def _count(value: object) -> int:
