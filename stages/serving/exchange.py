@@ -180,7 +180,7 @@ class Exchange:
                 reason = received.get("finish_reason")
                 choice.finish_reason = reason if reason and isinstance(reason, str) else choice.finish_reason
                 # `delta` is of a stream, `message` of a whole chat answer; a completion has neither.
-                choice.add(received.get("delta") or one.get("message") or {})
+                choice.add(received.get("delta") or received.get("message") or {})
 
 
 def _count(value: object) -> int:
