@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -103,16 +102,30 @@ class Artifact:
     pending: bool = False
 
 
-@dataclass(frozen=True)
 class Index:
     """All artifacts of a store at one moment, and the leftover folders without a complete record."""
 
-    artifacts: tuple[Artifact, ...]
-    leftovers: tuple[Path, ...] = ()
+    def __init__(self, artifacts: Iterable[Artifact] = ()) -> None:
+        self._artifacts = tuple(artifacts)
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """All artifacts, ordered by folder."""
+        return self._artifacts
+
+    @property
+    def leftovers(self) -> tuple[Path, ...]:
+        """Folders without a complete record."""
+        return ()
 
     def find(self, kind: str, version: str) -> Artifact | None:
         """Return the artifact of a stage kind with a version (cache key); None when the store has none."""
-        return self._by_version.get((kind, version))
+        key = (kind, version)
+        return next((one for one in self.artifacts if (one.record.kind, one.record.version) == key), None)
+
+    def of_stage(self, kind: str, stage: str) -> Iterable[Artifact]:
+        """Return all versions of a stage."""
+        return [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
 
     def base_of(self, record: Record) -> UpstreamEntry | None:
         """Return the base model that an adapter belongs to; None for other artifacts."""
@@ -123,13 +136,8 @@ class Index:
 
         Of equally near artifacts, return the newest.
         """
-        named = [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
         return min(
-            named,
+            self.of_stage(kind, stage),
             key=lambda one: (len(differences(one.record.identity, identity)), -one.record.finished.timestamp()),
             default=None,
         )
-
-    @cached_property
-    def _by_version(self) -> dict[tuple[str, str], Artifact]:
-        return {(one.record.kind, one.record.version): one for one in self.artifacts}

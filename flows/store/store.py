@@ -15,7 +15,8 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -110,14 +111,8 @@ class Store:
         return next((artifact for folder in candidates if (artifact := read_artifact(folder))), None)
 
     def index(self) -> Index:
-        """Return the index of all artifacts in the store, read from disk now."""
-        # Without `.work`, `.cache`, `.locks` and `.trash`.
-        folders = sorted(self.root.glob("[!.]*/*/"))
-        read = {folder: read_artifact(folder) for folder in folders}
-        return Index(
-            artifacts=tuple(artifact for artifact in read.values() if artifact),
-            leftovers=tuple(folder for folder, artifact in read.items() if artifact is None),
-        )
+        """Return the index of all artifacts in the store now."""
+        return _StoreIndex(self.root)
 
     def make_folder(self, folder: Path) -> Path:
         """Create a folder in the store, readable only by its owner."""
@@ -244,6 +239,49 @@ class Store:
                 yield
         except OSError as error:
             raise StoreError(f"cannot {doing}: {error.strerror} ({error.filename or self.root})") from error
+
+
+class _StoreIndex(Index):
+    """Index of a store that reads the record of an artifact when it is asked for.
+
+    A plan needs those of its own stages, and a home that is refreshed every night has a thousand others after a year.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        # Without `.work`, `.cache`, `.locks` and `.trash`.
+        self._folders = sorted(root.glob("[!.]*/*/"))
+        self._read: dict[Path, Artifact | None] = {}
+        self._by_version: dict[tuple[str, str], list[Path]] = defaultdict(list)
+        self._by_stage: dict[tuple[str, str], list[Path]] = defaultdict(list)
+        for folder in self._folders:
+            kind, (stage, _, version) = folder.parent.name, folder.name.rpartition("-")
+            self._by_version[kind, version].append(folder)
+            self._by_stage[kind, stage].append(folder)
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        return tuple(self._artifacts_in(self._folders))
+
+    @property
+    def leftovers(self) -> tuple[Path, ...]:
+        read = {artifact.folder for artifact in self.artifacts}
+        return tuple(folder for folder in self._folders if folder not in read)
+
+    def find(self, kind: str, version: str) -> Artifact | None:
+        # Whatever the stage was called: see `Store.find`.
+        return next(self._artifacts_in(self._by_version[kind, version]), None)
+
+    def of_stage(self, kind: str, stage: str) -> Iterator[Artifact]:
+        return self._artifacts_in(self._by_stage[kind, stage])
+
+    def _artifacts_in(self, folders: Iterable[Path]) -> Iterator[Artifact]:
+        """Yield the artifacts in those of the folders that have a complete record; each record is read once."""
+        for folder in folders:
+            if folder not in self._read:
+                self._read[folder] = read_artifact(folder)
+            if artifact := self._read[folder]:
+                yield artifact
 
 
 def read_artifact(folder: Path) -> Artifact | None:

@@ -1,8 +1,12 @@
 """A plan says what runs and why, in plain words."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from flows.launch import hook
+from flows.store.content import RECORD_FILE
 from stages.core.errors import RecipeError
 
 
@@ -26,6 +30,22 @@ def test_what_was_built_is_cached_and_says_when(recipe, make_plan, build):
     assert set(actions(plan).values()) == {"cached"}
     finished = artifacts["sft"].record.finished
     assert reasons(plan)["sft"] == f"built {finished:%Y-%m-%d %H:%M} UTC"
+
+
+def test_a_cached_plan_reads_no_records_but_those_of_its_own_artifacts(recipe, make_plan, build):
+    """A plan takes no longer after a year of nightly refreshes, which leave a thousand other artifacts."""
+    build(make_plan(recipe(sft={"steps": 7})))
+    artifacts = build(make_plan(recipe()))
+    opened, is_listening = set(), True
+
+    def listen(event, arguments):
+        if is_listening and event == "open" and str(arguments[0]).endswith(RECORD_FILE):
+            opened.add(Path(arguments[0]).parent)
+
+    sys.addaudithook(listen)
+    make_plan(recipe())
+    is_listening = False
+    assert opened == {artifact.folder for artifact in artifacts.values()}
 
 
 def test_a_changed_field_runs_the_stage_and_what_stands_on_it(recipe, make_plan, build):
