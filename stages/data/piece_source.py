@@ -140,8 +140,7 @@ class PieceSource:
         if processes <= 1:
             for data_part, key in missing:
                 rows = self._reported(data_part.part)
-                self._store.write(key, self.tokenizer.pieces(data_part.part, rows))
-                data_part.state.check(data_part.part.path, data_part.part.name)
+                self._store.write(key, _of_unchanged(data_part, self.tokenizer.pieces(data_part.part, rows)))
                 yield data_part, key
             return
         with closing(tokenize(self.tokenizer, self._kept, missing, processes)) as tokenized:
@@ -297,9 +296,19 @@ def _tokenize(part: DataPart, key: str) -> int:
             num_rows += 1
             yield row
 
-    _worker.store.write(key, _worker.tokenizer.pieces(part.part, counted()))
-    part.state.check(part.part.path, part.part.name)
+    _worker.store.write(key, _of_unchanged(part, _worker.tokenizer.pieces(part.part, counted())))
     return num_rows
+
+
+def _of_unchanged(part: DataPart, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield a file part's tokenized pieces; raise DataError before the last if the file has changed meanwhile.
+
+    The last piece marks the part as complete in the store, whose key is the hash of what the file held at first.
+    """
+    for piece in pieces:
+        if piece.notes.num_earlier is not None:
+            part.state.check(part.part.path, part.part.name)
+        yield piece
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,9 @@ class CodeReward(CompletionReward):
 
     def _passes(self, code: str, tests: tuple[str, ...]) -> tuple[bool, str]:
         """Run code with its tests in the sandbox; return whether all passed in time, and the sandbox's answer."""
-        word = secrets.token_hex()  # the child repeats it when all tests pass; the tested code cannot know it
+        # The child repeats it when all tests pass, so code that ends early or prints does not pass. Code that searches
+        # its own process for the word could: tests in one process with what they test cannot prevent that.
+        word = secrets.token_hex()
         limits = {
             "cpu_s": math.ceil(self.timeout_s),
             "memory_bytes": int(self.memory_gib * GIB),

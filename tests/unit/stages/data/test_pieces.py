@@ -200,6 +200,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path
     with pytest.raises(DataError, match=r"train.jsonl changed while it was read: it had [\d,]+ bytes and"):
         run(folder, reports=Appending())
     assert not [*tmp_path.glob("cache/tokenized/*/about.json")]
+    assert not [*tmp_path.glob("cache/pieces/*")], "the file's former content would be taken for these tokens"
 
 
 def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatch):
