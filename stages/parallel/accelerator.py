@@ -77,7 +77,7 @@ def of_device(device: torch.device) -> DeviceType:
     if not known:
         names = ", ".join(row.name for row in DEVICE_TYPES)
         raise ResourceError(f"training on a device of type {device.type}, which is unsupported; supported: {names}")
-    # AMD's GPUs call themselves `cuda` in torch; the build tells them apart.
+    # AMD's GPUs have the name of NVIDIA's in torch; the build distinguishes them.
     return device_type("rocm") if len(known) > 1 and torch.version.hip else known[0]
 
 

@@ -267,7 +267,7 @@ def own_gpus(num_wanted: int) -> dict[str, str]:
 
 
 def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """Return `variable` (such as CUDA_VISIBLE_DEVICES) with the devices that this node's training processes leave free.
+    """Return a value for `variable`, which lists visible devices: those that this node's training processes leave free.
 
     Without a value in the environment there are `num_devices`. Raises ResourceError for fewer than wanted.
     """
