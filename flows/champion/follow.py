@@ -36,7 +36,7 @@ from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.servers_folder import own_folder
 from flows.champion.serving import Serving, Start, end_dead, end_serving, in_background, start_engine
 from stages.core.errors import LifecycleError
-from stages.core.lines import print_timed
+from stages.core.lines import print_line, print_timed
 from stages.serving.backend import Canary
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
 from stages.serving.server import reachable
@@ -85,7 +85,7 @@ class Following:
             champion = start_engine(version, folder)
             proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, WaitingRoom())
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
-                print(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1", flush=True)
+                print_line(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1")
                 while True:
                     follower.step()
                     time.sleep(STEP_INTERVAL_S)

@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from stages.core.lines import print_line
 from stages.core.process_tree import TOKEN_VARIABLE, die_with_parent, marked_processes, started_ticks
 
 LOG_BYTES, NUM_LOGS = 10 * 2**20, 5
@@ -66,7 +67,7 @@ def rotate(path: Path) -> None:
 def say(text: str) -> None:
     """Write a line with the time to the supervisor's log; errors, such as a full disk, are ignored."""
     with contextlib.suppress(OSError):
-        print(f"{now()} {text}", flush=True)
+        print_line(f"{now()} {text}")
 
 
 @dataclass

@@ -44,6 +44,7 @@ from stages.core.fields import (
     without,
 )
 from stages.core.launchers.registry import BLOCKS, LauncherBlocks
+from stages.core.lines import print_line
 from stages.core.metric_series import METRICS_FILE
 from stages.core.redaction import redact
 
@@ -521,7 +522,7 @@ class StageContext:
         self._event("progress", message, done=done, total=total, unit=unit)
         line = self.progress_lines.line(time.monotonic(), done, total, unit, redact(message))
         if line and is_main_process():
-            print(line, flush=True)
+            print_line(line)
 
     def doing(self, message: str) -> None:
         """Report the stage's current activity, shown instead of progress while its duration is unknown."""
@@ -544,14 +545,14 @@ class StageContext:
         """
         self.findings.append(finding)
         if is_main_process():
-            print(f"finding: {finding}", flush=True)
+            print_line(f"finding: {finding}")
 
     def _event(self, event: Literal["progress", "milestone", "warning"], message: str, **amounts: Any) -> None:
         now_ms = time.time_ns() // 1_000_000
         line = StageEvent(time_ms=now_ms, event=event, message=redact(message), **amounts)
         self._append("events.jsonl", line.model_dump(exclude_none=True))
         if event != "progress":
-            print(f"{event}: {line.message}", flush=True)
+            print_line(f"{event}: {line.message}")
 
     def _append(self, file: str, row: dict[str, Any]) -> None:
         if is_main_process():

@@ -28,18 +28,27 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line at once (default: to stdout), in one write.
+
+    `print` writes the end of a line by itself: with PYTHONUNBUFFERED, or from two threads, another line may come
+    between.
+    """
+    print(f"{text}\n", end="", file=stream, flush=True)
+
+
 def say(text: str, stream: TextIO) -> None:
     """Print text at once, with unsafe characters escaped; in a log (no terminal) each line begins with the time."""
     text = visible(text)
     if not stream.isatty():
         now = time.strftime("%H:%M:%S")
         text = "\n".join(f"{now} {line}" for line in text.splitlines())
-    print(text, file=stream, flush=True)
+    print_line(text, stream)
 
 
 def print_timed(message: str) -> None:
     """Print a line at once that begins with the time of day, also on a terminal."""
-    print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
+    print_line(f"{time.strftime('%H:%M:%S')} {message}")
 
 
 def starting_lines(title: str) -> Callable[[float], None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
-from stages.core.lines import print_timed, starting_lines
+from stages.core.lines import print_line, print_timed, starting_lines
 from stages.kinds.serve.chat import Conversation, chat, sampling_of
 from stages.kinds.serve.run import guard
 from stages.serving.agreement import compare_with_records
@@ -116,7 +116,7 @@ def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, versi
             server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), print_timed
         )
         names = sorted(spec.folders, key=lambda name: name != spec.served_name)
-        print(f"serving {', '.join(names)} at {server.url}/v1", flush=True)
+        print_line(f"serving {', '.join(names)} at {server.url}/v1")
         yield server
 
 

@@ -1,6 +1,8 @@
 """Control characters in texts from outside are shown, not executed, by a terminal."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -30,3 +32,20 @@ def test_only_what_a_terminal_would_obey_is_escaped(text, shown):
 def test_a_program_that_draws_gets_the_stream_itself():
     stream = io.StringIO()
     assert raw_stream(VisibleStream(stream)) is raw_stream(stream) is stream
+
+
+def test_lines_of_two_processes_on_one_unbuffered_stdout_stay_whole():
+    """A supervisor and its child share a stdout; with `python -u` each write of theirs goes out by itself."""
+    program = (
+        "import os\n"
+        "from stages.core.lines import print_line\n"
+        "child = os.fork()\n"
+        "for number in range(4000):\n"
+        "    print_line(('parent' if child else 'child') + f' {number}')\n"
+        "child and os.wait()\n"
+    )
+    command = [sys.executable, "-u", "-c", program]
+    written = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    for name in ("parent", "child"):
+        assert [line for line in written if line.startswith(name)] == [f"{name} {number}" for number in range(4000)]
+    assert len(written) == 8000
