@@ -26,19 +26,13 @@ URI_OF_VERSION = re.compile(r"models:/(?P<name>[^/@]+)/(?P<number>[0-9]+)")
 
 
 def connect() -> Registry:
-    """Return the model registry of the MLflow server that is set in the environment, or that runs locally.
-
-    Raises ServerError when there is no server.
-    """
+    """Return the model registry of the MLflow server in the environment, or of the local; else raise ServerError."""
     find_mlflow()
     return Registry()
 
 
 def find_mlflow() -> None:
-    """Point MLflow's client to the local server by environment variables, unless a server is set already.
-
-    Raises ServerError when neither exists.
-    """
+    """Point MLflow's client to the local server, unless the environment names one; raise ServerError without either."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(server for server in servers.status() if server.name == "mlflow")
         password = read_key()
@@ -65,20 +59,14 @@ def parse(uri: str) -> tuple[str, str]:
 
 
 def repair(registry: Registry, name: str) -> None:
-    """Repair a registered model's aliases if its last promotion or rollback was killed.
-
-    Waits for one that is under way.
-    """
+    """Repair a registered model's aliases if its last promotion or rollback was killed; wait for one under way."""
     if registry.was_cut_short(name):
         with only_one(name):
             registry.repair(name)
 
 
 def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
-    """Return the model version that an alias points to, after repairing the aliases.
-
-    Raises StoreError when there is none.
-    """
+    """Return the version that an alias points to, aliases repaired first. Raises StoreError when there is none."""
     repair(registry, name)
     version = registry.find(name, alias)
     if version is None:
@@ -92,10 +80,7 @@ def absent(name: str, alias: str) -> StoreError:
 
 
 def find_version(registry: Registry, uri: str) -> RegisteredVersion:
-    """Return the registered version that `models:/NAME@ALIAS` or `models:/NAME/NUMBER` names.
-
-    Raises StoreError when it does not exist.
-    """
+    """Return the version that `models:/NAME@ALIAS` or `models:/NAME/NUMBER` names. Raises StoreError if absent."""
     by_number = URI_OF_VERSION.fullmatch(uri)
     if by_number is None:
         return find(registry, *parse(uri))
@@ -106,10 +91,7 @@ def find_version(registry: Registry, uri: str) -> RegisteredVersion:
 
 
 def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
-    """Return an artifact that a registered version points to, by the artifact's key, `KIND/VERSION`.
-
-    Raises StoreError when the store lacks the artifact.
-    """
+    """Return a registered version's artifact by its key, `KIND/VERSION`. Raises StoreError when the store lacks it."""
     store = Store(store_root())
     artifact = store.find(*key.split("/"))
     if artifact is None:
@@ -118,9 +100,8 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
 
 
 def registered_subject(uri: str, index: Index) -> Subject:
-    """Return a registered model, its artifact and its evaluations, for `lifecycle lineage` and `diff`.
+    """Return the model, artifact and evaluations that `models:/NAME@ALIAS` or `models:/NAME/VERSION` names.
 
-    Its URI is `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
     Raises what MLflow does, StoreError when the artifact is not here.
     """
     version = find_version(connect(), uri)
@@ -135,10 +116,7 @@ def registered_subject(uri: str, index: Index) -> Subject:
 
 
 def base_of(version: RegisteredVersion) -> Artifact | None:
-    """Return the artifact of the base model that a registered adapter belongs to; None for a whole model.
-
-    Raises StoreError when the model is not here.
-    """
+    """Return the base model's artifact of a registered adapter; None for a whole model. Raises StoreError if absent."""
     base = version.registration.base
     return artifact_of(version, base) if base else None
 
@@ -146,8 +124,7 @@ def base_of(version: RegisteredVersion) -> Artifact | None:
 def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """Return the launch spec (model, adapters, server options) to serve a registered version with, under its name.
 
-    It is served as the serve stage of its promotion did, if there was one. The base of an adapter is `NAME-base` in
-    requests.
+    It is served as the serve stage of its promotion did, if any. The base of an adapter is `NAME-base` in requests.
     """
     name, server = version.name, version.registration.server
     artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)

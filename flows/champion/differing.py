@@ -22,8 +22,7 @@ COMMIT_CHARACTERS = 12
 class Side:
     """Artifacts and evaluation scores of one of the two models, artifacts or refreshes that are compared.
 
-    root: where one artifact is compared, and not a refresh.
-    unbuilt: stages of a refresh without an artifact → their states.
+    root: of a compared artifact; None for a refresh. unbuilt: stages without an artifact → their states.
     """
 
     name: str
@@ -110,10 +109,9 @@ def compare(old: Side, new: Side, kept: Path) -> Differences:
 
 
 def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
-    """Pair the artifacts of an old model or refresh with their counterparts in a new one.
+    """Pair artifacts of old and new: roots, same version, same stage name, or sole ones of a kind.
 
     Return the pairs, the artifacts only of the old one, and the artifacts only of the new one.
-    Artifacts correspond if they are the two roots, have the same version or stage name, or are the only ones of a kind.
     """
     before, after = [*old.artifacts], [*new.artifacts]
     pairs: list[tuple[Artifact, Artifact]] = []
@@ -195,10 +193,7 @@ def _commit(commit: str | None) -> str:
 
 
 def _packages(changed: Sequence[tuple[Artifact, Artifact]]) -> Iterator[str]:
-    """Yield a sentence for each Python package whose version differs between the compared builds of a stage.
-
-    A package that several stages use is named once.
-    """
+    """Yield a sentence for each Python package whose version differs between builds of a stage, once per package."""
     packages: dict[str, tuple[str | None, str | None]] = {}
     for old, new in changed:
         before, after = old.record.packages, new.record.packages

@@ -29,9 +29,8 @@ BASE = "base"
 
 
 def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
-    """Evaluate the champion with the same settings as the candidate's evaluations, and return the new artifacts.
+    """Evaluate the champion as the candidate was evaluated, in this machine's slots; return the new artifacts.
 
-    Occupies this machine's slots for a stage meanwhile.
     Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
     """
     model, base = artifact_of(champion, champion.registration.model), base_of(champion)
@@ -46,10 +45,7 @@ def _built(name: str, artifact: Artifact) -> Built:
 
 
 def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> PlannedStage:
-    """Return the candidate's evaluate stage with the champion as its model, served with the candidate's settings.
-
-    upstream: the champion; of an adapter, also its base.
-    """
+    """Return the candidate's evaluate stage with the champion as its model. upstream: the champion, and its base."""
     asked = StageInput.model_validate_json((candidate / "config.json").read_bytes())
     config = EvaluateConfig.model_validate(asked.config)
     launch = asked.inputs[config.model] / LAUNCH_FILE

@@ -2,17 +2,16 @@
 
 A proxy listens on the public port; behind it is the engine of the present champion. When the alias moves, a second
 engine is started; once that is healthy, new requests go there, and the first one ends after its last answer. For that
-time, the device must have room for both. An adapter of the same base needs no second engine: it is loaded into the
-running one, and the former adapter is unloaded after its last answer.
+time, the device must have room for both. An adapter of the same base is loaded into the running engine instead, and the
+former adapter is unloaded after its last answer.
 
-With a canary share, the version that has the alias `challenger` is served beside the champion, and gets that share of
-the requests until the alias is removed, its engine dies, or the champion changes (perhaps to the challenger). The
-canary gate compares errors and latency. It cannot judge the answers, which have nothing to be compared with; they were
-judged when the challenger was a candidate (`kind: promote`).
+With a canary share, the version that has the alias `challenger` gets that share of the requests until the alias is
+removed, its engine dies, or the champion changes (perhaps to the challenger). The canary gate compares errors and
+latency, not answers: those were judged when the challenger was a candidate (`kind: promote`).
 
-When the champion's engine dies, it is restarted, and requests wait for it: at once, or after a growing pause if it dies
-again and again; it is never given up. One version is started at a time, the most urgent (`Follower._missing`): a less
-urgent start is stopped meanwhile, and begins again afterwards.
+A champion's engine that dies is restarted, at once or after a growing pause if it dies again and again; requests wait
+for it. One version is started at a time, the most urgent (`Follower._missing`): a less urgent start is stopped, and
+begins again afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from stages.serving.waiting import WaitingRoom
 
 LOOK_INTERVAL_S = 5.0
 MAX_MORE_ERRORS = 0.01
-"""Largest amount by which the challenger's share of failed requests may exceed the champion's (0.01 is one percent)."""
+"""Largest amount by which the challenger's share of failed requests may exceed the champion's."""
 MAX_TIMES_SLOWER = 1.25
 """Largest ratio of the challenger's to the champion's latency, each at the 95th percentile of requests."""
 MAX_AT_ONCE = 2
@@ -62,9 +61,8 @@ MAX_DEATHS_WITH = 2
 class Following:
     """Settings of `lifecycle serve --follow`: the alias of a registered model to serve, and how to run a canary.
 
-    canary_share: share of requests, 0 to 1, for the challenger while there is one.
-    gate_requests: number of requests of each version after which the challenger is promoted or withdrawn; None leaves
-    that to people.
+    canary_share: share of requests, 0 to 1, for the challenger. gate_requests: number of requests of each version after
+    which the challenger is promoted or withdrawn; None leaves that to people.
     """
 
     registry: Registry
@@ -92,7 +90,7 @@ class Following:
 
 
 class Follower:
-    """State machine that keeps the served champion and challenger in step with MLflow's aliases and engine failures.
+    """State machine that keeps served champion and challenger in step with MLflow's aliases and engine failures.
 
     All that takes time runs in threads. folder: as for `start_engine`.
     """
@@ -108,11 +106,9 @@ class Follower:
         self._restarts = Restarts()
         self._start: Start | None = None
         self._stopping: list[Future[None]] = []
-        """Background tasks that remove dead inference engines and stopped engine starts. No engine starts before they
-        are done."""
+        """Tasks that remove dead engines and stopped engine starts. No engine starts before they are done."""
         self._ending: list[Future[None]] = []
-        """Background tasks that stop replaced model versions after their last responses. Meanwhile only the champion's
-        engine may start."""
+        """Tasks that stop replaced versions after their last responses; meanwhile only champions' engines may start."""
         self._judging: Future[None] | None = None
         self._is_over = threading.Event()
         self._deaths_with: Counter[str] = Counter()
@@ -140,12 +136,7 @@ class Follower:
         return not (self._start or self._stopping or self._ending or self._judging)
 
     def step(self) -> bool:
-        """Do one round of serving: handle dead inference engines, finished engine starts and moved MLflow aliases.
-
-        It waits neither for an engine nor for MLflow.
-        Return whether MLflow has reported the aliases.
-        MLflow reports every few seconds.
-        """
+        """Do one round without waiting: deaths, finished starts, moved aliases; return whether MLflow has reported."""
         # The order matters: deaths, finished starts and moved aliases decide what is missing and has to be started.
         self._see_deaths()
         self._see_what_was_started()
@@ -261,10 +252,7 @@ class Follower:
             self._refuse(CHALLENGER, start.version, str(error))
 
     def _see_aliases(self) -> bool:
-        """Make the served challenger champion, or stop serving it, when MLflow's aliases have moved.
-
-        Return whether MLflow has reported any.
-        """
+        """Crown or withdraw the challenger when aliases have moved; return whether MLflow has reported any."""
         aliases = self.aliases.look()
         for alias, version in aliases.items():
             self._announce(alias, version)
@@ -366,10 +354,7 @@ class Follower:
 
 
 class Aliases:
-    """Aliases of a registered model as MLflow last reported them, queried in the background.
-
-    They are looked up in a thread, so that an MLflow that hangs stops nothing.
-    """
+    """Aliases of a registered model as MLflow last reported them, queried in a thread: MLflow may hang."""
 
     def __init__(self, registry: Registry, name: str, aliases: Iterable[str]):
         self._registry = registry
@@ -380,11 +365,7 @@ class Aliases:
         self._looking: Future[dict[str, RegisteredVersion | LifecycleError | None]] | None = None
 
     def look(self) -> dict[str, RegisteredVersion | LifecycleError | None]:
-        """Return the aliases that MLflow has reported since the last call, usually none.
-
-        Start the next query when it is due.
-        Does not wait.
-        """
+        """Return the aliases reported since the last call, usually none; start the next query when due. Never waits."""
         if self._looking is None:
             if time.monotonic() >= self._next_look_s:
                 self._looking = in_background(self._asked)
@@ -429,10 +410,7 @@ class Restarts:
         self._due_s = 0.0
 
     def add(self, lived_s: float) -> float:
-        """Count the death or failed start of an engine; return the seconds to wait before the next start.
-
-        lived_s: seconds for which the engine had answered.
-        """
+        """Count an engine's death or failed start after `lived_s` of answering; return the seconds to wait."""
         self.num_deaths = 1 if lived_s > STEADY_S else self.num_deaths + 1
         # Deaths in a row 1, 2, 3, 4, … -> pauses of 0, 0, 2, 4, … 60 s.
         pause_s = 0.0 if self.is_at_once else min(2.0 ** (self.num_deaths - MAX_AT_ONCE), LONGEST_PAUSE_S)

@@ -22,12 +22,11 @@ from stages.serving.server import listening_socket, reachable
 
 PROGRAM = "from flows.cli.main import main; main()"
 CHECKS_S = 300.0
-"""Seconds that `serve --follow` may take to start beyond the engine's start limit. It queries MLflow and checks the
-champion's answers."""
+"""Seconds that `serve --follow` may take beyond the engine's start limit, to query MLflow and check answers."""
 
 
 def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
-    """Turn this process into a supervisor that runs `lifecycle serve --follow` as its child, with an inherited socket.
+    """Supervise `lifecycle serve --follow` in a child that inherits the listening socket.
 
     Raises StoreError when there is no champion, ResourceError for a taken port.
     """

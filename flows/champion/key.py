@@ -35,11 +35,10 @@ def main(uri: str) -> int:
 
 
 def _asked(name: str, alias: str) -> str | None:
-    """Return the artifact behind an alias from MLflow's REST API.
+    """Return the artifact behind an alias from MLflow's REST API; None for anything unusual.
 
-    MLflow's Python client takes two seconds to import, as long as a plan may take.
-    None for anything unusual, such as a move that was cut short: then the client repairs it, or reports what is wrong.
-    Raises StoreError when there is no such model or alias.
+    MLflow's Python client takes two seconds to import, as long as a plan may take. Only for the unusual, such as a move
+    that was cut short, is it used: it repairs or reports. Raises StoreError when there is no such model or alias.
     """
     address = os.environ["MLFLOW_TRACKING_URI"].rstrip("/") + ALIAS_ROUTE
     user, password = (os.environ.get(f"MLFLOW_TRACKING_{part}", "") for part in ("USERNAME", "PASSWORD"))

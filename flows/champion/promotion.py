@@ -1,12 +1,11 @@
 """Programs around a promote stage: before it, to fetch the champion from MLflow; after it, to register the candidate.
 
-    python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
-    python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
+python -m flows.champion.promotion judge WORK               writes champion.json, then becomes the stage's process
+python -m flows.champion.promotion complete ARTIFACT WORK   the hook: registers the candidate, moves the aliases
 
-The stage between the two is like any other and does not use MLflow. Both programs run under the supervisor and end like
-a stage process. The hook may run again: it completes what a crash cut short and changes nothing else. Only the hook
-holds the lock of the registered model: nothing waits while another candidate is judged, and a champion that changed
-meanwhile is noticed under the lock (`OutdatedVerdictError`).
+The stage itself does not use MLflow. Both programs run under the supervisor. The hook may run again: it completes what
+a crash cut short and changes nothing else. Only the hook holds the lock of the registered model: nothing waits while
+another candidate is judged, and a champion that changed meanwhile is noticed under the lock (`OutdatedVerdictError`).
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, 
 
 
 def main() -> None:
-    """Run the program before a promote stage (`judge`) or after it (`complete`), as the first argument says.
-
-    The last argument is the work folder.
-    Exits like a stage process.
-    """
+    """Run the step that the first argument names, in the work folder of the last; exit like a stage process."""
     die_with_parent()
     collect_rarely()
     steps: dict[str, Callable[..., None]] = {"judge": judge, "complete": complete}
@@ -59,8 +54,8 @@ def main() -> None:
 def judge(work: Path) -> None:
     """Write the champion to compare with into the promote stage's work folder, then exec the stage's process.
 
-    A champion that was evaluated differently from the candidate is evaluated first. Raises what `Registry` raises,
-    StoreError for a missing artifact, and what that evaluation raises.
+    A champion that was evaluated differently from the candidate is evaluated first. Raises what `Registry` and that
+    evaluation raise, StoreError for a missing artifact.
     """
     stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
     config = PromoteConfig.model_validate(stage_input.config)
@@ -74,8 +69,7 @@ def complete(artifact: Path, work: Path) -> None:
     """Register the candidate in MLflow, promoted or not; move the aliases if the promote stage promoted it.
 
     If the hook was cut short after the move and a rollback came since, the rollback stands. Raises what `Registry`
-    raises, such as OutdatedVerdictError when the champion is neither the one that the candidate was compared with nor
-    the candidate itself.
+    raises, such as OutdatedVerdictError.
     """
     verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
     record = _record(artifact)
@@ -125,10 +119,7 @@ def data_of(store: Store, model: UpstreamEntry) -> list[str]:
 
 
 def describe(promotion: Record, base: UpstreamEntry | None, scores: dict[str, float], data: Iterable[str]) -> str:
-    """Return the Markdown description of a registered version for MLflow's web page.
-
-    base: the model that an adapter belongs to.
-    """
+    """Return a registered version's description in Markdown for MLflow. base: the model that an adapter belongs to."""
     model = promotion.upstream["model"]
     beside = f", an adapter of `{base.stage}-{base.version}`" if base else ""
     scores_text = ", ".join(f"{name} {value:.4g}" for name, value in scores.items()) or "none"

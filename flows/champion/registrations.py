@@ -28,9 +28,7 @@ TAG = "lifecycle."
 class Registration(StrictModel):
     """Record of a registered model or adapter, with its artifacts as `KIND/VERSION`: base model, evaluations, server.
 
-    digest: of the model's or adapter's content.
-    base: the model that an adapter belongs to; None for a model. description, scores, data: for people who look at
-    MLflow's registry.
+    digest: of the content. base: of an adapter. description, scores, data: for people who look at MLflow's registry.
     """
 
     name: str
@@ -73,9 +71,8 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
 
 
 def registration_of(version: Any) -> Registration:
-    """Return the registration record that the tags of a version in MLflow's model registry describe.
+    """Return the registration that the tags of a version in MLflow describe, without scores and description.
 
-    Scores and description, which are for people, are left out.
     Raises StoreError for a version that somebody registered by other means.
     """
     tags = version.tags

@@ -3,8 +3,7 @@
 A registered version points into our store by its tags and holds no weights. Three aliases matter: `champion`;
 `previous`, which a rollback restores; and `challenger`, which is served to some requests. Each alias is moved by one
 request, `previous` first: a crash at any point leaves one valid champion, and repeating the move completes it. The
-predecessor is written with the new version before any alias moves, so that a move that was cut short, and never
-repeated, can be repaired.
+predecessor is written with the new version before any alias moves, so that a move that was cut short can be repaired.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ CHAMPION = "champion"
 PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
-"""Names of the MLflow tags about the last promotion of a version. They are kept when the version is registered again
-without a promotion."""
+"""MLflow tags of a version's last promotion, kept when it is registered again without a promotion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's error codes for a missing model, and for a missing alias of a model."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -38,9 +36,8 @@ REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 @dataclass(frozen=True)
 class RegisteredVersion:
-    """Version of a registered model in MLflow, with the artifacts that it points to.
+    """Version of a registered model in MLflow, with its artifacts and its predecessor's number.
 
-    predecessor: number of the champion before it.
     promotion: the ledger's key of the attempt whose verdict made it champion last.
     """
 
@@ -51,15 +48,11 @@ class RegisteredVersion:
 
     @property
     def name(self) -> str:
-        """Return the name of the registered model."""
         return self.registration.name
 
 
 class Registry:
-    """Client of MLflow's model registry.
-
-    Raises TransientError when MLflow does not answer, ServerError when it refuses.
-    """
+    """Client of MLflow's registry. Raises TransientError when MLflow does not answer, ServerError when it refuses."""
 
     def __init__(self) -> None:
         """Connect to the MLflow server that MLFLOW_TRACKING_URI names."""
@@ -112,9 +105,9 @@ class Registry:
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make a candidate champion, if the champion that it was compared with (`champion`) is still the champion.
+        """Make a candidate champion if `champion`, which it was compared with, still is; keep one that is already.
 
-        If it is champion already, it stays. Raises OutdatedVerdictError when another has become champion since.
+        Raises OutdatedVerdictError when another has become champion since.
         """
         if not self.is_champion(candidate.registration, champion):
             self._move(candidate.name, candidate.number, champion)
@@ -122,8 +115,7 @@ class Registry:
     def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
         """Return whether a candidate's model has exactly the same content as the present champion.
 
-        judged_against: the champion when it was compared. Raises OutdatedVerdictError when the champion is neither of
-        the two.
+        Raises OutdatedVerdictError when the champion is neither the candidate nor `judged_against`.
         """
         champion = self.find(candidate.name)
         if champion and champion.registration.digest == candidate.digest:
@@ -137,7 +129,7 @@ class Registry:
         return False
 
     def rollback(self, name: str) -> RegisteredVersion:
-        """Make a registered model's previous champion its champion, and give the present one the alias `previous`.
+        """Make the previous champion champion, and give the present one the alias `previous`.
 
         Raises StoreError without a previous champion.
         """
@@ -152,10 +144,7 @@ class Registry:
         return self._crown(previous, champion)
 
     def challenge(self, version: RegisteredVersion) -> None:
-        """Point the alias `challenger` of a registered model to a version.
-
-        Raises StoreError when the version is the champion, or there is no champion.
-        """
+        """Point the alias `challenger` to a version that is not the champion; else raise StoreError."""
         champion = self.find(version.name)
         if champion is None or champion.number == version.number:
             found = "there is no champion" if champion is None else "it is the champion"
@@ -169,7 +158,7 @@ class Registry:
             _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
 
     def promote_challenger(self, name: str) -> RegisteredVersion:
-        """Make a registered model's challenger its champion, and give the present one the alias `previous`.
+        """Make the challenger champion, and give the present one the alias `previous`.
 
         Raises StoreError when either is missing.
         """
@@ -190,10 +179,7 @@ class Registry:
         return CHAMPION in aliases and aliases[CHAMPION] == aliases.get(PREVIOUS)
 
     def repair(self, name: str) -> None:
-        """Restore the alias `previous` after an interrupted promotion or rollback.
-
-        Call it only while none is under way.
-        """
+        """Restore the alias `previous` after an interrupted promotion or rollback. Call it only while none runs."""
         if not self.was_cut_short(name):
             return
         champion = self.find(name)
@@ -279,9 +265,8 @@ class Registry:
         return str(version.version)
 
     def _external_model(self, registration: Registration) -> str:
-        """Return the id of the MLflow logged model that stands for a model whose weights MLflow does not hold.
+        """Return the id of the MLflow logged model, reused or new, that stands for a model whose weights MLflow lacks.
 
-        An entry without a registered version is reused.
         Like `mlflow.create_external_model`, except for the folder of the file that a version needs: there it is a
         temporary one, which a kill would leave behind forever. Here the next registration of the name clears it.
         """

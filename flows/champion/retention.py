@@ -39,23 +39,18 @@ VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
 
 
 class Housekeeping:
-    """Garbage collection of a lifecycle home, which finds at construction what can be removed; `collect` removes it.
+    """Removable items of a lifecycle home, found at construction; `collect` removes them.
 
     A refresh whose ledger is damaged stays, and so do the artifacts that it names.
     """
 
     def __init__(self, policy: Policy | None, older_than_days: float) -> None:
-        """Find what can be removed from the lifecycle home.
-
-        policy: None keeps all refreshes, and of their artifacts those that are needed.
-        older_than_days: of leftovers.
-        """
+        """Find what can be removed. policy: None keeps all refreshes. older_than_days: of leftovers."""
         self._store = Store(store_root())
         self._refreshes: dict[Path, RefreshRecord] = {}
         self._referred_to_beyond: list[RefreshRecord] = []
         self.unasked: str | None = None
-        """Reason why this garbage collection removes no old refreshes, such as an MLflow server that does not answer;
-        else None."""
+        """Reason why no old refreshes are removed, such as an MLflow server that does not answer; else None."""
         self._unreadable: list[str] = []
         protected = set(kept_versions())
         records = []
@@ -107,7 +102,7 @@ class Housekeeping:
         return Collected(done.removed, (*done.failures, *failures))
 
     def _referred_to(self, keep: Keep) -> frozenset[str]:
-        """Return keys of artifacts, MLflow runs and promote attempts that registered versions refer to, to keep them.
+        """Return the keys of artifacts, MLflow runs and promote attempts that registered versions refer to.
 
         If MLflow cannot be asked, these are the artifacts of all models that were ever registered.
         """
@@ -152,10 +147,7 @@ def _runs(refresh: str) -> list[str]:
 
 
 def _delete_flow_runs(records: list[RefreshRecord]) -> None:
-    """Delete the flow runs of refreshes from Prefect.
-
-    Raises ServerError when there are some and Prefect does not answer.
-    """
+    """Delete the flow runs of refreshes from Prefect. Raises ServerError when Prefect is needed and does not answer."""
     if any(record.prefect_flow_run_id for record in records):
         is_ours = _reach(PREFECT)
         from flows.running.flow_runs import delete_flow_runs
@@ -173,10 +165,7 @@ def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
 
 
 def _reach(program: ServerProgram) -> bool:
-    """Set the variables by which clients reach Prefect or MLflow; return whether this lifecycle home runs the server.
-
-    Raises ServerError when there is no server.
-    """
+    """Set clients' variables for Prefect or MLflow; return whether this home runs it. Raises ServerError if none."""
     assert program.variable
     address, named = address_of(program.name), program.named()
     ours = f"{address}{program.client_path}" if address else None

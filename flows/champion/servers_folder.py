@@ -1,12 +1,11 @@
 """Files and folders of running `lifecycle serve --follow` processes, in `$LIFECYCLE_HOME/servers`.
 
-Those of killed processes are ignored, and removed later.
-    canary-NAME-PID.json   tallies of a champion and its challenger, for other commands of this machine: of each server
-                           while it has a challenger
-    serving-…/             temporary files of the engines of one process
+canary-NAME-PID.json   tallies of a server's champion and challenger, for other commands of this machine
+serving-…/             temporary files of the engines of one process
 
-Each new process removes the folders of killed ones. A folder is in use while its lock is held: the kernel releases a
-lock with its process on every machine that shares the home, where process numbers mean nothing.
+Files of killed processes are ignored; each new process removes their folders. A folder is in use while its lock is
+held: the kernel releases a lock with its process on every machine that shares the home, where process numbers mean
+nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import working_directories
 
 IDENTITIES = ("process", "home")
-"""Keys of a canary's JSON file that identify the serving process and its lifecycle home. Files by earlier versions of
-this program lack `home`."""
+"""Keys of a canary's file: its process and lifecycle home. Files by earlier versions of the program lack `home`."""
 HEADING = ("version", "requests", "errors", "p50 s", "p95 s", "prompt tokens", "tokens", "ended by")
 PREFIX = "serving-"
-"""Prefix of the name of a `serve --follow` process's own folder. Earlier versions of this program made such folders
-without a lock, with an engine's name at the end."""
+"""Prefix of a process's own folder. Earlier versions made folders without a lock, ending in an engine's name."""
 LOCK = "lock"
 
 
@@ -52,10 +49,7 @@ def forget_tallies(name: str) -> None:
 
 
 def served_canaries(name: str) -> list[dict[str, Any]]:
-    """Return the request counts of canaries on this machine, from each server that has a challenger.
-
-    `time_s` is when a server wrote its counts.
-    """
+    """Return the request counts of canaries on this machine, each with `time_s`, when they were written."""
     records = []
     for file in sorted(_folder().glob(f"canary-{glob.escape(name)}-*.json")):
         with suppress(FileNotFoundError):  # it has just ended
@@ -67,10 +61,7 @@ def served_canaries(name: str) -> list[dict[str, Any]]:
 
 
 def left_notes() -> Iterator[Path]:
-    """Yield the files with request counts of canaries that killed servers left behind.
-
-    In a copied home they include those of the original's servers.
-    """
+    """Yield the files with request counts that killed servers left; in a copied home, also those of the original's."""
     for file in sorted(_folder().glob("canary-*.json")):
         with suppress(FileNotFoundError):
             if _standing(json.loads(file.read_bytes())) == "dead":
@@ -78,10 +69,7 @@ def left_notes() -> Iterator[Path]:
 
 
 def _standing(noted: Mapping[str, Any]) -> Standing:
-    """Return whether the server that wrote a canary's request counts is alive, dead or invisible from this machine.
-
-    It counts as `dead` if this home was copied from the server's home.
-    """
+    """Return whether the server of a canary's counts is alive, dead (or of the copied home), or unknown from here."""
     if "home" in noted and not HomeIdentity.model_validate(noted["home"]).is_here():
         return "dead"
     return ProcessIdentity.model_validate(noted["process"]).standing()
@@ -140,10 +128,7 @@ def own_folder() -> Iterator[Path]:
 
 
 def left_folders() -> Iterator[Path]:
-    """Yield the temporary folders that no running `serve --follow` process uses, for removal.
-
-    They include those that earlier versions made for each engine.
-    """
+    """Yield the temporary folders that no running `serve --follow` process uses, those of earlier versions included."""
     in_use = working_directories()
     for folder in sorted((home() / "servers").glob("*/")):
         if folder.name.startswith(PREFIX):

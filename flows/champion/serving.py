@@ -1,9 +1,9 @@
 """Inference engines of registered model versions: start, check, watch, and end after the last response.
 
-An adapter of a base that runs already needs no engine of its own: it is loaded into the running one, and ends with it.
-Each version of an adapter has a name of its own in its server, such as `adder@3`; the proxy knows it by the registered
-name. Before the proxy sends requests to an adapter, its log-probabilities are compared with those that training
-recorded. The reference is an adapter without effect, since vLLM answers for the base itself only while a slot is empty.
+An adapter of a base that runs already is loaded into the running engine, and ends with it. Each version of an adapter
+has a name of its own in its server, such as `adder@3`; the proxy knows it by the registered name. Before requests go to
+an adapter, its log-probabilities are compared with those that training recorded. The reference is an adapter without
+effect, since vLLM answers for the base itself only while a slot is empty.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from stages.serving.tally import ServedVersion
 
 WATCH_INTERVAL_S = 0.4
 UNWELL = (502, 503)
-"""HTTP statuses of `/health` that count as bad: 502 when the engine does not answer the proxy, 503 when vLLM's engine
-process ended."""
+"""Bad HTTP statuses of `/health`: 502, the engine does not answer the proxy; 503, vLLM's engine process ended."""
 MAX_UNWELL = 2
 """Number of bad health answers in a row after which an engine counts as dead; its process may end only later."""
 BUSY_S = 30.0
@@ -45,10 +44,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Serving:
-    """Model version that is being served, with its inference engine. The engine ends when `stack` is closed.
+    """Served model version with its engine, which ends when `stack` is closed.
 
-    backend: the proxy's view of it.
-    died: set once the engine has ended by itself.
+    backend: the proxy's view of it. died: set once the engine has ended by itself.
     """
 
     version: RegisteredVersion
@@ -69,8 +67,8 @@ def start_engine(
 ) -> Serving:
     """Start an inference engine for a model version; return it once it is healthy and its answers are checked.
 
-    folder: for the temporary files of this process's engines; the log lies beside it.
-    is_begun: called with the server as soon as it has a process that can be stopped.
+    folder: for the engines' temporary files; the log lies beside it. is_begun: called as soon as there is a process to
+    stop.
 
     Raises what starting and checking raise, after removing everything.
     """
@@ -118,11 +116,9 @@ def unload_adapter(former: Serving) -> None:
 
 
 def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
-    """Stop serving a model version after its last response: end its engine, or unload its adapter from a shared engine.
+    """Stop a version after its last response: end its engine, or unload its adapter from a shared engine.
 
-    The version gets no new requests.
-    is_shared: whether its engine goes on with another version.
-    is_over: set when nothing is served any more.
+    is_shared: whether its engine goes on with another version. is_over: set when nothing is served any more.
     """
     while not former.backend.idle.wait(WATCH_INTERVAL_S):
         if is_over.is_set():
@@ -143,7 +139,7 @@ def end_dead(serving: Serving) -> None:
 
 
 def _watched(server: Server, stack: ExitStack) -> threading.Event:
-    """Watch an engine until `stack` is closed; return an event that is set about a second after the engine has died.
+    """Watch an engine until `stack` is closed; return an event set about a second after it has died.
 
     A busy engine answers late or well, so it does not count as dead.
     """
@@ -187,7 +183,7 @@ def naming_of(version: RegisteredVersion) -> Naming:
 
 
 def swap_in(server: Server, version: RegisteredVersion) -> bool:
-    """Load an adapter version into a running server and check it; return False if the server has another base model.
+    """Load an adapter version into a running server and check it; return False if the server has another base.
 
     Raises what loading and checking raise; the server is then as before.
     """
@@ -214,9 +210,8 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Check that a server serves a loaded adapter with the log-probabilities that the adapter's training recorded.
+    """Check that a server lists an adapter and answers with the log-probabilities that training recorded.
 
-    The server must also list the adapter and answer for it.
     Raises ServerError otherwise.
     """
     client = replace(server.client, model=name)
@@ -242,11 +237,8 @@ class Start:
     """Start of a model version in a thread: in an engine of its own, or as an adapter loaded into a running engine.
 
     Two engines that start at the same time disturb each other, since each measures the memory that is free; so a start
-    waits for the end of what was stopped before it.
-
-    folder: as for `start_engine`.
-    after: futures that are waited for first.
-    loads_into: the running engine, until it turns out to be that of another base.
+    waits first for `after`, the end of what was stopped. loads_into: the running engine, until it turns out to be that
+    of another base. folder: as for `start_engine`.
     """
 
     def __init__(
@@ -258,8 +250,7 @@ class Start:
         self._is_stopped = threading.Event()
         self._server: Server | None = None
         self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
-        """Future of the served model version. Its `result()` raises the error of a failed start, or StartStoppedError,
-        after cleaning up."""
+        """Future of the served version. `result()` raises a failed start's error, or StartStoppedError, cleaned up."""
 
     def stop(self) -> Future[None]:
         """Stop an inference engine that is starting; return a future that is done when nothing of it is left."""

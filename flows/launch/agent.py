@@ -1,10 +1,10 @@
 """Program that submits a stage as a job to Slurm or Kubernetes and follows the job until the stage has ended.
 
-    python -m flows.launch.agent WORK_FOLDER
+python -m flows.launch.agent WORK_FOLDER
 
-It runs on the refresh's machine, under the supervisor, where a local stage's own process would run. So whatever ends
-the refresh ends this program too, and this program cancels the job. It exits with the stage's exit code. A job that was
-preempted, lost a node or reached its time limit is submitted again; the stage continues from its last checkpoint.
+It runs on the refresh's machine, under the supervisor, where a local stage's own process would run: whatever ends the
+refresh ends this program too, which cancels the job. It exits with the stage's exit code. A job that was preempted,
+lost a node or reached its time limit is submitted again; the stage continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -24,13 +24,9 @@ from stages.core.metric_series import metrics_size
 
 TICK_S = 0.5
 TICKS_PER_LOOK = 10
-"""Ticks of 0.5 s between two queries about a cluster job, and between heartbeats. All users share the cluster's
-controller, so queries must be rare."""
+"""Ticks of 0.5 s between heartbeats and between queries, which are rare, since all users share the controller."""
 COMPLETING_PATIENCE_TICKS = 60
-"""Ticks of 0.5 s that a cluster may take to report the end of a job whose processes have already ended.
-
-A node that does not answer keeps such a job in the state COMPLETING.
-"""
+"""Ticks of 0.5 s to report a job's end after its processes' end: a dead node keeps the job in COMPLETING."""
 
 
 class Agent:
@@ -44,10 +40,7 @@ class Agent:
         self._num_fruitless = 0
 
     def run(self) -> int:
-        """Submit cluster jobs, one after another, until one of them ends the stage; return the stage's exit code.
-
-        Raises the stage's error when the cluster ended the stage.
-        """
+        """Submit jobs until one ends the stage; return its exit code, or raise its error if the cluster ended it."""
         while True:
             # Steps that are repeated after a checkpoint are not logged again, so the file grows only with progress.
             before = metrics_size(self.order.work)
@@ -60,10 +53,7 @@ class Agent:
             self._go_on(job_id, ended, progressed=metrics_size(self.order.work) > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
-        """Wait until a cluster job is over, and return its outcome.
-
-        The job is queried every tick once the stage's processes have ended, before that rarely.
-        """
+        """Wait for a job's end and return its outcome; query it every tick once the processes ended, before rarely."""
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:
@@ -81,10 +71,7 @@ class Agent:
         raise AssertionError("itertools.count has an end")
 
     def _look(self, job_id: str) -> JobOutcome | None:
-        """Return the outcome of a cluster job; None while the job waits or runs.
-
-        Reports why a waiting job waits, when that changed. A running job reports for itself.
-        """
+        """Return a job's outcome; None while it runs or waits, when it reports each new reason to wait."""
         try:
             state = self.jobs.look(job_id)
         except TransientError as error:
@@ -141,10 +128,7 @@ def main() -> int:
 
 
 def _cancel(jobs: Jobs, folder: JobFolder, order: JobOrder) -> None:
-    """Cancel the stage's cluster jobs; print a warning if one may be left.
-
-    A job that cannot be cancelled ends itself when it misses the agent's heartbeats.
-    """
+    """Cancel the stage's cluster jobs; warn if one may be left, which ends without the agent's heartbeats."""
     try:
         if jobs.cancel():
             folder.close()

@@ -1,8 +1,7 @@
 """Launching of a stage as a cluster job, on Slurm or Kubernetes, and the registry of such launchers.
 
 The store must lie under the same path here and on the nodes. So must this code: with Slurm under the same path as here,
-with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder, as those of a
-local stage do.
+with Kubernetes in the image. The job's output, metrics and events go to the files of the work folder.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def start(
 ) -> ClusterProcess:
     """Submit the stage of a work folder to a cluster, as its `config.json` says.
 
-    stage_command: arguments of Python; default: those that run the stage itself.
-    heartbeat_patience_s: a job that receives no heartbeat for this long ends itself.
+    stage_command: arguments of Python, by default those that run the stage. heartbeat_patience_s: a job that receives
+    no heartbeat for this long ends itself.
     """
     name = StageInput.model_validate_json((work / "config.json").read_bytes()).name
     order = order_of(name, work, config, stage_command or ["-m", "stages", str(work)], heartbeat_patience_s)
@@ -71,7 +70,7 @@ def order_of(
 
 
 def cancel_left_over(work: Path) -> None:
-    """Cancel cluster jobs that a killed run of the stage may have left behind; return when they are gone.
+    """Cancel cluster jobs that a killed run of the stage may have left; return when they are gone.
 
     Raises `TransientError` when the cluster does not answer: two jobs must not work in one folder.
     """
@@ -84,12 +83,11 @@ def cancel_left_over(work: Path) -> None:
 class ClusterProcess:
     """Stage that runs on a cluster, represented by a local program that submits and follows the stage's jobs.
 
-    The agent cancels the job when it is ended. If the agent is killed, this object cancels the job; if both are killed,
-    the job ends itself, because it receives no heartbeats.
+    The agent cancels the job when it is ended. If the agent is killed, this object does; if both are, the job ends
+    itself, because it receives no heartbeats.
     """
 
     def __init__(self, work: Path) -> None:
-        """Start the program that submits the stage's cluster job and follows it."""
         self._work = work
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:

@@ -1,15 +1,15 @@
-"""Description, states and files (in `.launch/`) of a stage's cluster job, common to Slurm and Kubernetes.
+"""Description, states and files of a stage's cluster job, common to Slurm and Kubernetes.
 
-Files in `.launch/` of the stage's work folder:
+Files in `.launch/` of the stage's work folder, which are no part of the artifact:
 
-    order.json         what to start on each node (`JobOrder`); removed when no job can be left in the cluster
-    environment.json   environment of the stage's processes; mode 0600, removed when the job has ended
-    heartbeat          changes every few seconds while the agent waits for the job
-    owner              which start of the job may write to the work folder
-    ended.json         exit of the stage's processes, unless the cluster ended the job (`JobEnd`)
+order.json         what to start on each node (`JobOrder`); removed when no job can be left in the cluster
+environment.json   environment of the stage's processes; mode 0600, removed when the job has ended
+heartbeat          changes every few seconds while the agent waits for the job
+owner              which start of the job may write to the work folder
+ended.json         exit of the stage's processes, unless the cluster ended the job (`JobEnd`)
 
-The folder lies in the store, on a file system that the nodes share. The environment may hold secrets, so it goes
-through neither command lines, nor job scripts, nor the cluster's records. The folder is no part of the artifact.
+The nodes share the file system of the folder. The environment may hold secrets, so it goes through neither command
+lines, nor job scripts, nor the cluster's records.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ HEARTBEAT_PATIENCE_S = 60.0
 class JobOrder(LauncherBlocks):
     """Description of a cluster job, stored as `order.json`: the command of each node, and the resources it needs.
 
-    job: name of the job in the cluster, unique.
-    home: folder that holds the store, which the nodes share.
-    stage_command: arguments of Python that run the stage.
-    interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
+    job: unique name in the cluster. home: folder of the store, which the nodes share. stage_command: arguments of
+    Python. interruptions_without_progress: jobs in a row that may end without progress before the stage fails.
     """
 
     job: str
@@ -71,10 +69,7 @@ class JobEnd(StrictModel):
 
 @dataclass(frozen=True)
 class Waiting:
-    """State of a cluster job that has not started.
-
-    `reason` is the cluster's, such as `Priority` or `0/4 nodes are available`.
-    """
+    """State of a cluster job before its start. reason: in the cluster's words, such as `Priority`."""
 
     reason: str
 
@@ -86,11 +81,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Outcome of a cluster job that ended before its stage did.
-
-    Another job continues the stage from its last checkpoint.
-    by: what ended the job, for people.
-    """
+    """Outcome of a job that ended before its stage; another continues from the last checkpoint. by: what ended it."""
 
     by: str
     by_time_limit: bool = False
@@ -98,10 +89,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Finished:
-    """Outcome of a cluster job whose stage exited by itself, with an error or without.
-
-    The stage's files hold its result or error.
-    """
+    """Outcome of a cluster job whose stage exited by itself, with its result or error in its files."""
 
     exit_code: int
 
@@ -124,10 +112,7 @@ class JobFolder:
 
     @classmethod
     def of(cls, work: Path) -> JobFolder:
-        """Return the folder for the files of a stage's cluster job, `.launch/` in its work folder.
-
-        It need not exist yet.
-        """
+        """Return the folder for the files of a stage's cluster job, which need not exist yet."""
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
@@ -172,7 +157,7 @@ class JobFolder:
             return ""
 
     def claim(self, owner: str) -> None:
-        """Record the id of one start of the cluster job as the only one that may write to the stage's work folder.
+        """Record which start of the job alone may write to the stage's work folder.
 
         A node that Slurm lost sight of goes on working while the job starts again on other nodes.
         """
@@ -200,10 +185,7 @@ class JobFolder:
         return end if end.job_id == job_id else None
 
     def report(self, event: Literal["milestone", "warning"], message: str) -> None:
-        """Append a milestone or a warning to the stage's event file, for the progress display.
-
-        Must not be called while the stage runs, because rank 0 writes to the same file then.
-        """
+        """Append a milestone or warning to the stage's event file, but not while it runs: rank 0 then writes there."""
         line = StageEvent(time_ms=time.time_ns() // 1_000_000, event=event, message=message)
         with (self.path.parent / "events.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(line.model_dump_json(exclude_none=True) + "\n")
@@ -233,13 +215,11 @@ class Jobs(Protocol):
 class Cluster:
     """Functions and flags in which the launchers of clusters, Slurm and Kubernetes, differ.
 
-    `cluster.py` lists the launchers.
-    connect: returns the client for the jobs of an order.
-    environment: returns the variables of this process that the stage's own machine needs.
-    place: returns a node's place in a job of several, from the variables that the cluster sets there.
-    way_in: returns how this machine reaches the cluster, for `lifecycle doctor`; None where it does not.
-    collects_output: the cluster writes the output of all nodes to the stage's log; otherwise each node does.
-    records_end: a program around `node_task` records how the job ended; otherwise that of the first node does.
+    connect: returns the client for the jobs of an order. environment: returns the variables of this process that the
+    stage's own machine needs. place: returns a node's place in a job of several, from the variables that the cluster
+    sets there. way_in: returns how this machine reaches the cluster, for `lifecycle doctor`; None where it does not.
+    collects_output: the cluster writes all nodes' output to the stage's log, instead of each node. records_end: a
+    program around `node_task` records how the job ended, instead of the first node's.
     """
 
     connect: Callable[[JobFolder, JobOrder], Jobs]
@@ -251,7 +231,7 @@ class Cluster:
 
 
 class Pulse:
-    """Monitor of the submitter's heartbeats inside a cluster job, which ends itself when the heartbeats stop.
+    """Monitor of the submitter's heartbeats inside a cluster job, which ends itself when they stop.
 
     Clocks of machines differ, so it compares texts and measures time by this machine's own clock.
     """

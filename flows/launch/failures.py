@@ -45,9 +45,7 @@ def failure_of(work: Path, name: str, exit_code: int, log_begin: int = 0, about_
     """Return the error to report for a stage that exited with a code other than 0.
 
     That is the stage's own error (`error.json`) if it left one; otherwise a `StageCrashError` that names the signal,
-    the rank, the log and its last lines.
-
-    log_begin: byte of the log at which this attempt's output begins.
+    the rank, the log and its last lines. log_begin: byte of the log at which this attempt's output begins.
     about_memory: said of a SIGKILL, which is also how the kernel ends a process for lack of memory.
     """
     failure = StageFailure.read_or_none(work / "error.json")
@@ -86,10 +84,7 @@ def read_result(work: Path, name: str) -> StageResult:
 
 
 def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int]:
-    """Return a text about how a stage's process ended, and the exit code of the process that ended first.
-
-    Of several nodes' exit codes Slurm returns the highest, not the first.
-    """
+    """Return how a stage's process ended, and the first exit code; of several nodes' Slurm returns the highest."""
     if exit_code < 0:
         return f"ended, because its supervisor was killed by {_signal_name(-exit_code)}", exit_code
     root_causes = list(ROOT_CAUSE.finditer(log))
@@ -100,10 +95,7 @@ def _how_it_ended(log: str, exit_code: int, about_memory: str) -> tuple[str, int
 
 
 def _killed_rank(log: str, about_memory: str) -> str | None:
-    """Return as text which process rank was killed, and by which signal; kills by torchrun itself do not count.
-
-    None when the log names no such rank.
-    """
+    """Return which rank was killed, and by which signal, or None; kills by torchrun itself do not count."""
     failures = [(match["rank"], int(match["code"])) for match in RANK_FAILURE.finditer(log)]
     killed = [(rank, code) for rank, code in failures if was_killed(code)]
     return f"rank {killed[-1][0]} {_how(killed[-1][1], about_memory)}" if killed else None
@@ -131,10 +123,7 @@ def _excerpt(work: Path, log: str) -> str:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """Counter of the kernel's out-of-memory kills in the memory cgroup of this process and its stages.
-
-    group: the memory cgroup; None where this process is in the root cgroup.
-    """
+    """Counter of out-of-memory kills in this process's memory cgroup (`group`; None for the root cgroup)."""
 
     group: Path | None
     cgroups: Path = CGROUPS
@@ -142,10 +131,7 @@ class MemoryKills:
 
     @classmethod
     def here(cls, cgroups: Path = CGROUPS, proc: Path = PROC) -> MemoryKills:
-        """Find the memory cgroup of this process.
-
-        cgroups, proc: where these file systems are mounted.
-        """
+        """Find the memory cgroup of this process. cgroups, proc: where these file systems are mounted."""
         # Version 2 has one line, `0::/PATH`; version 1 one for each set of controllers, such as `4:memory:/PATH`.
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -33,9 +33,9 @@ def complete(
 ) -> StageResult:
     """Run the program that registers a promote stage's model in MLflow, then record in the artifact that it has run.
 
-    The caller holds the lock of the stage.
-    The program gets a new work folder, since the former one is now the artifact. Returns the stage's result with the
-    tags that the program adds. Raises what `watch` raises, the program's own error included.
+    The caller holds the lock of the stage. The program gets a new work folder, since the former one is now the
+    artifact. Returns the stage's result with the program's tags. Raises what `watch` raises, the program's own error
+    included.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     store.remove(work)

@@ -132,7 +132,7 @@ class KubernetesJobs:
     ) -> Manifest:
         """Send a request about one kind of object to the Kubernetes API and return the decoded response.
 
-        The client's class for each kind of object is not used, because manifests and status are trees here.
+        The client's class for each kind is not used, because manifests and status are trees here.
         """
         path = COLLECTIONS[kind].format(namespace=self._namespace) + (f"/{name}" if name else "")
         request = self._api.param_serialize(
@@ -151,11 +151,7 @@ class KubernetesJobs:
 
 
 def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome | Waiting | Running:
-    """Return the state of a stage's job from the status of its Job or TrainJob and of its pods.
-
-    job: with `status.conditions`.
-    pods: all that the job has at the moment.
-    """
+    """Return a job's state from its Job or TrainJob, with `status.conditions`, and from all its present pods."""
     # `SuccessCriteriaMet` and `FailureTarget` come while pods still end, `Complete` and `Failed` after that.
     if _condition(job, "Complete") or _condition(job, "SuccessCriteriaMet"):
         return Finished(0)

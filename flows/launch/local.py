@@ -20,10 +20,9 @@ TELEMETRY_OFF = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
 PROGRAMS = {"promote": "flows.champion.promotion"}
-"""Program that runs before and after the stages of a kind, by stage kind. The program of promote stages queries and
-updates MLflow.
+"""Programs that run before and after the stages of a kind; that of promote stages uses MLflow.
 
-The program is named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
+They are named as text, because they lie in a room above this one and import mlflow, which takes seconds.
 """
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment variables that keep the processes of one node on the loopback interface, out of reach of others."""
@@ -56,10 +55,7 @@ def on_one_node(stage: list[str], processes: int) -> list[str]:
 
 
 def environment(config: StageConfig) -> dict[str, str]:
-    """Return the environment of the stage's processes.
-
-    Variables in the recipe's `execution.environment` override others.
-    """
+    """Return the stage processes' environment; variables in the recipe's `execution.environment` override others."""
     python_path = ":".join(filter(None, [str(code_folder()), os.environ.get("PYTHONPATH")]))
     return {
         **os.environ,

@@ -76,7 +76,7 @@ def _port(order: JobOrder) -> int:
 
 
 def _network_policy(order: JobOrder) -> Manifest:
-    """Return a NetworkPolicy by which only the job's own pods reach its pods, since training processes use no key.
+    """Return a NetworkPolicy by which only the job's own pods reach its pods: training processes use no key.
 
     It has an effect only where the cluster's network supports policies.
     """
@@ -98,10 +98,9 @@ def _headless_service(order: JobOrder) -> Manifest:
 
 
 def _train_job(order: JobOrder) -> Manifest:
-    """Return a Kubeflow TrainJob that runs the stage on several nodes.
+    """Return a Kubeflow TrainJob that runs the stage on several nodes; its runtime sets `PET_…` for the rendezvous.
 
     Image, command and resources belong to its trainer; all else is a patch of the runtime.
-    The runtime sets the rendezvous variables (PET_…).
     """
     pod = pod_spec(order, {})
     (container,) = pod.pop("containers")
@@ -165,11 +164,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
 
 
 def resources(asked: KubernetesOptions, cores: int) -> Manifest:
-    """Return the CPU, memory and GPU requests and limits of a container.
-
-    Memory and GPUs are limited to the request, so that they are guaranteed. CPU cores (`cores` by default) have no
-    limit.
-    """
+    """Return a container's requests and limits: memory and GPUs are guaranteed, cores have no limit."""
     limits: Manifest = {}
     if asked.memory_gib_per_node:
         limits["memory"] = _gib(asked.memory_gib_per_node)
@@ -189,10 +184,7 @@ def volumes(asked: KubernetesOptions) -> list[Manifest]:
 
 
 def volume_mounts(home: Path, *, read_only: bool) -> list[Manifest]:
-    """Return the volume mounts of a container.
-
-    The lifecycle home keeps its path of this machine, which records contain.
-    """
+    """Return a container's volume mounts; the lifecycle home keeps its path, which records contain."""
     return [
         {"name": "home", "mountPath": str(home), "readOnly": read_only},
         {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 (a volume)

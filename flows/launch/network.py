@@ -22,10 +22,7 @@ REMEDY = "name the interface that leads to the others in execution.network_inter
 
 @dataclass(frozen=True)
 class Place:
-    """Rank of this node in a cluster job, with the rendezvous address and port on the first node.
-
-    first_machine: `this_machine` of the first node, if known.
-    """
+    """Node's rank in a cluster job, with the first node's rendezvous address, port and, if known, `this_machine`."""
 
     rank: int
     address: str
@@ -39,10 +36,7 @@ def this_machine() -> str:
 
 
 def address_of(interface: str) -> str:
-    """Return the IP address of a network interface of this machine, IPv4 if it has one.
-
-    Raises ResourceError when the interface is absent or has no address.
-    """
+    """Return the IP address of a network interface, IPv4 if it has one; raise ResourceError if it has none."""
     interfaces = psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
     addresses = [item.address for family in families for item in interfaces.get(interface, ()) if item.family == family]
@@ -55,10 +49,7 @@ def address_of(interface: str) -> str:
 
 
 def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
-    """Check that this node and the other nodes of the job can reach one another. Raises ResourceError otherwise.
-
-    environment: of the stage's processes; it names the interfaces that they use.
-    """
+    """Check that the job's nodes can reach one another by its `environment`'s interfaces; else raise ResourceError."""
     node = socket.gethostname()
     if is_loopback(place.address):
         if place.first_machine not in (None, this_machine()):
@@ -81,10 +72,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_of_own_name(node: str) -> str:
-    """Return the address that gloo uses for this machine when no interface is named.
-
-    gloo falls back to the loopback interface when the machine's name has no address.
-    """
+    """Return the address that gloo uses without a named interface: loopback if the machine's name has no address."""
     try:
         return str(socket.getaddrinfo(node, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -1,6 +1,5 @@
-"""Kubernetes manifests that serve a model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler.
+"""Kubernetes manifests that serve a model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler. Pure.
 
-Pure functions.
 A pod has two containers: an engine that listens on a Unix socket, and the proxy, which checks the API key and is the
 only one with a port.
 """
@@ -33,8 +32,7 @@ from stages.serving.registry import chosen_engine
 PORT = 8000
 SOCKET = Path("/run/engine/engine.sock")
 PROXY_CODE = "/opt/lifecycle"
-"""Folder of the server image (`deploy/docker/serve.Dockerfile`) with this project's code, for the proxy in front of the
-engine."""
+"""Folder of the server image (`deploy/docker/serve.Dockerfile`) with this project's code, for the proxy."""
 IS_HEALTHY = """
 import socket, sys
 engine = socket.socket(socket.AF_UNIX)
@@ -43,8 +41,7 @@ engine.connect(sys.argv[1])
 engine.sendall(b"GET /health HTTP/1.0\\r\\n\\r\\n")
 sys.exit(b" 200 " not in engine.recv(64))
 """
-"""Python program by which Kubernetes probes the inference engine's `/health`. It needs no packages and starts in a
-fraction of a second."""
+"""Program that probes the engine's `/health`, without packages and in a fraction of a second."""
 REMOVE_AND_START = """
 import os, sys
 if os.path.lexists(sys.argv[1]):
@@ -52,20 +49,15 @@ if os.path.lexists(sys.argv[1]):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 START = ("python", "-I", "-S", "-c", REMOVE_AND_START)
-"""Command that removes a stale Unix socket and then starts the inference engine.
-
-The volume outlives a restarted container, and engines do not listen where a socket lies already.
-"""
+"""Command that starts the engine after removing its Unix socket: the volume outlives a container, and engines do not
+listen where a socket lies already."""
 AWAIT_PROXY = """
 import fcntl, sys
 with open(sys.argv[1], "a") as lock:
     fcntl.flock(lock, fcntl.LOCK_SH)
 """
-"""Python program that waits for the end of the proxy, so that the inference engine behind it is stopped only
-afterwards.
-
-Engines end at once when asked to, so they are asked only after the proxy has sent its last answer.
-"""
+"""Program that waits for the proxy's end, since engines end at once when asked to: they are asked only after the proxy
+has sent its last answer."""
 HUNG_ENGINE_GRACE_S = 30
 DEREGISTRATION_S = 10
 """Seconds after which no node of the cluster sends new requests to a pod that is about to end."""
@@ -94,9 +86,8 @@ def serving_manifests(
 ) -> list[Manifest]:
     """Return the Kubernetes manifests that serve a model with an autoscaled number of replicas.
 
-    name: name of the Deployment and of what the stage serves; adapters of other stages are called by their stages.
-    model: folder of the weights, below `home`.
-    version: of the serve stage; another version replaces the pods one by one.
+    name: of the Deployment and of what the stage serves; adapters of other stages are called by their stages. model:
+    folder of the weights, below `home`. version: of the serve stage; another version replaces the pods one by one.
     adapters: stage → folder, below `home` too.
 
     Raises `RecipeError` when the recipe lacks what only Kubernetes needs, `ModelError` for what cannot be served.
@@ -133,10 +124,7 @@ def serving_manifests(
 
 
 def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
-    """Return the Kubernetes options of a serve stage.
-
-    Raises `RecipeError` when the image or the API key's Secret is missing.
-    """
+    """Return a serve stage's Kubernetes options. Raises `RecipeError` without an image or the API key's Secret."""
     asked = config.execution.block(KubernetesOptions)
     if not asked.image:
         title = chosen_engine(config.serving).title

@@ -41,8 +41,7 @@ MACHINES_OWN = re.compile(
     r"MASTER_.*|HOSTNAME|PWD|OLDPWD|SHLVL|TERM|DISPLAY|TMPDIR|_|(CUDA|ROCR|HIP|ZE)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|"
     r"(OMP|RAYON)_NUM_THREADS"
 )
-"""Pattern of environment variables that describe this machine or job, so that they are not passed on to the stage's
-nodes."""
+"""Environment variables of this machine or job, which are not passed on to the stage's nodes."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "SLURM_CONF", "KRB5CCNAME")
 UNREACHABLE = re.compile(r"unable to contact|timed out|connection refused|try again|temporarily", re.IGNORECASE)
 FIELDS = ("JobState", "Reason", "NodeList", "Restarts", "ExitCode")
@@ -96,10 +95,7 @@ class SlurmJobs:
         return f"Slurm job {job_id}"
 
     def cancel(self) -> bool:
-        """Cancel the stage's Slurm jobs; return whether none is left.
-
-        Raises `TransientError` when Slurm does not answer.
-        """
+        """Cancel the stage's jobs; return whether none is left. Raises `TransientError` when Slurm does not answer."""
         end_s = time.monotonic() + CANCEL_PATIENCE_S
         # By name: a job is found, too, whose submission was killed before its id was read.
         while jobs := _run("squeue", "--noheader", f"--name={self.order.job}", "--format=%i").split():
@@ -141,8 +137,8 @@ def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
 def outcome(view: JobView | None, end: JobEnd | None, order: JobOrder, job_id: str) -> JobOutcome:
     """Return the outcome of a Slurm job that is over: finished, failed or interrupted.
 
-    view: the job as Slurm shows it, or None when Slurm has forgotten it.
-    end: what the job's batch step recorded, if it could.
+    view: the job as Slurm shows it; None when it has forgotten the job. end: as the batch step recorded it, if it
+    could.
     """
     if view and view.state in INTERRUPTIONS:
         return Interrupted(INTERRUPTIONS[view.state], by_time_limit=view.state == "TIMEOUT")

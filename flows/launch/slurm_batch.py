@@ -65,7 +65,7 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
 
 
 def meeting_place(order: JobOrder) -> dict[str, str]:
-    """Return the environment variables with the rendezvous address and port, a free port of the job's first node.
+    """Return the rendezvous address and port, a free one of the job's first node, as environment variables.
 
     The address is that of the interface which the recipe names, else empty: then each task uses Slurm's. Raises
     ResourceError when the interface is absent.

@@ -23,10 +23,7 @@ NOT_COUNTED_HERE = "whether memory ran out, only the machine that it ran on know
 
 
 class Process(Protocol):
-    """Interface of a running stage on any launcher, to poll and to stop it.
-
-    `token` marks its processes, so that they can be found.
-    """
+    """Running stage on any launcher, to poll and to stop. token: marks its processes, so that they can be found."""
 
     token: str
 
@@ -54,12 +51,9 @@ def watch(
 ) -> StageResult:
     """Wait until a stage's process has exited or serves a model, and return the stage's result.
 
-    The process of a server goes on, and is kept by a lease.
-    Raises the stage's error, `StageCrashError`, `StageTimeoutError` or `RefreshStoppedError`; the process has ended by
-    then. A kill for lack of memory is a `ResourceError`.
-
-    tick: called a few times a second, so that observers can read what the stage wrote.
-    log_begin: as for `failure_of`.
+    A server's process goes on, and is kept by a lease. Raises the stage's error, `StageCrashError`, `StageTimeoutError`
+    or `RefreshStoppedError`, with the process ended; a kill for lack of memory is a `ResourceError`. tick: called a few
+    times a second, so that observers can read what the stage wrote. log_begin: as for `failure_of`.
     """
     memory_kills = MemoryKills.here()
     num_kills = memory_kills.count()  # kills of earlier stages do not count

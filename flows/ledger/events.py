@@ -1,8 +1,6 @@
-"""Events of a refresh, which are the lines of its event log (ledger).
+"""Events of a refresh, which are the lines of its event log (ledger), each written once, when it happens.
 
-The refresh writes each event once, when it happens.
-What a stage itself writes (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; an event of the ledger
-says where that is.
+What a stage itself writes (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; events say where.
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""Outcome of one attempt to run a stage: finished, failed, cancelled or killed.
-
-cancelled: on request.
-killed: a process of the stage, or of the refresh, died before it could record its end.
-"""
+"""Outcome of an attempt to run a stage. cancelled: on request. killed: a process died before it could record its
+end."""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
@@ -38,11 +33,7 @@ class Event(StrictModel):
 
 
 class PlannedEntry(StrictModel):
-    """Planned stage of a refresh, as recorded in the event log: kind, version, and why it is built or reused.
-
-    reason: why the stage is built or not.
-    upstream: stages that it refers to.
-    """
+    """Planned stage of a refresh: kind, version, the stages that it refers to, and why it is built or reused."""
 
     kind: str
     version: str
@@ -53,8 +44,8 @@ class PlannedEntry(StrictModel):
 class RefreshBegan(Event):
     """Event: a refresh was started or retried, with the user's request, the process and the plan.
 
-    recipe_text: text of the recipe file at the time, without secrets and without `overrides`; empty in old ledgers.
-    home: the home in which it runs; None in old ledgers.
+    recipe_text: the recipe file's text at the time, without secrets and `overrides`; empty in old ledgers. home: None
+    in old ledgers.
     """
 
     event: Literal["refresh_began"] = "refresh_began"
@@ -73,10 +64,7 @@ class RefreshBegan(Event):
 
 
 class FlowRunKnown(Event):
-    """Event: the id of the refresh's flow run in Prefect became known.
-
-    prefect_run_count: number of times that Prefect has started the flow run so far.
-    """
+    """Event: the refresh's flow run in Prefect is known, and how often Prefect has started it so far."""
 
     event: Literal["flow_run_known"] = "flow_run_known"
     prefect_flow_run_id: str
@@ -92,9 +80,8 @@ class StageWaits(Event):
 
 
 class AttemptBegan(Event):
-    """Event: an attempt to run a stage began.
+    """Event: an attempt to run a stage began, whose part of `metrics.jsonl` begins at `first_byte`.
 
-    first_byte: position in the `metrics.jsonl` of `work` at which the attempt's part begins.
     num_devices: devices that the attempt keeps busy, on all nodes together; None in old ledgers.
     """
 
@@ -111,11 +98,9 @@ class AttemptBegan(Event):
 class AttemptEnded(Event):
     """Event: an attempt to run a stage ended, with its outcome, metrics and files.
 
-    folder: where the attempt's files are now.
-    last_byte: position in `metrics.jsonl` at which the attempt's part ends.
-    seconds: run time of its process; 0 if it was not measured. metrics, tags, files: from the stage's `result.json`.
-    energy_j: joules that its GPUs used; None where that was not measured.
-    retried: the refresh tries the stage again.
+    folder: where the attempt's files are now. last_byte: position in `metrics.jsonl` at which its part ends. seconds:
+    run time of its process; 0 if not measured. metrics, tags, files: from the stage's `result.json`. energy_j: joules
+    that its GPUs used; None if not measured. retried: the refresh tries the stage again.
     """
 
     event: Literal["attempt_ended"] = "attempt_ended"
@@ -135,10 +120,7 @@ class AttemptEnded(Event):
 
 
 class StageCached(Event):
-    """Event: a stage was not run, because its artifact existed already.
-
-    attempt: key of the attempt that built the artifact, None for an adopted one.
-    """
+    """Event: a stage was not run, since its artifact exists. attempt: key of the one that built it; None if adopted."""
 
     event: Literal["stage_cached"] = "stage_cached"
     stage: str
@@ -148,10 +130,7 @@ class StageCached(Event):
 
 
 class StageFailed(Event):
-    """Event: a stage failed outside any attempt to run it, such as while it waited for its start.
-
-    retried: the refresh tries the stage again.
-    """
+    """Event: a stage failed outside an attempt, such as while it waited. retried: the refresh tries the stage again."""
 
     event: Literal["stage_failed"] = "stage_failed"
     stage: str
@@ -164,8 +143,7 @@ class StageFailed(Event):
 class LayoutEntry(StrictModel):
     """Parallel layout in a layout comparison: one to measure, or one that was refused beforehand as impossible.
 
-    params, tags: those that a run of the stage under this layout has in MLflow.
-    refused: why the layout cannot work and is not tried, else None; such layouts come last.
+    params, tags: those of its runs in MLflow. refused: why it cannot work; such layouts come last.
     """
 
     text: str
@@ -189,11 +167,9 @@ class CompareBegan(Event):
 
 
 class TrialEnded(Event):
-    """Event: one trial of a layout comparison ended, that is, one layout's run in one round.
+    """Event: one layout's run in one round (from 1) of a layout comparison ended.
 
-    layout: index of the layout in the comparison.
-    round: counted from 1.
-    work: folder whose `metrics.jsonl` holds the steps. metrics, tags: from the stage's `result.json`.
+    layout: its index. work: folder whose `metrics.jsonl` holds the steps. metrics, tags: from `result.json`.
     """
 
     event: Literal["trial_ended"] = "trial_ended"
@@ -226,7 +202,7 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """Event: another process noticed that the process of a refresh has died. It does not affect a later retry.
+    """Event: another process noticed that a refresh's process died; a later retry is not affected.
 
     copied: the process may live, but in the home of which this one is a copy.
     """

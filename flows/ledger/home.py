@@ -34,24 +34,18 @@ class HomeIdentity(StrictModel):
 
 
 def home() -> Path:
-    """Return the lifecycle home: the folder of artifacts, event logs of refreshes and local servers.
-
-    It need not exist yet.
-    """
+    """Return the lifecycle home, which need not exist: the folder of artifacts, event logs and local servers."""
     return Path(os.environ.get("LIFECYCLE_HOME", FOLDER)).absolute()
 
 
 def home_identity() -> HomeIdentity:
-    """Return the identity of this lifecycle home's folder, by which a copied home is noticed.
-
-    Raises `FileNotFoundError` when it does not exist yet.
-    """
+    """Return this lifecycle home's identity, by which copies are noticed. Raises `FileNotFoundError` without a home."""
     status = home().stat()
     return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
 
 def home_above() -> dict[str, str]:
-    """Return LIFECYCLE_HOME for a lifecycle home in a parent folder, as environment; {} if none is needed or found.
+    """Return LIFECYCLE_HOME for a home in a parent folder, as environment; {} if none is needed or found.
 
     Looks no further up than the root of a git checkout, and ignores folders of other users.
     """

@@ -26,10 +26,7 @@ def num_slots() -> int:
 
 
 def hardware() -> str:
-    """Return the machine's devices as text, such as `2 × NVIDIA H100 80GB HBM3`.
-
-    Without GPUs, it is the CPU, such as `8 × AMD EPYC 9654 96-Core Processor`.
-    """
+    """Return the machine's GPUs, or else its CPU, as text, such as `2 × NVIDIA H100 80GB HBM3`."""
     names = gpus()
     if names:
         return f"{len(names)} × {names[0]}"
@@ -56,7 +53,7 @@ def _value(file: Path, name: str) -> str | None:
 
 
 def energy_j(devices: Sequence[int]) -> float | None:
-    """Return the energy that some GPUs used since their driver was loaded, in joules; None without GPUs or counters.
+    """Return the energy, in joules, that GPUs used since their driver was loaded; None without GPUs or counters.
 
     A GPU counts all processes that use it. GPUs older than Volta have no counter.
     """

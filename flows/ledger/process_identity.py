@@ -21,10 +21,7 @@ from stages.core.contract import StrictModel
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 Standing = Literal["alive", "dead", "foreign"]
-"""State of a recorded process as seen from this machine: alive, dead, or foreign (it cannot be seen).
-
-foreign: it belongs to another boot, host or container, so its state cannot be seen.
-"""
+"""State of a process: alive, dead, or foreign: of another boot, host or container, where it cannot be seen."""
 INTERVAL_S = 30.0
 SILENCE_S = 600.0
 """Seconds without a sign of life after which a process on another host or in another container counts as dead."""
@@ -35,7 +32,6 @@ class ProcessIdentity(StrictModel):
 
     started_ticks: the kernel's clock at its start, which changes of the wall clock do not affect. boot, pid_namespace:
     where its number is valid; None in old records, which are taken for ones of this machine.
-    host: name for messages.
     """
 
     pid: int
@@ -60,7 +56,6 @@ class ProcessIdentity(StrictModel):
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """Return the identity of the calling process."""
         return cls.of(os.getpid())
 
     def standing(self) -> Standing:
@@ -70,7 +65,6 @@ class ProcessIdentity(StrictModel):
         return "alive" if process_tree.started_ticks(self.pid) == self.started_ticks else "dead"
 
     def alive(self) -> bool:
-        """Return whether the recorded process is alive and runs on this machine."""
         return self.standing() == "alive"
 
 
@@ -111,8 +105,8 @@ class Heartbeat:
 def is_silent(process: ProcessIdentity, *files: Path) -> bool:
     """Return whether a process elsewhere has given no sign of life for so long that it counts as dead.
 
-    files: those that it touches or writes to; the latest counts. If the process belongs to an earlier boot of a host of
-    this name, silence since the present boot began is enough.
+    files: those that it writes to or touches; the latest counts. If it belongs to an earlier boot of a host of this
+    name, silence since the present boot began is enough.
     """
     patience_s = SILENCE_S
     if process.host == os.uname().nodename and process.boot != boot_id():

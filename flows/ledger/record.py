@@ -38,11 +38,7 @@ STOPPED = ("RefreshStoppedError", "KeyboardInterrupt")
 ANOTHER_TRY = "another try"
 KILLED = "its process was killed"
 COPIED = "this home was copied while it ran; how it ended, only the original home knows"
-"""Error text of a refresh whose lifecycle home was copied while it ran, so that its end is unknown here. `KILLED` is
-the error text of a refresh whose process died.
-
-Ledgers hold both texts, so they must not change.
-"""
+"""Error text of a refresh whose home was copied meanwhile; `KILLED`: its process died. Ledgers hold both texts."""
 HEARTBEAT_FILE, LEDGER_FILE = "heartbeat", "ledger.jsonl"
 
 
@@ -50,13 +46,10 @@ HEARTBEAT_FILE, LEDGER_FILE = "heartbeat", "ledger.jsonl"
 class StageEntry:
     """State of one stage within a refresh: its plan, progress, outcome, artifact and error.
 
-    reason: why the plan builds it or not.
-    waits_for: what it waits for, once its upstream stages are done.
-    work: its work folder while it runs.
-    artifact: its artifact, once there is one.
-    attempt: key (`REFRESH/STAGE-NUMBER`) of the attempt that runs, failed, or built the artifact, in whichever refresh.
-    error: why it failed, or, while it waits, why it is tried again.
-    killed: a process of that attempt was killed.
+    reason: why the plan builds it or not. waits_for: what it waits for, once its upstream stages are done. work: its
+    work folder while it runs. attempt: key (`REFRESH/STAGE-NUMBER`) of the attempt that runs, failed, or built the
+    artifact, in whichever refresh. error: why it failed, or, while it waits, why it is tried again. killed: a process
+    of that attempt was killed.
     """
 
     kind: str
@@ -76,17 +69,13 @@ class StageEntry:
 
     @functools.cached_property
     def result(self) -> StageResult:
-        """Return the stage's final metrics, tags and files.
-
-        They come from the artifact of a cached stage, and are empty if that is gone.
-        """
+        """Return the final metrics, tags and files; of a cached stage, from its artifact, empty if that is gone."""
         if self.built or not self.artifact:
             return self.built or StageResult()
         return final_result(self.artifact)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the stage's final metrics by name."""
         return self.result.metrics
 
     @property
@@ -97,10 +86,7 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt to run a stage, as the events of its beginning and its end.
-
-    ended: None while it runs, or until the ledger of a dead refresh is closed.
-    """
+    """Attempt to run a stage, as the events of its start and end; `ended` is None until that is recorded."""
 
     began: AttemptBegan
     ended: AttemptEnded | None = None
@@ -149,9 +135,8 @@ class AttemptRecord:
 class RefreshRecord:
     """State of a refresh, computed from its event log: request, plan, stages, attempts and outcome.
 
-    num_tries: number of times that it was started; a retry continues in the same ledger.
-    seconds: of the latest try.
-    prefect_run_count: number of times that Prefect had started the flow run when the latest try began.
+    num_tries: times that it was started; a retry continues in the same ledger. seconds: of the latest try.
+    prefect_run_count: times that Prefect had started the flow run when the latest try began.
     """
 
     refresh: str
@@ -174,12 +159,11 @@ class RefreshRecord:
     error: str | None = None
     stages: dict[str, StageEntry] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
-    """Attempts to run the stages of this refresh, by name (`STAGE-NUMBER`), oldest first. A retry of the refresh keeps
-    the earlier attempts."""
+    """Attempts to run stages, by name (`STAGE-NUMBER`), oldest first, those of earlier tries included."""
     comparison: CompareBegan | None = None
     trials: tuple[TrialEnded, ...] = ()
     measured: dict[int, LayoutMeasured] = field(default_factory=dict)
-    """Measured metrics of the layouts in a comparison, by the layout's index."""
+    """Measured metrics of a comparison's layouts, by the layout's index."""
 
     @property
     def is_copied(self) -> bool:
@@ -188,7 +172,7 @@ class RefreshRecord:
 
     @property
     def standing(self) -> Standing:
-        """Return whether the process of the refresh is alive, dead or invisible from this machine.
+        """Return whether the refresh's process is alive, dead or invisible from this machine.
 
         In a copied home it counts as dead, and on another host once it has given no sign of life for long.
         """
@@ -212,10 +196,7 @@ class RefreshRecord:
 
     @property
     def unsaid_end(self) -> str | None:
-        """Return the error of a refresh that was killed, or copied while it ran; else None.
-
-        A refresh is copied with its lifecycle home.
-        """
+        """Return the error of a refresh that was killed, or whose home was copied while it ran; else None."""
         if self.interrupted:
             return COPIED if self.is_copied else KILLED
         return self.error if self.error in (KILLED, COPIED) else None
@@ -237,7 +218,6 @@ class RefreshRecord:
         return [attempt for attempt in self.attempts.values() if attempt.began.time_ms >= self.started_ms]
 
     def attempts_at(self, stage: str) -> list[AttemptRecord]:
-        """Return all attempts to run a stage in this refresh, oldest first."""
         return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]
 
     def trials_of(self, layout: int) -> list[TrialEnded]:
@@ -301,10 +281,7 @@ def _after_stage(record: RefreshRecord, event: StageEvent) -> RefreshRecord:
 
 
 def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
-    """Return the state of a refresh, with the run times of its running stages measured up to now.
-
-    The ledger has the seconds of a stage only at its end.
-    """
+    """Return the state with running stages' times up to now; the ledger has a stage's seconds only at its end."""
     if record.state != "running" or record.interrupted:
         return record
     # Of several attempts at a stage, the last one counts.
@@ -340,10 +317,7 @@ def _attempt_begun(record: RefreshRecord, event: AttemptBegan) -> RefreshRecord:
 
 
 def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
-    """Return the state of a refresh after the end of an attempt to run a stage. Only the first recorded end counts.
-
-    Several processes may close the ledger of a dead one.
-    """
+    """Record an attempt's end, only the first: several processes may close the ledger of a dead one."""
     begun = record.attempts[f"{event.stage}-{event.number}"]
     if begun.ended:
         return record

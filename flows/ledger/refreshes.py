@@ -36,8 +36,7 @@ from stages.core.metric_series import metrics_size
 
 REPORT_FILE, ROWS_FILE, NOTE_FILE = "report.html", "comparison.json", "note.md"
 LONGEST_END = 65_536
-"""Number of bytes to read from the end of an event log to find its last event. A longer last event only takes more
-time."""
+"""Bytes to read from the end of an event log to find its last event. A longer event only takes more time."""
 TORN = "json_invalid"
 """pydantic's error type for text that is no JSON, by which lines cut off by a crash are recognised."""
 
@@ -50,7 +49,6 @@ class Ledger:
         self.file = folder / LEDGER_FILE
 
     def exists(self) -> bool:
-        """Return whether the event log exists, that is, whether the refresh was started."""
         return self.file.exists()
 
     def size(self) -> int:
@@ -58,10 +56,7 @@ class Ledger:
         return self.file.stat().st_size
 
     def is_over(self) -> bool:
-        """Return whether the last event is the end of the refresh, reading only the end of the file.
-
-        Of a refresh that another process closed, it returns False.
-        """
+        """Return whether the log ends with the end of the refresh; False if another process closed it."""
         with self.file.open("rb") as stream:
             stream.seek(max(0, self.size() - LONGEST_END))
             end = stream.read()
@@ -87,7 +82,7 @@ class Ledger:
                 os.fsync(stream.fileno())
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield all events of the log, oldest first. Lines that a crash or a full disk cut off are left out.
+        """Yield all events of the log, oldest first, without lines that a crash or a full disk cut off.
 
         Raises `StoreError` when the file cannot be read, or holds an event that this version does not know.
         """
@@ -104,10 +99,7 @@ class Ledger:
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
 
     def read(self) -> RefreshRecord:
-        """Return the state of the refresh, computed from all events in its log.
-
-        Raises `StoreError` when its event log is damaged or cannot be read.
-        """
+        """Return the state of the refresh after all its events. Raises `StoreError` for a damaged or unreadable log."""
         events = [*self.events()]
         if not events or not isinstance(events[0], RefreshBegan):
             raise StoreError(f"reading the ledger of refresh {self.folder.name}: its first event is missing")
@@ -143,7 +135,7 @@ def was_run_here(recipe: Path) -> bool:
 class RunningRefreshes:
     """Finder of refreshes recorded as running, which reads only event logs that have grown since the last call.
 
-    A damaged ledger is passed over, and named on stderr once: it must not keep the other refreshes from being closed.
+    A damaged ledger is named on stderr once; it must not keep other refreshes from being closed.
     """
 
     def __init__(self) -> None:
@@ -169,10 +161,7 @@ class RunningRefreshes:
                 self._ended[ledger.folder.name] = size
 
     def of(self, recipe: str) -> list[RefreshRecord]:
-        """Return the running refreshes of one recipe, without layout comparisons and refreshes whose process died.
-
-        A comparison holds all slots of the machine, so stages wait for it anyway.
-        """
+        """Return a recipe's running refreshes, without layout comparisons, which hold all slots, and dead ones."""
         records = [record for record in self.all() if record.recipe == recipe and not record.comparison]
         return [record for record in records if not record.interrupted]
 
@@ -180,8 +169,8 @@ class RunningRefreshes:
 def close_interrupted() -> list[str]:
     """Record the failure of all refreshes whose process died without recording an end; return their ids.
 
-    In a copy of a home, also of those that run in its original; no process is signalled. Call it before another attempt
-    appends to the `metrics.jsonl` of the same work folder: it records where the dead attempt's part ends.
+    In a copied home, also of those that run in the original. Call it before another attempt appends to the
+    `metrics.jsonl` of the same work folder: it records where the dead attempt's part ends.
     """
     closed = []
     for record in RunningRefreshes().all():
@@ -198,10 +187,7 @@ def close_interrupted() -> list[str]:
 
 
 def end_of(attempt: AttemptRecord, outcome: Outcome, **fields: object) -> AttemptEnded:
-    """Return the event that records the end of an attempt to run a stage.
-
-    Its files are in its work folder unless `folder` names another.
-    """
+    """Return the end event of an attempt, with its files in the work folder unless `folder` names another."""
     began = attempt.began
     fields = {"folder": began.work, **fields}
     folder = fields["folder"]

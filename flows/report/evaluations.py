@@ -79,7 +79,7 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
 
 
 def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
-    """Yield each evaluation task with some of its questions, and the answer of every evaluated model to them.
+    """Yield each evaluation task with some questions and every model's answers.
 
     The model that depends on fewer stages, which is the base where there is one, comes first.
     """

@@ -22,7 +22,7 @@ from stages.kinds.train.journal import PER_STEP
 PROFILED = "communication_fraction"
 """Metric that only a training step run under the profiler has; profiling makes the step slower."""
 SOMETIMES = (PROFILED, "pipeline_bubble_fraction")
-"""Training metrics that only some training steps log, such as `pipeline_bubble_fraction`."""
+"""Training metrics that only some steps log."""
 PER_RUN = ("peak_memory_gib", "predicted_step_time_s", "predicted_memory_gib", "predicted_pipeline_bubble_fraction")
 """Metrics that a run logs once, at its end."""
 RANK_PREFIX = "peak_memory_gib_rank_"
@@ -44,10 +44,7 @@ class Row:
 
 
 def rows_of(record: RefreshRecord) -> list[Row]:
-    """Return the result of each compared layout, in order.
-
-    For a finished comparison it is what was recorded at its end.
-    """
+    """Return each compared layout's result, in order; of a finished comparison, as recorded at its end."""
     comparison = record.comparison
     assert comparison, "only a comparison has rows"
     rows = []
@@ -114,10 +111,7 @@ def interquartile_range(values: Sequence[float]) -> float:
 
 
 def _differences(row: Row, first: Row) -> dict[str, float]:
-    """Return a compared layout's throughput and loss relative to the first layout's.
-
-    The loss is compared only if both have the same batch size.
-    """
+    """Return a layout's throughput and loss relative to the first's; the loss only for equal batch sizes."""
     relative = {}
     if "tokens_per_s" in row.metrics and "tokens_per_s" in first.metrics:
         relative["relative_tokens_per_s"] = row.metrics["tokens_per_s"] / first.metrics["tokens_per_s"]
@@ -127,10 +121,7 @@ def _differences(row: Row, first: Row) -> dict[str, float]:
 
 
 def _measured_steps(steps: Sequence[LoggedStep], num_warmup_steps: int) -> list[LoggedStep]:
-    """Return the training steps after the warm-up, from which metrics are taken.
-
-    The profiled step is left out unless it is the only one.
-    """
+    """Return the training steps after the warm-up, without the profiled one unless it is the only one."""
     steady = [step for step in steps if step.step > num_warmup_steps]
     return [step for step in steady if PROFILED not in step.values] or steady
 
@@ -165,7 +156,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 
 
 def as_text(rows: Sequence[Row], width: int | None = None) -> str:
-    """Return the comparison as a text table of measured layouts, followed by the reasons for those not measured.
+    """Return the comparison as a text table, followed by the reasons for layouts without measurements.
 
     width: characters of the terminal; a wider table is shown in parts, in which layouts have numbers.
     """
@@ -186,10 +177,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def grid(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table of a comparison as lists of cells: a heading, then one line for each measured layout.
-
-    Metrics that no layout has are left out.
-    """
+    """Return a comparison's table as cells: a heading, a line per measured layout; no column that is empty."""
     measured = [row for row in rows if not row.error]
     shown = [name for name in COLUMNS if any(name in row.metrics for row in measured)]
     heading = ["layout", "devices", *(COLUMNS[name][0] for name in shown)]

@@ -22,10 +22,7 @@ COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
 
 
 class ContentFile(StrictModel):
-    """Content file of an artifact with its size, hash and rows.
-
-    num_rows: None if rows cannot be counted or the file is gone.
-    """
+    """Content file of an artifact. num_rows: None if rows cannot be counted or the file is gone."""
 
     name: str
     size_bytes: int
@@ -36,9 +33,8 @@ class ContentFile(StrictModel):
 class Node(StrictModel):
     """Artifact in a lineage tree, with the artifacts that it was made from, by config field.
 
-    folder: None, and nothing else known, once the artifact is no longer in the store.
-    rebuilt: the artifact is there, but was built again with other content since.
-    refresh: the one that built it. source, revision: of a download.
+    folder: None, and nothing else known, once the artifact is no longer in the store. rebuilt: it was built again with
+    other content since. refresh: the one that built it. source, revision: of a download.
     """
 
     stage: str
@@ -71,10 +67,7 @@ class Scored(StrictModel):
 
 
 class Lineage(StrictModel):
-    """Lineage of an artifact as `lifecycle lineage` shows it.
-
-    registered: text such as `version 3 of adder` for a registered model.
-    """
+    """Lineage of an artifact, as `lifecycle lineage` shows it. registered: such as `version 3 of adder`."""
 
     name: str
     registered: str | None
@@ -131,10 +124,7 @@ def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
 
 
 def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
-    """Return the scores of all evaluations by TASK.METRIC.
-
-    Of two scores with the same name, that of the first evaluation counts.
-    """
+    """Return all evaluations' scores by TASK.METRIC; of two with the same name, the first evaluation's."""
     return {
         name: value
         for one in reversed(evaluations)
@@ -154,10 +144,7 @@ def _stands_on(artifact: Artifact, versions: set[str]) -> bool:
 
 
 def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]) -> Node:
-    """Return the lineage tree of an artifact, given the reference to it in a dependent artifact's record.
-
-    known: trees made so far, since a tree may repeat an artifact.
-    """
+    """Return the lineage tree of a referenced artifact. known: trees made so far, since a tree may repeat one."""
     key = (entry.kind, entry.version)
     if key not in known:
         artifact = index.find(*key)

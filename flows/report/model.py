@@ -16,8 +16,7 @@ from stages.kinds.promote.verdict import Table
 class StageReport(StrictModel):
     """Result of one stage in a refresh's report: its state, time, metrics and error.
 
-    built_by: refresh whose attempt built the artifact that was found cached.
-    log_tail: last lines that its processes printed, of a stage that failed.
+    built_by: refresh that built the cached artifact. log_tail: last lines that a failed stage's processes printed.
     """
 
     name: str
@@ -35,11 +34,9 @@ class StageReport(StrictModel):
 
 
 class Span(StrictModel):
-    """Attempt at running a stage, drawn as a bar on the report's time line.
+    """Bar on the report's time line for an attempt to run a stage, `start_s` after the first that is shown.
 
-    start_s: seconds after the first one that is shown.
-    num_devices: None where unknown.
-    retried: the refresh tried the stage again by itself.
+    num_devices: None where unknown. retried: the refresh tried the stage again by itself.
     """
 
     stage: str
@@ -57,12 +54,10 @@ class Span(StrictModel):
 
 
 class Curve(StrictModel):
-    """Curve of one training metric over optimizer steps, for a chart.
+    """Curve of one training metric over optimizer steps; None in `values` is not finite.
 
-    name: of the metric, and of the training if that is another refresh's.
-    behind: whether it belongs to an earlier champion's training.
-    every: one of so many points is kept.
-    values: None for a value that is not finite.
+    name: of the metric, and of the training if that is another refresh's. behind: it belongs to an earlier champion's
+    training. every: one of so many points is kept.
     """
 
     metric: str
@@ -74,10 +69,7 @@ class Curve(StrictModel):
 
 
 class TrainingCurves(StrictModel):
-    """Chart of a training stage's metrics that share a scale; its own curves come before earlier champions' curves.
-
-    chart: `loss`, `reward`, …
-    """
+    """Chart (`loss`, `reward`, …) of metrics that share a scale; own curves come before earlier champions'."""
 
     stage: str
     chart: str
@@ -101,11 +93,7 @@ class Histogram(StrictModel):
 
 
 class Share(StrictModel):
-    """Share of one dataset in a training's data mixture, from 0 to 1.
-
-    asked: as the recipe has it.
-    seen: of what was learned, if that is known.
-    """
+    """Share (0 to 1) of a dataset in a training's mixture. asked: by the recipe. seen: of what was learned, or None."""
 
     dataset: str
     asked: float
@@ -141,10 +129,7 @@ class Answer(StrictModel):
 
 
 class AnsweredQuestion(StrictModel):
-    """Sample question of a task, with every model's answer.
-
-    answers: in the order of the evaluations; None for one that did not ask the question.
-    """
+    """Sample question with every model's answer, in the order of evaluations; None where it was not asked."""
 
     number: str
     asked: str
@@ -153,10 +138,7 @@ class AnsweredQuestion(StrictModel):
 
 
 class AnswersToTask(StrictModel):
-    """Evaluation task with sample questions and the answer of every model.
-
-    stages: the evaluations, the base model's first.
-    """
+    """Evaluation task with sample questions and answers. stages: the evaluations, the base model's first."""
 
     task: str
     stages: tuple[str, ...]
@@ -164,9 +146,8 @@ class AnswersToTask(StrictModel):
 
 
 class ScoreDifference(StrictModel):
-    """Difference between the scores of the candidate and of the model it is compared with, on the same samples.
+    """Score difference of the candidate to the model it is compared with, on the same samples. interval: 95%.
 
-    interval: 95%.
     nothing_solved: number of samples if both got none right; else None.
     """
 
@@ -195,10 +176,9 @@ class Promotion(StrictModel):
 class Cost(StrictModel):
     """Cost of a refresh: device hours, their price, and energy.
 
-    device_hours: of all attempts at stages, as far as their number of devices is known, and of a comparison's trials.
-    energy_kwh: of the attempts whose GPUs were counted; None where none were.
-    price_per_device_hour: from the hardware file; None where it has none.
-    unknown: stages with attempts of unknown devices.
+    device_hours: of all attempts and trials with a known number of devices. energy_kwh: of attempts whose GPUs were
+    counted; None for none. price_per_device_hour: from the hardware file, if it has one. unknown: stages with attempts
+    of unknown devices.
     """
 
     device_hours: float
@@ -214,10 +194,7 @@ class Cost(StrictModel):
 
 
 class RefreshReport(StrictModel):
-    """Content of a refresh's HTML report.
-
-    happened, means: one sentence each; layouts: results of a comparison of layouts.
-    """
+    """Content of a refresh's HTML report. happened, means: a sentence each. layouts: results of a comparison."""
 
     refresh: str
     recipe: str

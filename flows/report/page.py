@@ -29,8 +29,7 @@ TABLE_POINTS = 12
 WIDTH, HEIGHT = 148, 42
 GAP_X, GAP_Y = 36, 16
 MARGIN = 4
-"""Pixels between the drawing of the stages and its edge. WIDTH and HEIGHT are those of a stage's box, GAP_X and GAP_Y
-the gaps between boxes."""
+"""Pixels between the drawing and its edge. WIDTH and HEIGHT are a stage's box, GAP_X and GAP_Y the gaps between."""
 
 
 def write_report(record: RefreshRecord, index: Index) -> Path:
@@ -67,10 +66,7 @@ def comparison_page(old: RefreshReport, new: RefreshReport, differences: Mapping
 
 
 def layouts_page(title: str, facts: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return the HTML page of layouts measured by separate runs instead of one comparison.
-
-    facts: lines that say what was measured.
-    """
+    """Return the HTML page of layouts that separate runs measured. facts: lines that say what was measured."""
     return _render("layouts.html.jinja", title=title, facts=facts, rows=rows)
 
 
@@ -133,10 +129,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Drawing of a refresh's stages as boxes and arrows.
-
-    arrows: SVG paths from a box's right side to another's left side.
-    """
+    """Drawing of a refresh's stages as boxes and arrows: SVG paths from a right side to another's left side."""
 
     boxes: tuple[Box, ...]
     arrows: tuple[str, ...]
@@ -147,10 +140,7 @@ class Drawing:
 
 
 def draw(stages: Sequence[StageReport]) -> Drawing:
-    """Place a refresh's stages in columns from left to right, each to the right of all stages that it refers to.
-
-    stages: upstream ones first.
-    """
+    """Place stages, upstream ones first, in columns, each to the right of all stages that it refers to."""
     columns: dict[str, int] = {}
     filled: Counter[int] = Counter()
     boxes: dict[str, Box] = {}

@@ -87,10 +87,7 @@ def _stage(record: RefreshRecord, name: str, entry: StageEntry) -> StageReport:
 
 
 def _spans(record: RefreshRecord) -> Iterator[Span]:
-    """Yield a time-line bar for each attempt at a stage since the refresh was last started.
-
-    An attempt that still runs has length 0.
-    """
+    """Yield a time-line bar for each attempt of the latest try; an attempt that still runs has length 0."""
     attempts = record.latest_try
     begin_ms = min((attempt.began.time_ms for attempt in attempts), default=0)
     for attempt in attempts:

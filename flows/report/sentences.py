@@ -55,10 +55,7 @@ def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequen
 
 
 def _publications(record: RefreshRecord) -> Iterator[str]:
-    """Yield a sentence on each publishing stage: the target that it published to, or its failure.
-
-    A failure does not undo a promotion.
-    """
+    """Yield a sentence on each publishing stage's target or failure. A failure does not undo a promotion."""
     for name, entry in record.stages.items():
         tags = entry.result.tags
         if makes(entry.kind, "publication") and entry.state == "failed":
@@ -96,11 +93,7 @@ def _score(score: Score) -> str:
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """Return the warnings of stages built in this refresh, and warnings about attempts that were repeated.
-
-    Warnings of stages have the form `STAGE, …: message`.
-    Each message appears once. Attempts count since the refresh was last started.
-    """
+    """Return warnings of stages built in this refresh (`STAGE, …: message`, each once), and of repeated attempts."""
     stages: dict[str, list[str]] = {}
     for name, entry in record.stages.items():
         file = entry.artifact / "events.jsonl" if entry.state == "built" and entry.artifact else None

@@ -31,10 +31,9 @@ class Table:
 class Bar:
     """Bar of a bar chart: its value, and marks drawn over it, such as an error bar.
 
-    text, exact: the value as a person reads it, and as it is, followed by those of single processes.
-    whisker: 95% interval of a score; half the spread of the step time on either side of a layout's value.
-    line: the prediction; in scaling, the value of perfect scaling.
-    dots: values of single processes.
+    text, exact: the value as a person reads it, and exactly, followed by those of single processes (`dots`). whisker:
+    95% interval of a score; half the spread of the step time on either side of a layout's value. line: the prediction;
+    in scaling, the value of perfect scaling.
     """
 
     name: str
@@ -60,10 +59,7 @@ class Bars:
     high: float
 
     def place(self, value: float) -> float:
-        """Return where a value lies on the bar chart's scale, in percent.
-
-        A value beyond the scale gets its nearer end.
-        """
+        """Return where a value lies on the bar chart's scale, in percent; at the nearer end if beyond it."""
         return 100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
 
 
@@ -102,10 +98,7 @@ def serving_table(stages: Sequence[StageReport]) -> Table:
 
 
 def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]:
-    """Yield counts of the rows, documents and tokens that each stage read, produced or left out.
-
-    Each count is a tuple (stage, counted thing, number).
-    """
+    """Yield (stage, counted thing, number) for rows, documents and tokens that stages read, produced or left out."""
     for stage in stages:
         reported = kind_of(stage.kind).REPORTED
         for name, value in stage.metrics.items() if reported.counts_data else ():
@@ -114,10 +107,7 @@ def data_rows(stages: Sequence[StageReport]) -> Iterator[tuple[str, str, float]]
 
 
 def score_bars(scores: Sequence[Score]) -> dict[str, Bars]:
-    """Return a bar chart for each TASK.METRIC, with one bar for each evaluation that has the score.
-
-    The scale is from 0 (or the lowest) to 1 (or the highest).
-    """
+    """Return a bar chart per TASK.METRIC, scaled from 0 (or the lowest) to 1 (or the highest)."""
     groups: dict[str, list[Score]] = {}
     for one in scores:
         groups.setdefault(one.name, []).append(one)
@@ -151,10 +141,7 @@ def layout_bars(rows: Sequence[Row]) -> dict[str, Bars]:
 
 
 def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") -> list[Bar]:
-    """Return one bar for each layout that has the metric, with its spread and predicted value if known.
-
-    Values of single process ranks are marked, too.
-    """
+    """Return a bar per layout that has the metric, with its spread, its prediction and single ranks' values."""
     bars = []
     for name, metrics in ((row.text, row.metrics) for row in rows if metric in row.metrics):
         value, expected, whisker = metrics[metric], metrics.get(predicted), None
@@ -170,9 +157,8 @@ def _measured(rows: Sequence[Row], metric: str, unit: str, predicted: str = "") 
 def _scaling(rows: Sequence[Row], fixed: Callable[[Row], str]) -> list[Bar]:
     """Return bars that show scaling: for each engine, the fastest layout on each number of devices.
 
-    Engines measured on only one number of devices have none.
-    fixed: function that names what is held constant. A bar's line is perfect scaling: as many tokens/s on each device
-    as on the fewest devices.
+    Engines measured on only one number of devices have none. fixed: names what is held constant. A bar's line is
+    perfect scaling: as many tokens/s on each device as on the fewest devices.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:

@@ -19,10 +19,7 @@ from stages.kinds.registry import kind_of
 MOST_POINTS = 1000
 """Most points of a curve in an HTML report; a screen cannot show more."""
 MOST_POINTS_OF_PAGE = 25_000
-"""Most points of all curves of an HTML report together, at some 30 bytes each.
-
-A page of many trainings stays below 2 MB, also when it compares two refreshes.
-"""
+"""Most points of all curves of an HTML report, at some 30 bytes each: two refreshes compared stay below 2 MB."""
 FEWEST_POINTS = 25
 MOST_CHAMPIONS = 3
 """Most earlier champions whose curves are drawn behind the new ones."""
@@ -124,11 +121,7 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Yield the dataset shares and document lengths that each training stage learned from.
-
-    Runs of older versions have recorded no document lengths.
-    Runs of older versions have recorded no document lengths.
-    """
+    """Yield each training's dataset shares and document lengths, which older versions did not record."""
     for name, entry in record.stages.items():
         data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
         if data.lengths or data.shares:

@@ -30,9 +30,9 @@ def adopt(
 ) -> Built:
     """Copy a local model, adapter or dataset into the artifact store as the artifact of a download stage `name`.
 
-    base: artifact of the model that an adapter belongs to. Raises what a download raises: `DownloadError` for links
-    that lead out of the folder, `ModelError` for pickled weights, an incomplete model or an adapter of another base,
-    `DataError` for a dataset without data files. `RecipeError` for a bad name.
+    base: model of an adapter. Raises what a download raises: `DownloadError` for links that lead out of the folder,
+    `ModelError` for pickled weights, an incomplete model or an adapter of another base, `DataError` for a dataset
+    without data files. `RecipeError` for a bad name.
     """
     path = path.absolute()
     real_path = Path(

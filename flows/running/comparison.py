@@ -35,19 +35,13 @@ from stages.core.files import write_atomically
 
 @dataclass(frozen=True)
 class Comparison:
-    """Layout comparison to run: how it measures, and the compared stage as planned under each layout.
-
-    layouts: the stage as planned under each layout that can work.
-    """
+    """Layout comparison to run: how it measures, and the stage as planned under each layout that can work."""
 
     began: CompareBegan
     layouts: tuple[PlannedStage, ...]
 
     def is_unfinished(self, record: RefreshRecord) -> bool:
-        """Return whether some layout still lacks a trial run in some round.
-
-        Layouts with a failed trial count as done.
-        """
+        """Return whether a layout lacks a trial in some round; layouts with a failed trial count as done."""
         trials = [record.trials_of(number) for number in range(len(self.layouts))]
         rounds = self.began.num_rounds
         return any(len(ended) < rounds and not any(trial.error for trial in ended) for ended in trials)
@@ -55,10 +49,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bench:
-    """Resources that all trial runs of a layout comparison share, such as the launcher.
-
-    inputs: artifact folders by stage name.
-    """
+    """Resources that all trial runs of a layout comparison share. inputs: artifact folders by stage name."""
 
     store: Store
     inputs: Mapping[str, Path]

@@ -1,7 +1,7 @@
 """Preview of a stage's data as the model will see it, before anything is trained (`lifecycle data`).
 
-Data in the store is read, data on this machine is downloaded from its path; other downloads run only on request, and no
-other stage runs. A process like a stage's prepares the view.
+A process like a stage's prepares it. Data on this machine is copied into the store; other downloads run only on
+request, and no other stage runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from stages.hubs.registry import HUBS
 from stages.kinds.look.config import LOOK_FILE, LookConfig
 
 LARGE_BYTES = 1 << 30
-"""Most bytes of local files that `lifecycle data` copies into the store without the option `--download`. Copying as
-much takes seconds."""
+"""Most bytes of local files that `lifecycle data` copies, in seconds, without the option `--download`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class LookRequest:
 
 
 def look_at_data(request: LookRequest, observer: Observer) -> DataLook:
-    """Return a preview of a stage's data as the model will see it. observer: follows the downloads that this may need.
+    """Return a preview of a stage's data as the model will see it. observer: follows the downloads for it.
 
     Raises RecipeError for a stage without data, StoreError for data or a tokenizer that are not there yet (it says what
     to run), and what the download and the preparation of the data raise.
@@ -86,10 +85,7 @@ def _planned(request: LookRequest, index: Index) -> Plan:
 
 
 def _needed(stage: PlannedStage, planned: Plan) -> Iterator[str]:
-    """Yield the upstream stages that a data preview needs: datasets, and the nearest model with the same tokenizer.
-
-    The model must exist already.
-    """
+    """Yield the upstream stages that a preview needs: datasets, and the nearest existing model with its tokenizer."""
     for name in stage.upstream:
         config = planned.stages[name].config
         while config.product in ("server", "adapter", "model") and not _is_there(name, planned):

@@ -37,12 +37,11 @@ from flows.running.slots import Slots
 
 POLL_S = 2.0
 REMOVED = "its schedule was removed before it began"
-"""Message of a flow run that is cancelled because its schedule was removed. Its state is named `Removed`, which sends
-no notification."""
+"""Message of a flow run cancelled because its schedule was removed. The state `Removed` sends no notification."""
 
 
 def announce_own_schedule() -> None:
-    """Send Prefect the event that this process's flow run was scheduled, at the run's first start only.
+    """Send Prefect the event that this process's flow run was scheduled, at its first start only.
 
     For a flow run whose process died before, the reaper does it.
     """
@@ -60,10 +59,7 @@ def announce_own_states() -> None:
 
 
 def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    """Send the event of a scheduled run's first state to Prefect, whose scheduler omits it.
-
-    See `announce_states`.
-    """
+    """Send the event of a scheduled run's first state to Prefect, whose scheduler omits it. See `announce_states`."""
     if flow_run.auto_scheduled:
         first = min(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
         announce_states(client, flow_run, [first])
@@ -72,10 +68,10 @@ def announce_schedule(client: SyncPrefectClient, flow_run: FlowRun) -> None:
 def announce_states(client: SyncPrefectClient, flow_run: FlowRun, states: Iterable[State[Any]]) -> None:
     """Send Prefect events for states of a flow run, as its server does itself, so that automations react to them.
 
-    A repeated event does no harm. Prefect holds an event of a run back until the one of the state before, if that is
-    less than 5 minutes old, has come, for 15 minutes at the longest, and with it the notification of how the run ended.
-    What has come it keeps in memory: a server that was started again waits for an event that came before. Raises what
-    the client raises when the server does not answer.
+    A repeated event does no harm. Prefect holds a run's event back, for up to 15 minutes, until that of the state
+    before has come, if that is less than 5 minutes old, and with it the notification of how the run ended. It keeps
+    what came in memory: a restarted server waits for an event that came before. Raises what the client raises when the
+    server does not answer.
     """
     flow = client.read_flow(flow_run.flow_id)
     # By these an automation knows which flow runs it is for.
@@ -109,8 +105,8 @@ def _resource(role: str, number: UUID, name: str) -> dict[str, str]:
 def start_when_due(request: RefreshRequest) -> RefreshRun | State[Any]:
     """Start this flow run's refresh once the recipe's `on_collision` allows it, or return a state with the reason.
 
-    A retry continues in the ledger of the refresh that failed. Everything that the recipe depends on is resolved when
-    it starts. Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
+    A retry continues in the ledger of the refresh that failed. All that the recipe depends on is resolved at its start.
+    Raises what `check_recipe`, `check_parameters` and `make_plan` raise.
     """
     # The last part only, so that a name from Prefect cannot lead to another folder.
     name = Path(str(runtime.flow_run.name)).name
@@ -148,10 +144,9 @@ def _deployment_of(client: SyncPrefectClient, flow_run: FlowRun) -> DeploymentRe
 def _try_to_start(
     request: RefreshRequest, recipe: Recipe, running: RunningRefreshes, name: str
 ) -> RefreshRun | State[Any] | None:
-    """Start a refresh that is due, unless it must wait or is left out.
+    """Start a refresh that is due; return None while it must wait, or a state that says why it is left out.
 
-    Return None while it must wait for another one, or a state that says why it is left out. Planning takes a while, so
-    it is done outside the lock, and running refreshes are looked up twice.
+    Planning takes a while, so it is done outside the lock, and running refreshes are looked up twice.
     """
     if reason := _not_wanted():
         return reason
@@ -170,8 +165,7 @@ def _try_to_start(
 def _not_wanted() -> State[Any] | None:
     """Return a Prefect state with the reason why this scheduled run is left out; None if it should run.
 
-    Of missed runs only the last one runs, and none of a paused or removed schedule. A person's run, or retry, is never
-    left out.
+    Of missed runs only the last one runs, none of a paused or removed schedule, but always a person's run or retry.
     """
     with get_client(sync_client=True) as client:
         own = client.read_flow_run(UUID(str(runtime.flow_run.id)))

@@ -36,10 +36,8 @@ from stages.core.errors import ServerError
 
 WORK_POOL = "lifecycle"
 BY_HAND = "by hand"
-"""Name of the Prefect deployment for refreshes started by hand instead of a schedule; no recipe can have this name.
-
-Prefect retries only runs of a deployment. Its form in Prefect's UI runs any recipe.
-"""
+"""Name of the deployment for refreshes by hand, since Prefect retries only deployments' runs; no recipe has this
+name."""
 
 
 ENTRYPOINT = f"{refresh.fn.__module__}.{refresh.fn.__name__}"
@@ -57,9 +55,9 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
 
 
 def delete_flow_runs(flow_run_ids: Sequence[str]) -> None:
-    """Delete Prefect flow runs with their task runs, states, logs and artifacts; unknown ones are skipped.
+    """Delete known flow runs with their task runs, states, logs and artifacts. Raises `ServerError`.
 
-    Their events stay; Prefect deletes events when they are a week old. Raises `ServerError`.
+    Their events stay; Prefect deletes events when they are a week old.
     """
     with prefect_client() as client:
         for flow_run_id in _known(client, [*map(UUID, flow_run_ids)]):

@@ -91,10 +91,7 @@ def _verdict_folders(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
 
 
 def _verdict_sentence(folder: Path) -> str:
-    """Return the decision of a promotion stage as one line of text.
-
-    Such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; compared with champion (version 1)`.
-    """
+    """Return a promotion's decision as a line, such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; …`."""
     verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
     compared = f"compared with {verdict.against}" if verdict.against else "there was nothing to compare it with"
     return "; ".join([f"{verdict.name}: {verdict.outcome}", *verdict.missed, compared])

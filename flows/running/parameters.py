@@ -1,8 +1,8 @@
 """Limits on Prefect deployment parameters: they may override training settings, but not name programs or other files.
 
-Parameters come through Prefect's API, from a form or a program. A recipe, and `lifecycle run --set`, come from someone
-who may run programs on this machine anyway. So a run of a deployment must keep its recipe's values wherever they would
-start a program, or read other files than the recipe's own.
+Parameters come through Prefect's API; a recipe and `lifecycle run --set` come from someone who may run programs on this
+machine anyway. So a deployment's run must keep its recipe's values wherever they would start a program, or read other
+files than the recipe's own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ PYTHON_FILE = re.compile(r"\.py[cdiowx]?\b|\.so\b", re.IGNORECASE)  # also .pyc,
 def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
     """Raise RecipeError unless the Prefect deployment of this name may run the recipe.
 
-    registered: the recipe that it was made for; None for the deployment of refreshes by hand, which runs only recipes
-    that were run in this home.
+    registered: the recipe that it was made for; None for refreshes by hand, which must have been run in this home.
     """
     path = Path(recipe).absolute()
     if path == Path(registered).absolute() if registered is not None else was_run_here(path):
@@ -49,10 +48,7 @@ def check_recipe(recipe: str, deployment: str, registered: str | None) -> None:
 
 
 def check_parameters(request: RefreshRequest) -> None:
-    """Raise RecipeError that names every override that a Prefect deployment's parameters may not contain.
-
-    Raises what `read_tree` raises, too.
-    """
+    """Raise RecipeError that names all forbidden overrides in a deployment's parameters, or what `read_tree` raises."""
     path = Path(request.recipe)
     before, after = read_tree(path), read_tree(path)
     if apply_overrides(after, request.overrides):
@@ -81,10 +77,7 @@ def _changes(before: Any, after: Any, names: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _kind(tree: dict[str, Any], names: tuple[str, ...]) -> type[BaseModel] | None:
-    """Return the config class of the stage that a recipe's field belongs to; None for an unknown kind of stage.
-
-    The recipe's reader reports unknown kinds.
-    """
+    """Return the config class of the stage that a recipe's field belongs to; None for an unknown kind of stage."""
     stage = tree["stages"].get(names[1]) if names[0] == "stages" and len(names) > 1 else None
     return KINDS.get(str(stage.get("kind"))) if isinstance(stage, dict) else None
 
@@ -107,9 +100,9 @@ def _reason(names: tuple[str, ...], value: Any, folder: Path, kind: type[BaseMod
 
 
 def _path_fields(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the fields of a config class whose text may be a path. `*` stands for any name that a recipe gives.
+    """Yield the fields of a config class whose text may be a path; other texts may look like one (`/no_think`).
 
-    Other texts may look like paths: `/no_think`.
+    `*` stands for any name that a recipe gives.
     """
     for name, field in model.model_fields.items():
         if find_marker(field, OutsideInput) or find_marker(field, SourceText):
@@ -125,10 +118,7 @@ def _is_of(names: tuple[str, ...], field: tuple[str, ...]) -> bool:
 
 
 def _is_inside(text: str, folder: Path) -> bool:
-    """Return whether a path or source stays inside a folder, following symbolic links.
-
-    A source that is no path counts as inside.
-    """
+    """Return whether a path stays inside a folder, following symbolic links. A source that is no path does."""
     try:
         path = absolute(Path(text.removeprefix("file://")), folder)
         return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

@@ -46,17 +46,13 @@ from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
-"""Name of the Prefect flow for layout comparisons. It differs from the refresh flow's, so that notifications for
-refreshes leave comparisons out."""
+"""Name of Prefect's flow for layout comparisons, by which notifications for refreshes leave comparisons out."""
 REFUSED, STILL = "NotPromoted", "StillNotPromoted"
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Run one stage as a Prefect task, or find its artifact in the store.
-
-    A promotion that refuses its candidate ends as a cancelled task.
-    """
+    """Run one stage as a Prefect task, or find its artifact. A promotion that refuses ends as a cancelled task."""
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
@@ -141,10 +137,7 @@ def _run(run: RefreshRun) -> State[Any]:
 
 
 def _flow_run_name() -> str:
-    """Return the name of this Prefect flow run, which is also the refresh's name.
-
-    A retry keeps it, and so continues the same ledger.
-    """
+    """Return the name of this flow run and its refresh. A retry keeps it, and so continues the same ledger."""
     name, parameters = str(runtime.flow_run.name), runtime.flow_run.parameters
     if ledger_of(name).exists():
         return name
@@ -158,8 +151,7 @@ def _flow_run_name() -> str:
 def _run_stages(run: RefreshRun) -> None:
     """Run every stage as soon as its upstream stages are done; a failed stage stops only its dependents.
 
-    Between downloads and all other stages, inputs are checked, so that a stage that cannot work fails before others
-    train for it.
+    Inputs are checked between downloads and all other stages, so that none trains for a stage that cannot work.
     """
     # One thread for each stage and one for the check: a stage that waits for slots keeps its thread.
     with ThreadPoolTaskRunner(max_workers=len(run.plan.stages) + 1) as runner:
@@ -202,7 +194,7 @@ def _run_stages(run: RefreshRun) -> None:
 
 
 def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
-    """Set the final state `Skipped` for task runs that never began because an upstream stage failed.
+    """Set the state `Skipped` for task runs that never began because an upstream stage failed.
 
     Prefect leaves them `NotReady`, which is no final state, and draws them as running, without their stages' names.
     """
@@ -218,9 +210,9 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
-    """Run the trials of a comparison one after the other, each as a Prefect task.
+    """Run a comparison's trials, each as a Prefect task, one after the other until the refresh is stopped.
 
-    Ends early when the refresh is stopped. A layout that fails is a result too.
+    A layout that fails is a result too.
     """
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
         for round_number, layout in turns(len(comparison.layouts), comparison.began.num_rounds):
@@ -279,8 +271,8 @@ def _publish(record: RefreshRecord) -> None:
 def final_state(record: RefreshRecord) -> State[Any]:
     """Return the Prefect state in which a refresh ends, such as `Promoted`. Prefect automations react to its name.
 
-    A refusal is no failure that someone would have to fix, but it must not look like success either: its type is that
-    of a cancelled run, as for a scheduled run that was left out. Prefect's pages colour by type.
+    A refusal is no failure to fix, but must not look like success: its type is that of a cancelled run, as for a
+    scheduled run that was left out. Prefect's pages colour by type.
     """
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted":
@@ -300,11 +292,10 @@ def final_state(record: RefreshRecord) -> State[Any]:
 
 
 def announce(flow_run: str, state: State[Any]) -> State[Any]:
-    """Emit a Prefect event named by the state's type, such as `Cancelled`, for automations that know only types.
+    """Emit a Prefect event named by the state's type, such as `Cancelled`, and return the state.
 
-    Returns the state. Prefect names the event of a state after the state. Automations that wait for the end of a run,
-    such as the one that its manual recommends against zombies, know the names of types only, and would end a promoted
-    run as crashed.
+    Prefect names the event of a state after the state. Automations that wait for the end of a run, such as the one that
+    its manual recommends against zombies, know only types, and would end a promoted run as crashed.
     """
     plain = state.type.value.title()
     if state.name != plain:

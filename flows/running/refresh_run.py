@@ -49,10 +49,7 @@ COMPARISON_CLOSE_TIMEOUT_S = 120.0
 
 
 class LiveServers:
-    """Servers started by a refresh's serve stages, kept while other stages may use them.
-
-    upstream: the stages that each stage refers to.
-    """
+    """Servers of a refresh's serve stages, kept while stages may use them. upstream: what each stage refers to."""
 
     def __init__(self, upstream: Mapping[str, Collection[str]]):
         self._upstream = upstream
@@ -78,7 +75,7 @@ class LiveServers:
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that are dead or that no stage can use at present, to free slots that other stages wait for.
+        """Stop servers that are dead or that no stage can use now, to free slots that other stages wait for.
 
         A stage whose server is gone starts one of its own.
         """
@@ -116,16 +113,10 @@ class LiveServers:
 
 
 class RefreshRun:
-    """Refresh (pipeline run) in this process: it builds stages and records events in its ledger (event log).
-
-    `record` is its state after the latest event.
-    """
+    """Refresh (pipeline run) in this process: it builds stages and records events in its ledger (event log)."""
 
     def __init__(self, planned: PlannedRefresh, refresh: str | None = None, launch: Launcher = stage_process.start):
-        """Begin a planned refresh by writing its first ledger event.
-
-        refresh: its name; one that has a ledger continues in it (a retry). Default: a new name.
-        """
+        """Begin a planned refresh, with its first ledger event. refresh: a new name, or one with a ledger (a retry)."""
         # Before any attempt: it records where the killed attempts' parts of `metrics.jsonl` end.
         close_interrupted()
         recipe = planned.plan.recipe
@@ -160,10 +151,9 @@ class RefreshRun:
         self._heartbeat.start()
 
     def build(self, name: str, attempt: int, log: Log) -> Built:
-        """Run one stage whose upstream stages are built, as soon as enough slots of this machine are free.
+        """Run one stage whose upstream stages are built, holding enough of this machine's slots; wait for them first.
 
-        The stage holds its slots while it runs. Raises what `run_stage` raises.
-        attempt: number of attempts of this try of the refresh at the stage, this one included.
+        attempt: number of this try's attempts at the stage, this one included. Raises what `run_stage` raises.
         """
         planned = self.plan.stages[name]
         # Retries are counted in this try of the refresh; the ledger numbers the attempts of all tries.
@@ -194,8 +184,8 @@ class RefreshRun:
     def check_inputs(self, log: Log) -> None:
         """Check the inputs of all stages that will run, as far as those inputs exist by now.
 
-        Raises the error of the first stage that cannot work; each of them is recorded as failed. A check that is itself
-        cut short does not stop the refresh: stages check their inputs when their turn comes.
+        Raises the error of the first stage that cannot work; each is recorded as failed. A check that is itself cut
+        short does not stop the refresh: stages check their inputs when their turn comes.
         """
         started_s = time.monotonic()
         folder = self.ledger.folder / "check"
@@ -260,10 +250,7 @@ class RefreshRun:
         self.append(FlowRunKnown(prefect_flow_run_id=prefect_flow_run_id, prefect_run_count=prefect_run_count))
 
     def finish(self) -> RefreshRecord:
-        """Finish the refresh: stop servers, record the end, and wait briefly for the copy to MLflow.
-
-        A second call does no harm.
-        """
+        """Stop servers, record the end, wait briefly for the copy to MLflow. A second call does no harm."""
         self.servers.stop_all()
         if self.record.state == "running":
             for attempt in self.record.attempts.values():
@@ -280,10 +267,7 @@ class RefreshRun:
         return self.record
 
     def _concluded(self, end: RefreshEnded) -> RefreshEnded:
-        """Record a layout comparison's results and write the refresh's report, before the refresh's end is recorded.
-
-        Returns the end to record. A comparison without a report has failed.
-        """
+        """Record a comparison's results, write the report, and return the end to record: failed without a report."""
         record = after(self.record, end)
         if self.comparison is None:
             leave_report(record, self.store)
@@ -316,10 +300,7 @@ class RefreshRun:
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 
     def _acquire_slots(self, planned: PlannedStage) -> HeldSlots:
-        """Wait until enough slots of this machine are free for a stage; ready stages with more dependents go first.
-
-        Those stages decide how long a refresh takes.
-        """
+        """Wait until enough slots are free for a stage; ready stages with more dependents, bottlenecks, go first."""
         wanted = self._slots_of(planned)
         while wanted and self._is_preceded(planned.name):
             self._wait_for_slots(planned.name)
@@ -335,10 +316,7 @@ class RefreshRun:
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether a stage could start now, since its upstream stages are built and it has not begun.
-
-        Before inputs have been checked, only stages without upstream stages can.
-        """
+        """Return whether a stage has not begun, and its upstream stages are built; before the check, if it has none."""
         is_open = self._is_checked or not stage.upstream
         return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 
@@ -363,10 +341,7 @@ class RefreshRun:
         self.servers.stop_unusable(self.built.keys())
 
     def _note_built(self, built: Built) -> None:
-        """Record that a stage's artifact exists, whether this refresh built it or found it in the store.
-
-        The stage's observer has written the ledger event of an attempt; here one is written for a cached stage.
-        """
+        """Record that a stage's artifact exists; in the ledger only if it was cached, else its observer does that."""
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # an error of an earlier attempt
         if built.state == "cached":

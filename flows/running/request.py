@@ -47,7 +47,7 @@ class RefreshRequest:
 
 @dataclass(frozen=True)
 class PlannedRefresh:
-    """Refresh that has been requested and planned, ready to run."""
+    """Refresh that has been planned, ready to run."""
 
     request: RefreshRequest
     plan: Plan
@@ -61,10 +61,7 @@ class PlannedRefresh:
 
 
 def retry_of(record: RefreshRecord) -> RefreshRequest:
-    """Return the request that retries an earlier refresh, with the same recipe and options.
-
-    Stages that it was forced to build are not forced again once they are built.
-    """
+    """Return the request that retries a refresh, with the same options; what is built is not forced again."""
     built = [name for name, entry in record.stages.items() if entry.state in ("built", "cached")]
     force = tuple(name for name in record.force if name not in built)
     return RefreshRequest(str(record.recipe_path), record.overrides, record.until, force)
@@ -93,10 +90,7 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
 def _plan_of(
     recipe: Recipe, request: RefreshRequest, errors: Sequence[RecipeError], *, may_be_unreachable: bool
 ) -> PlannedRefresh:
-    """Plan the recipe and run all checks. Raises one error that lists everything that the checks have found.
-
-    errors: of the recipe's other stages, which are no part of it.
-    """
+    """Plan a recipe; raise one error with all that the checks find. errors: of stages that are no part of it."""
     store = Store(store_root())
     unreachable: dict[str, str] | None = {} if may_be_unreachable else None
     chosen = chosen_stages(recipe, request.until)

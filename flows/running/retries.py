@@ -11,11 +11,10 @@ NO_PROGRESS = "it died twice without a newer checkpoint between"
 
 
 class Retries:
-    """Decider of automatic retries of failed stages, with one decision for each failed attempt.
+    """Decider of automatic retries of failed stages, called by each stage's thread; stages share no state in it.
 
-    Each stage's thread calls it; stages share no state in it. A transient error is tried again `execution.retries`
-    times. So is a death, as long as attempts make progress: a stage that dies twice without a newer checkpoint in
-    between would die again. All other errors would only repeat.
+    A transient error is tried again `execution.retries` times. So is a death, as long as attempts make progress: a
+    stage that dies twice without a newer checkpoint in between would die again. All other errors would only repeat.
     """
 
     def __init__(self, store: Store) -> None:
@@ -24,10 +23,9 @@ class Retries:
         self._progress_at_death: dict[str, int] = {}
 
     def decide(self, planned: PlannedStage, number: int, error: BaseException) -> bool:
-        """Decide whether a stage is tried again after an error.
+        """Decide whether a stage is tried again after an error; if not, after repeated deaths, the error says why.
 
-        If it is not, despite repeated deaths of its process, the error says why. number: of its attempts in this try of
-        the refresh, the failed one included.
+        number: of its attempts in this try of the refresh, the failed one included.
         """
         decided_for, again = self._decided.get(planned.name, (0, False))
         # Once for each attempt: its observer and `build` both ask, and the second look would see no progress.

@@ -22,8 +22,7 @@ from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
 
 Launcher = Callable[[Path, StageConfig], Process]
-"""Function that starts a stage's processes from the `config.json` in its work folder. Their output goes to `log.txt`
-there."""
+"""Function that starts a stage's processes from the `config.json` in its work folder, with output to `log.txt`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class LiveServer:
     process: Process
 
     def alive(self) -> bool:
-        """Return whether the server's process still runs."""
         return self.process.poll() is None
 
     def stop(self) -> None:
@@ -44,10 +42,7 @@ class LiveServer:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Attempt at building a stage: the planned stage, its work folder and its inputs.
-
-    resumed: the work folder has checkpoints or other scratch files of an earlier attempt.
-    """
+    """Attempt at building a stage: planned stage, work folder and inputs. resumed: there are earlier scratch files."""
 
     planned: PlannedStage
     work: Path
@@ -58,10 +53,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Built:
-    """Stage whose artifact exists, either built by this refresh or found in the store.
-
-    server: the running server of a serve stage of this refresh.
-    """
+    """Stage whose artifact exists, built by this refresh or found. server: the running server of its serve stage."""
 
     name: str
     kind: str
@@ -74,16 +66,12 @@ class Built:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the final metrics that the stage recorded with its artifact."""
         return final_result(self.artifact).metrics
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """End of an attempt at a stage: its work folder or artifact, duration, and result or error.
-
-    folder: where its files are now, the artifact or the work folder of a failed attempt.
-    """
+    """End of an attempt at a stage: its artifact, or its work folder after a failure, duration, result or error."""
 
     folder: Path
     seconds: float
@@ -92,28 +80,19 @@ class AttemptEnd:
 
 
 class Observer(Protocol):
-    """Interface of observers that follow a running stage, for example to record its events in the ledger.
-
-    Methods are called in the thread that runs the stage.
-    """
+    """Observer of a running stage, such as for its events in the ledger; called in the thread that runs the stage."""
 
     def waiting(self) -> None:
         """Handle the wait for another process that is building the same artifact. Called every 0.2 s of the wait."""
 
     def started(self, attempt: Attempt) -> str | None:
-        """Handle the start of an attempt at a stage; called before the stage's process starts.
-
-        Return the key by which the artifact's record names the attempt.
-        """
+        """Handle an attempt, before its process starts; return the key by which the artifact names the attempt."""
 
     def tick(self) -> None:
         """Handle a periodic call while a stage's process runs, about every 0.3 s, and once after its end."""
 
     def ended(self, end: AttemptEnd) -> None:
-        """Handle the end of an attempt at a stage, after its artifact was stored or it failed.
-
-        Called once for each call of `started`.
-        """
+        """Handle an attempt's failure or stored artifact; called once for each call of `started`."""
 
 
 def run_stage(
@@ -128,15 +107,13 @@ def run_stage(
 ) -> Built:
     """Return a stage's artifact: from the store if it was built from the same input content, else newly built.
 
-    upstream: at least every stage in `planned.ancestors`, by name.
-    attempt: number of attempts of this refresh at the stage, this one included. A forced stage starts from an empty
-    work folder at its first attempt only.
-    stop: when set (from another thread), the stage is stopped and `RefreshStoppedError` raised.
+    upstream: at least every stage in `planned.ancestors`, by name. attempt: number of this refresh's attempts at the
+    stage, this one included; a forced stage starts from an empty work folder at its first only. stop: when set (from
+    another thread), the stage is stopped and `RefreshStoppedError` raised.
 
     Raises the stage's own error class, also for an artifact that its stage refuses (`StageContext.refuse`), whether
     newly committed, cached, or upstream; further `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a
-    damaged
-    artifact: only a forced stage replaces it), `ResourceError` for a full disk.
+    damaged artifact: only a forced stage replaces it), `ResourceError` for a full disk.
     """
     started_s = time.monotonic()
     stop = stop or threading.Event()
@@ -218,8 +195,7 @@ def _build(
 def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
     """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
 
-    Completion counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built
-    again.
+    It counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built again.
     """
     started_s = time.monotonic()
     result = hook.complete(store, attempt.planned, built.artifact, observer.tick, stop)
@@ -230,10 +206,7 @@ def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, 
 
 
 def _has_leftover(planned: PlannedStage, work: Path) -> bool:
-    """Return whether a running or killed attempt has left a promotion's work folder, although an artifact exists.
-
-    A promotion continues nothing in that folder, unlike a training stage, which has checkpoints.
-    """
+    """Return whether a promotion's work folder is left although its artifact exists: nothing continues in it."""
     return planned.kind in hook.PROGRAMS and work.exists()
 
 
@@ -267,10 +240,7 @@ def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> Res
 
 @dataclass
 class _Waiting:
-    """Callback for the wait while another process builds the same artifact.
-
-    It calls the observer, and raises an error when the refresh is stopped.
-    """
+    """Callback for the wait while another process builds the same artifact; it raises when the refresh is stopped."""
 
     planned: PlannedStage
     observer: Observer

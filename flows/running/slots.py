@@ -15,10 +15,7 @@ from typing import IO
 
 
 class Slots:
-    """Fixed number of slots of this machine; stages hold some while they run, so that only so many run at once.
-
-    They are numbered from 0 to `count` - 1, and kept as lock files in `folder`.
-    """
+    """Slots 0 to `count` - 1 of this machine, as lock files in `folder`; stages hold some while they run."""
 
     POLL_S = 0.1
 
@@ -27,10 +24,9 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Wait until `wanted` of this machine's slots (places for stage processes) are free, and hold them.
+        """Wait until `wanted` slots are free, and hold them, first come, first served. waiting:
 
-        Requests are served first come, first served.
-        waiting: called while they are busy; may raise.
+        called meanwhile; may raise.
 
         Only the holder of the turnstile lock collects slots, so that two half-served requests never block each other.
         """
@@ -98,7 +94,7 @@ class HeldSlots:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of the held slots, which are GPU indices on a machine with GPUs."""
+        """Return the slots' numbers, which are GPU indices on a machine with GPUs."""
         return sorted(self._files)
 
     def release(self) -> None:

@@ -29,8 +29,8 @@ LOG_LEVELS = {"milestone": logging.INFO, "warning": logging.WARNING}
 class StageObserver:
     """Observer that records one stage's events in the refresh's ledger, and logs its milestones and warnings.
 
-    is_retried: returns whether the stage is tried again after an error.
-    waited_until_s: monotonic time until which another refresh was building the same artifact, if one was.
+    is_retried: decides whether the stage is tried again after an error. waited_until_s: monotonic time until which
+    another refresh was building the same artifact, if one was.
     """
 
     def __init__(
@@ -134,11 +134,10 @@ def describe(error: BaseException) -> str:
 
 
 class Tail:
-    """Reader of a growing JSON-lines file, such as a stage's events, which returns complete lines as they are appended.
+    """Reader of a growing JSON-lines file, such as a stage's events, which need not exist yet; returns complete lines.
 
-    The file need not exist yet. It keeps the file open, to read the last lines of one that was moved or removed since,
-    as a stage's are at its end. Then it goes on with the file that took the place, such as that of the program which
-    registers a promoted model.
+    It keeps the file open, to read the last lines of one that was moved or removed since, as a stage's are at its end.
+    Then it goes on with the file that took the place, such as that of the program which registers a promoted model.
     """
 
     def __init__(self, path: Path, at_end: bool = False):
@@ -157,7 +156,6 @@ class Tail:
         return rows
 
     def close(self) -> None:
-        """Close the JSON-lines file; a later read opens it again."""
         if self._stream:
             self._stream.close()
             self._stream = None

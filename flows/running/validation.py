@@ -37,9 +37,8 @@ def input_findings(
 ) -> Iterator[Findings]:
     """Check the inputs (data, chat templates, …) of the stages that will run, and yield the problems.
 
-    Inputs that neither exist nor can be derived yet are not checked.
-    folder: for the work of the check; removed afterwards. Raises what `watch` raises when the check itself fails or is
-    stopped.
+    Inputs that neither exist nor can be derived yet are not checked. folder: for the work of the check; removed
+    afterwards. Raises what `watch` raises when the check itself fails or is stopped.
     """
     will_run = [stage for stage in stages.values() if stage.action == "run" and stage.name not in built]
     waiting = [stage for stage in will_run if stage.config.HAS_CHECK]
@@ -80,10 +79,9 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 def input_of(
     stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
 ) -> StageInput | None:
-    """Return the input for a stage's check before it runs, or None while data or models are missing.
+    """Return the input for a stage's check before it runs, with the nearest existing ancestor of a model.
 
-    For a model that is not made yet it has the nearest existing ancestor. None while data that the stage needs is not
-    made, or no ancestor of its model exists.
+    None while data that the stage needs is not made, or no ancestor of its model exists.
     """
     inputs = {}
     for name in stage.upstream:

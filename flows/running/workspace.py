@@ -24,8 +24,7 @@ from stages.core.files import write_atomically
 from stages.core.process_tree import end_processes, marked_processes
 
 KEPT = frozenset({SCRATCH_FOLDER, *SERIES, LOG_FILE})
-"""Files that a new attempt keeps from the previous one in the same work folder. All others are removed, so that no old
-result gets into the artifact."""
+"""Files that a new attempt keeps in the work folder; others go, so that no old result gets into the artifact."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,7 @@ def commit(
     seconds: float,
     attempt: str | None,
 ) -> Artifact:
-    """Move the work folder of a finished stage into the store as its artifact.
-
-    attempt: the ledger's key of the attempt.
-    """
+    """Move a finished stage's work folder into the store as its artifact. attempt: the ledger's key."""
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     with store.explained(f"hash the files of {planned.name}"):
         files = hash_files(work)
