@@ -13,18 +13,14 @@ FINDINGS_FILE = "findings.json"
 
 
 class CheckConfig(StageConfig):
-    """Config of the input check, which looks for problems in the inputs of other stages (output in `findings.json`).
-
-    It runs like a stage, but no recipe names it.
-    """
+    """Config of the input check (output in `findings.json`), which runs like a stage, but no recipe names it."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("verdict",)
 
     kind: Literal["check"] = "check"
     stages: tuple[StageInput, ...] = Field(
-        description="Stages whose inputs are checked. If an input model is not built yet, the check uses the model "
-        "that it will be trained from."
+        description="Stages whose inputs are checked; a model not built yet is checked by what it is trained from."
     )
 
 

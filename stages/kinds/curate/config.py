@@ -23,8 +23,7 @@ lij ln lo lt ltg lv mg mk ml mn mr ms mt my ne nl nn no nso oc om or pa pcm pl p
 sn so sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue zh zu zxx
 """
 LANGUAGES = frozenset(_CODES.split())
-"""Codes (ISO 639) of the languages that py3langid distinguishes, listed here since loading it takes a second; zxx means
-no language."""
+"""ISO 639 codes of py3langid's languages, listed here since loading it takes a second; zxx: no language."""
 
 
 def _known_language(code: str) -> str:
@@ -64,18 +63,15 @@ class Length(StrictModel):
     )
     min_turns: NonNegativeInt = Field(
         0,
-        description="Smallest number of messages in a conversation, without system messages; shorter conversations "
-        "are dropped.",
+        description="Smallest number of messages in a conversation, without system messages.",
     )
     max_turns: PositiveInt | None = Field(
         None,
-        description="Largest number of messages in a conversation, without system messages; longer "
-        "conversations are dropped.",
+        description="Largest number of messages in a conversation, without system messages.",
     )
 
     @property
     def counts_turns(self) -> bool:
-        """Return whether the length bounds count messages, so that they apply only to conversations."""
         return bool(self.min_turns or self.max_turns)
 
     @model_validator(mode="after")
@@ -102,10 +98,7 @@ PersonalData = Literal["email", "ip_address", "iban", "credit_card", "phone"]
 
 
 class Patterns(StrictModel):
-    """Regular expressions that rows must match or must not match.
-
-    Each is searched in all texts of a row, joined by newlines.
-    """
+    """Regular expressions that rows must match or must not match, in all texts of a row, joined by newlines."""
 
     exclude: tuple[RowPattern, ...] = Field(
         (), description="Regular expressions; rows that match at least one of them are dropped."
@@ -141,8 +134,7 @@ class Quality(StrictModel):
 
     rewards: dict[RewardName, AnyReward] = Field(
         min_length=1,
-        description="Rewards that score each row's answer, as in a generate stage. The reward `length` is not "
-        "allowed, since it counts tokens.",
+        description="Rewards that score each row's answer, as in a generate stage; not `length`, which counts tokens.",
     )
     above: float = Field(
         allow_inf_nan=False, description="Threshold on the sum of a row's rewards; only rows above it are kept."
@@ -164,7 +156,7 @@ class Quality(StrictModel):
 class Sample(StrictModel):
     """Settings of the curation step that keeps a random sample of the rows.
 
-    Rows are drawn by their content, so that adding rows to the dataset does not change which of the others come first.
+    Rows are drawn by their content, so that added rows do not change which of the others come first.
     """
 
     rows: PositiveInt | None = Field(None, description="Number of rows to draw; all rows are kept if there are fewer.")
@@ -218,7 +210,6 @@ class BenchmarkTasks(StrictModel):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Request to the evaluation harness for the samples of the benchmark tasks."""
         return Evaluation(self.harness, self.tasks, self.task_folder, trust_task_code=self.trust_task_code)
 
 
@@ -233,16 +224,13 @@ class Decontaminate(StrictModel):
     )
     benchmarks: dict[str, BenchmarkTasks] = Field(
         default_factory=dict,
-        description="Benchmark tasks to compare rows with, in blocks with names of your choice. Default: the tasks of "
-        "all `evaluate` stages of the recipe.",
+        description="Benchmark tasks to compare rows with, in named blocks; default: those of all `evaluate` stages "
+        "of the recipe.",
     )
 
 
 class CurateConfig(StageConfig):
-    """Config of the curate stage, which drops rows that should not be trained on.
-
-    The kept rows are in `data/`; each dropped row is listed with the reason.
-    """
+    """Config of the curate stage: writes the rows worth training on to `data/`, and lists dropped rows with reasons."""
 
     STAGE_VERSION: ClassVar[int] = 2  # `redact` finds addresses beside Chinese and Japanese, and Parquet has no nulls
     PRODUCTS = ("dataset",)
@@ -259,16 +247,13 @@ class CurateConfig(StageConfig):
     split: SplitName = Field("train", description="Split to curate: files whose name or folder begins with this text.")
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
-        description="Treatment of rows that cannot be parsed. fail: the stage fails. drop: list them in "
-        "dropped.jsonl and continue.",
+        description="Treatment of rows that cannot be parsed: fail the stage, or drop and list them in dropped.jsonl.",
     )
     max_bad_row_fraction: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="Largest share of rows that may be dropped "
-        "because they cannot be parsed; above it the "
-        "stage fails.",
+        description="Largest share of rows that may be dropped as unparsable; above it the stage fails.",
     )
     length: Length | None = Field(None, description="Curation step: drop rows that are too short or too long.")
     decontaminate: Decontaminate | None = Field(
@@ -305,10 +290,7 @@ class CurateConfig(StageConfig):
 
     @property
     def compared(self) -> NearDuplicates | None:
-        """Settings for finding near-duplicate rows; None if no curation step compares rows.
-
-        `held_out` needs them too, to keep near-duplicates in one split.
-        """
+        """Settings for finding near-duplicate rows, also for `held_out`, to keep them in one split; else None."""
         return self.near_duplicates or (NearDuplicates() if self.held_out else None)
 
     def completed_among(self, stages: Mapping[str, StageConfig]) -> Self:
@@ -333,10 +315,7 @@ class CurateConfig(StageConfig):
         return outside
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the custom code that the stage would run, in rewards and task folders, for the user's consent.
-
-        Raises EvaluationError for unknown tasks.
-        """
+        """Describe custom code in rewards and task folders, for the user's consent; EvaluationError: unknown task."""
         benchmarks = self.decontaminate.benchmarks.values() if self.decontaminate else ()
         of_tasks = (code for one in benchmarks for code in harness_of(one.evaluation).custom_code(one.evaluation))
         own = ((name, reward.custom_code()) for name, reward in self.quality.rewards.items()) if self.quality else ()
@@ -368,10 +347,7 @@ class CurateConfig(StageConfig):
 
 
 def _benchmarks_of(stages: Mapping[str, StageConfig]) -> list[BenchmarkTasks]:
-    """Return the benchmark tasks of all `evaluate` stages, grouped by harness and task folder.
-
-    Names of stages are left out: they are no part of the identity.
-    """
+    """Return the benchmark tasks of all `evaluate` stages, without stage names, which are no part of the identity."""
     tasks: dict[tuple[str, Path | None, bool], set[str]] = {}
     for stage in stages.values():
         evaluation = getattr(stage, "evaluation", None)

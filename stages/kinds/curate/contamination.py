@@ -1,9 +1,9 @@
 """Detection of benchmark contamination: rows that share word n-grams with benchmark samples, as in GPT-3's paper.
 
-A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with a sample: its question, its
-answer, or any other text that it has. Samples of 8 to 12 words are searched as a whole, and for shorter questions whole
-texts of rows are compared, since 5 words stand in many texts that have seen no benchmark. Runs that most samples of a
-task have are the task's own words, such as an instruction, and do not count.
+A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with any text of a sample.
+Samples of 8 to 12 words are searched as a whole, and for shorter questions whole texts of rows are compared, since 5
+words stand in many texts that have seen no benchmark. Runs that most samples of a task have, such as an instruction, do
+not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ SHORTEST_RUN = 8
 SHORTEST_WHOLE = 4
 """Fewest words of a benchmark question that is compared as a whole with a row's questions and with its full text."""
 FEWEST_ITEMS = 10
-"""Smallest number of samples of a task for its shared n-grams to be ignored as instructions. N-grams in more than half
-of the samples are shared."""
+"""Smallest number of samples of a task for n-grams in more than half of them to be ignored as instructions."""
 SHOWN_CHARACTERS = 100
 
 
@@ -113,10 +112,7 @@ class Benchmarks:
         return is_kept
 
     def _counted(self, several: Sequence[tuple[Hashes, int]], num_items: int) -> tuple[Hashes, NDArray[np.int64]]:
-        """Remove n-grams that most samples of a task share, such as an instruction.
-
-        Returns the others, each with the number of a sample.
-        """
+        """Remove n-grams that most samples of a task share; return the others, each with the number of a sample."""
         runs = np.concatenate([of_item for of_item, _ in several])
         items = np.concatenate([np.full(len(of_item), number) for of_item, number in several])
         # A run is in each item's array once, so its count is a number of samples.

@@ -1,11 +1,10 @@
 """Near-duplicate detection: finds rows with nearly the same words by MinHash, and confirms each exactly.
 
-A row is the set of its runs of words; the similarity of two rows is the Jaccard similarity |A ∩ B| / |A ∪ B| of their
-sets. MinHash (Broder 1997) keeps, for each of `NUM_HASHES` hash functions, the smallest value of a set: two sets share
-such a value with a probability that is their similarity. Locality-sensitive hashing looks only at pairs that share all
-values of one of several bands, and these are compared by the sets themselves: no reported pair is wrong, and of pairs
-with the requested similarity, one in 200 is missed at most. Written with numpy: these 60 lines take a fourth of the
-time of `datasketch`, which makes a Python object of each row.
+The similarity of two rows is the Jaccard similarity |A ∩ B| / |A ∪ B| of their sets of word runs. MinHash (Broder 1997)
+keeps, for each of `NUM_HASHES` hash functions, the smallest value of a set: two sets share it with a probability that
+is their similarity. Locality-sensitive hashing looks only at pairs that share all values of one of several bands, and
+these are compared by the sets themselves: no reported pair is wrong, and of pairs with the requested similarity, one in
+200 is missed at most. Takes a fourth of the time of `datasketch`, which makes a Python object of each row.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ NUM_HASHES = 128
 FOUND = 0.995
 """Smallest probability with which MinHash bands find a pair of rows that has the requested similarity."""
 ESTIMATE_MARGIN = 0.2
-"""Margin by which MinHash may underestimate a pair's similarity before the exact comparison is skipped. It is over 4
-standard deviations."""
+"""Margin (4 standard deviations) by which MinHash may underestimate a similarity that is still compared exactly."""
 CHUNK_RUNS = 4096
 SEED = 0
 
@@ -38,11 +36,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Repeats:
-    """Near-duplicates that were found: for each row the earlier row that it repeats, and their similarity.
-
-    of: number of the earlier row that each row repeats; its own number if it repeats none.
-    similarity: of the two.
-    """
+    """Near-duplicates: each row's earlier row that it repeats (its own number if none), and their similarity."""
 
     of: NDArray[np.int64]
     similarity: NDArray[np.float32]
@@ -51,10 +45,8 @@ class Repeats:
 def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: int) -> Hashes:
     """Return the sorted set of a row's word n-gram hashes, by which rows are compared.
 
-    parts: texts of each message, as in `ReadRow`.
-    label: whether the answer is a good one, in a dataset of labelled answers.
-
-    A chosen answer differs from a rejected one, and a good one from a bad one, of the same words.
+    parts: texts of each message, as in `ReadRow`. label: whether a labelled answer is good. A chosen answer differs
+    from a rejected one, and a good one from a bad one, of the same words.
     """
     sets = []
     for number, texts in enumerate(parts):
@@ -79,7 +71,6 @@ class Sets:
         self._offsets = draw.integers(0, 2**63, NUM_HASHES, np.uint64)
 
     def add(self, runs: Hashes) -> None:
-        """Append the next row's n-gram hashes and MinHash signature to the files."""
         self._end += len(runs)
         self._files[RUNS].write(runs.tobytes())
         self._files[ENDS].write(np.uint64(self._end).tobytes())
@@ -106,10 +97,7 @@ class Comparison:
         self._says_something = np.diff(self._ends, prepend=0) > 0  # ends [3, 3, 7] -> sizes [3, 0, 4]
 
     def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
-        """Find the `kept` rows that are near-duplicates of an earlier row which is itself no duplicate.
-
-        Of several such earlier rows, the first is returned.
-        """
+        """Return the `kept` rows that are near-duplicates of an earlier, non-duplicate row, with the first such row."""
         rows = np.flatnonzero(kept & self._says_something)
         links = self._linked(rows)
         of = np.arange(len(self._ends))
@@ -126,9 +114,8 @@ class Comparison:
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
         """Return for each row the first row of its group of near-duplicates, int64 [rows].
 
-        A row belongs to a group if it is similar to at least one row of the group.
-        Of rows of the same set one is compared, and a row is not compared within its own group: with copies, the time
-        grows with the number of rows, not with its square.
+        A group is linked by similar pairs. Of rows of the same set one is compared, and no row with its own group, so
+        that with copies the time grows with the number of rows, not with its square.
         """
         rows = np.flatnonzero(kept & self._says_something)
         representatives = self._first_of_set(rows)
@@ -144,9 +131,8 @@ class Comparison:
     def _join_alike(self, number: int, groups: _Groups, num_bands: int) -> None:
         """Merge a row's near-duplicate group with those of all similar earlier rows.
 
-        Only rows that share a MinHash band with the row are compared.
-        The next rows of each band are compared together, twice as many in each round: those of the row's own group are
-        passed over, which after the first rounds are most.
+        Only rows that share a MinHash band are compared, the next rows of each band together, twice as many in each
+        round: after the first rounds most are of the row's own group, and passed over.
         """
         compared: set[int] = set()
         places, num_rows = [(band, number) for band in range(num_bands)], 1
@@ -176,10 +162,7 @@ class Comparison:
         return rows[first[inverse]]
 
     def _linked(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return, for each MinHash band, each row's nearest earlier row with the same values in the band.
-
-        int64 [rows] for each band; -1 where there is none.
-        """
+        """Return, per MinHash band, each row's nearest earlier row with the same values, int64 [rows], or -1."""
         num_values = values_per_band(self._threshold)
         predecessors = []
         for band in range(NUM_HASHES // num_values):
@@ -212,10 +195,7 @@ class Comparison:
 
 
 def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.int64]]) -> Iterator[int]:
-    """Yield earlier rows that share a MinHash band with a row and are no duplicates themselves.
-
-    Links to rows that do repeat one are shortened on the way.
-    """
+    """Yield earlier rows that share a MinHash band with a row and repeat none; shorten links to rows that do."""
     for previous in links:
         other = number
         while other >= 0:
@@ -229,10 +209,7 @@ def _first_ones(number: int, of: NDArray[np.int64], links: Sequence[NDArray[np.i
 
 
 class _Groups:
-    """Groups of near-duplicate rows as a union-find structure; each group is identified by its first row.
-
-    links: of each band, each row's predecessor in it, or -1.
-    """
+    """Groups of near-duplicate rows (union-find), named by their first row. links: predecessors per band, or -1."""
 
     def __init__(self, num_rows: int, links: Sequence[NDArray[np.int64]]) -> None:
         self._first = np.arange(num_rows)
@@ -240,7 +217,6 @@ class _Groups:
         self._beyond_group = [previous.copy() for previous in links]
 
     def find(self, row: int) -> int:
-        """Return the first row of a row's group of near-duplicates."""
         first = self._first
         while first[row] != row:
             first[row] = first[first[row]]  # path halving
@@ -248,7 +224,6 @@ class _Groups:
         return row
 
     def join(self, one: int, other: int) -> None:
-        """Merge the near-duplicate groups of two rows."""
         low, high = sorted((self.find(one), self.find(other)))
         self._first[high] = low
 
@@ -264,10 +239,7 @@ class _Groups:
         return other
 
     def _beyond(self, band: int, row: int) -> int:
-        """Return the nearest earlier row of another group that has the same values in a MinHash band; -1 if none.
-
-        Skipped links are shortened.
-        """
+        """Return the nearest earlier row of another group in a MinHash band, or -1; shorten skipped links."""
         previous, group = self._beyond_group[band], self.find(row)
         other = int(previous[row])
         while other >= 0 and self.find(other) == group:
@@ -277,10 +249,7 @@ class _Groups:
 
 
 def values_per_band(threshold: float) -> int:
-    """Return the number of MinHash values per band that still finds pairs of rows with the requested similarity.
-
-    It is the largest v with 1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for the similarity t and b bands of v values.
-    """
+    """Return the largest v with 1 - (1 - tᵛ)ᵇ ≥ `FOUND`, for the similarity t and b MinHash bands of v values."""
     return next(
         values for values in range(NUM_HASHES, 0, -1) if 1 - (1 - threshold**values) ** (NUM_HASHES // values) >= FOUND
     )

@@ -22,10 +22,6 @@ class Report:
     """Counts and examples of the rows that a curation reads and drops. Memory does not grow with the number of rows."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:
-        """Create a curation report, which writes each dropped row to `stream` as a line of JSON.
-
-        Keys: `dataset`, `file`, `line` or `row`, `step`, `reason`.
-        """
         self._stream = stream
         self._read: Counter[str] = Counter()
         self._dropped = Counter(dict.fromkeys((BAD_ROWS, *(step for step in steps if step != HELD_OUT)), 0))
@@ -36,7 +32,6 @@ class Report:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State of the curation report (counts and examples) as JSON, from which a killed stage continues."""
         return {
             "read": self._read,
             "dropped": self._dropped,
@@ -45,7 +40,6 @@ class Report:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the curation report's counts and examples from the state that an earlier, killed run saved."""
         self._read.update(state["read"])
         self._dropped.update(state["dropped"])
         self.redacted.update(state["redacted"])
@@ -60,11 +54,9 @@ class Report:
         return self.num_read - self._dropped.total()
 
     def read(self, dataset: str) -> None:
-        """Count a row that was read from a dataset, for the curation report."""
         self._read[dataset] += 1
 
     def drop(self, place: SourcePlace, step: str, reason: str, content: object = None) -> None:
-        """Record a row that a curation step drops, with the reason."""
         self._dropped[step] += 1
         row = {**place.columns(), "step": step, "reason": reason}
         self._stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -73,10 +65,7 @@ class Report:
             self._examples[step].append({"row": str(place), "reason": reason, "content": text})
 
     def check(self, config: CurateConfig) -> None:
-        """Raise DataError if more rows are unreadable than the recipe allows, or if curation left no row.
-
-        The message names the step that emptied the dataset, and what the steps before it left.
-        """
+        """Raise DataError, with the steps' counts, if too many rows are unreadable or curation left no row."""
         self._check_bad_rows(config)
         if self.num_kept:
             return
@@ -111,7 +100,6 @@ class Report:
             )
 
     def document(self) -> dict[str, Any]:
-        """Return the content of a curation's `report.json`."""
         steps = [
             {"step": step, "dropped": dropped, "kept": kept, "examples": self._examples[step]}
             for step, dropped, kept in self._counts()
@@ -120,7 +108,6 @@ class Report:
         return {"rows_read": dict(self._read), "steps": steps, **{name: count for name, count in more.items() if count}}
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of kept, dropped, held-out and masked rows as MLflow metrics, by metric name."""
         found = {"num_rows": float(self.num_kept), "kept_share": self.num_kept / max(1, self.num_read)}
         found |= {} if self.num_held_out is None else {"num_held_out": float(self.num_held_out)}
         found |= {f"dropped_{step}": float(dropped) for step, dropped, _ in self._counts()}

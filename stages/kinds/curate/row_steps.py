@@ -1,7 +1,6 @@
 """Curation steps that judge one row at a time (length, patterns, language, decontamination), masking, and rewards.
 
-Languages are identified by py3langid, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012,
-langid.py: An Off-the-shelf Language Identification Tool).
+py3langid identifies languages, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012, langid.py).
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ from stages.rewards.reward import Completion, RewardContext
 LONGEST_CHARACTERS = 4000
 """Number of characters at a row's beginning by which its language is identified; more would only take longer."""
 FEWEST_LETTER_BYTES = 20
-"""Smallest number of bytes of letters (UTF-8) in a row for which its language is identified.
-
-Bytes, since languages that say more with a letter have longer ones.
-"""
+"""Smallest number of UTF-8 bytes of letters for which a language is identified; bytes count a letter's information."""
 SEARCH_TIMEOUT_S = 5.0
 """Time limit in seconds for searching one pattern in one row, as some patterns take exponential time."""
 SHOWN_CHARACTERS = 60
@@ -42,9 +38,8 @@ KEPT_FOLDER = "rewards"
 
 
 def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str, RowStep]]:
-    """Yield the requested curation steps that judge one row at a time, as pairs of a name and a function.
+    """Yield the requested single-row steps in order: name, and function that returns the reason to drop a row, or None.
 
-    The function returns the reason to drop a row, or None. Steps come in the order in which they run.
     Raises EvaluationError for unreadable tasks.
     """
     if length := config.length:
@@ -58,10 +53,7 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
 
 
 def first_reason(steps: Sequence[tuple[str, RowStep]], place: SourcePlace, row: ReadRow) -> tuple[str, str] | None:
-    """Return the name of the first curation step that drops a row, and the reason; None if every step keeps the row.
-
-    A DataError names the row.
-    """
+    """Return the first curation step that drops a row, and the reason, or None. A DataError names the row."""
     for name, step in steps:
         try:
             reason = step(row)
@@ -90,10 +82,7 @@ def benchmarks_of(config: Decontaminate, context: StageContext) -> Benchmarks:
 
 
 def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
-    """Return why a row is too short or too long; None if it is not.
-
-    Raises DataError for a row without turns where these are counted.
-    """
+    """Return why a row is too short or long, or None; raise DataError for a row without turns if these are counted."""
     characters = sum(len(text) for texts in row.parts for text in texts)
     measured = {"characters": characters}
     if bounds.counts_turns:
@@ -110,10 +99,7 @@ def too_short_or_long(row: ReadRow, bounds: Length) -> str | None:
 
 
 def found_or_not(row: ReadRow, patterns: Patterns) -> str | None:
-    """Return why the recipe's regular expressions drop a row; None if they do not.
-
-    Raises DataError for a search that does not end within `SEARCH_TIMEOUT_S`.
-    """
+    """Return why the recipe's patterns drop a row, or None; raise DataError for a search beyond `SEARCH_TIMEOUT_S`."""
     text = "\n".join(text for texts in row.parts for text in texts)
     for pattern in patterns.exclude:
         if match := _searched(pattern, text):
@@ -144,10 +130,7 @@ class LanguageFilter:
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def reason(self, row: ReadRow) -> str | None:
-        """Return why the language filter drops a row; None if the filter keeps the row.
-
-        A row with too few letters to tell its language is kept.
-        """
+        """Return why the language filter drops a row, or None; one with too few letters to tell is kept."""
         text = "\n".join(text for texts in row.parts for text in texts)[:LONGEST_CHARACTERS]
         if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:
             return None
@@ -163,10 +146,7 @@ class LanguageFilter:
 
 
 class Redactor:
-    """Curation step that masks personal data in rows and counts what it masks.
-
-    readers: the reader of each dataset's rows.
-    """
+    """Curation step that masks personal data in rows and counts it. readers: the reader of each dataset's rows."""
 
     def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
         self._kinds = kinds
@@ -174,10 +154,7 @@ class Redactor:
         self._readers = readers
 
     def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
-        """Return the row with its personal data masked.
-
-        If masking makes the row invalid, the step and the reason for dropping the row follow.
-        """
+        """Return the row with its personal data masked, and step and reason to drop it if that makes it invalid."""
         content = redacted(row.content, self._kinds, self._counts)
         try:
             return self._readers[dataset].read(content), None
@@ -186,10 +163,7 @@ class Redactor:
 
 
 def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:
-    """Yield each row's number and the sum of its answer's rewards, for curation's quality filter.
-
-    Raises DataError for a row without exactly one answer.
-    """
+    """Yield each row's number and its answer's summed rewards; raise DataError unless it has exactly one answer."""
     readers: dict[str, AnyRowReader] = {}
     own = RewardContext(context.inputs, context.scratch / KEPT_FOLDER, context.warn)
     with judging(config.rewards, own) as judge:

@@ -1,11 +1,10 @@
 """Curate stage: reads datasets, and writes the rows that are worth training on and a report of the others.
 
-In: artifacts of datasets. Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, with origin and
-reason of each row that was left out; `report.json`, what each step kept and dropped, with examples.
+Out: `data/train.jsonl`, rows as they were, in their order; `dropped.jsonl`, with origin and reason of each row that was
+left out; `report.json`, what each step kept and dropped, with examples.
 
-Rows stream: steps that look at one row at a time write the rows that they leave to the scratch folder; those that
-compare rows keep numbers of them in memory, not their content. The same rows and steps give the same bytes, also when
-an attempt continues a killed one.
+Steps that look at one row at a time write the rows that they leave to the scratch folder; those that compare rows keep
+only numbers in memory. The same rows and steps give the same bytes, also after a kill.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ def rows_of(
 ) -> Iterator[tuple[SourcePlace, ReadRow]]:
     """Yield each valid row of the datasets with its origin; rows that cannot be parsed are recorded in the report.
 
-    readers: gets a reader for each dataset.
-    num_known: rows that an earlier attempt has seen; they only determine which format is read.
-
-    Raises DataError for datasets that are not of one format.
+    readers: gets a reader for each dataset. num_known: rows that an earlier attempt has seen, which only determine the
+    format. Raises DataError for datasets that are not of one format.
     """
     for name in config.datasets:
         folder = context.inputs[name] / "data"
@@ -98,11 +95,7 @@ def _check_one_format(readers: Readers) -> None:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Rows that a curation step drops after comparing all rows, such as duplicates.
-
-    rows: bool [rows], True for rows that are left out.
-    reason: returns the reason for a row, by its number.
-    """
+    """Rows that a step drops after comparing all rows, bool [rows]. reason: returns that of a row's number."""
 
     step: str
     rows: NDArray[np.bool_]
@@ -112,8 +105,7 @@ class LeftOut:
 def run(config: CurateConfig, context: StageContext) -> StageResult:
     """Curate the datasets; write the kept rows to `data/`, and report the dropped ones.
 
-    Raises DataError for rows that cannot be read, and formats that cannot be one dataset. A dataset of which nothing is
-    left, or nothing to hold out, is refused.
+    Raises DataError for rows that cannot be read, several formats, and where nothing is left to train on or hold out.
     """
     folder = context.scratch / "rows"
     with (
@@ -141,10 +133,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
 
 
 def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
-    """Read all rows of the datasets, and write those that the single-row steps keep to temporary files.
-
-    Rows that an earlier attempt kept are not read again.
-    """
+    """Write the rows that the single-row steps keep to temporary files, continuing where an earlier attempt was."""
     if files.state:
         report.restore(files.state)
         context.milestone(f"continuing after {report.num_read} rows")
@@ -231,10 +220,7 @@ def drawn(digests: NDArray[np.uint64], kept: NDArray[np.bool_], config: Sample, 
 
 
 def ranks(digests: NDArray[np.uint64], seed: int, purpose: str) -> NDArray[np.uint64]:
-    """Return a uniform random number for each row, uint64 [rows], to draw rows by.
-
-    Row content, seed and purpose determine the number; another purpose gives independent numbers.
-    """
+    """Return a uniform random number for each row, uint64 [rows], from its content, the seed and the purpose."""
     salt = f"{purpose} {seed}".encode()
     found = (hashlib.blake2b(digest.tobytes() + salt, digest_size=8).digest() for digest in digests)
     return np.frombuffer(b"".join(found), np.uint64)
@@ -248,10 +234,7 @@ def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
 def _held_out(
     config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Choose the validation rows, keeping groups of near-duplicates together; returns a mask, bool [rows].
-
-    The stage fails if no row is left for training or for validation.
-    """
+    """Return the validation rows, bool [rows], near-duplicates together; fail if either split would be empty."""
     if not (comparison and config.held_out):
         return np.zeros(len(spool), np.bool_)
     groups = comparison.groups(kept, _progress(context, "grouping"))
@@ -286,10 +269,7 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
 def _write(
     spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
 ) -> None:
-    """Write the rows that no curation step drops to the curated dataset, and record the dropped ones in the report.
-
-    Rows are unchanged except for masked personal data.
-    """
+    """Write the rows that no step drops, unchanged but for masked data, and record the dropped ones in the report."""
     data = context.work / "data"
     shutil.rmtree(data, ignore_errors=True)  # of an attempt that ended while it wrote
     data.mkdir()

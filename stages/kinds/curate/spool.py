@@ -1,7 +1,6 @@
 """Temporary files for rows that passed curation's single-row steps, until the steps that compare all rows run.
 
-Files only grow, and a note says how far they belong together: after a kill they are cut back to that, and the stage
-continues from there.
+Files only grow, and a note says how far they belong together: after a kill they are cut back to that.
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ class SourcePlace:
         return f"{self.dataset} {self.place}"
 
     def columns(self) -> dict[str, object]:
-        """Return a row's origin as columns for `dropped.jsonl`: dataset, file, line or row number."""
         return {"dataset": self.dataset, "file": self.place.file, self.place.counts: self.place.number}
 
 
 @dataclass(frozen=True)
 class SpooledRow:
-    """Row that curation's single-row steps kept, with its number in the temporary files and its origin.
-
-    number: in the order of the files, from 0.
-    """
+    """Row that curation's single-row steps kept, with its origin and its number in the temporary files, from 0."""
 
     number: int
     place: SourcePlace
@@ -52,10 +47,7 @@ class SpooledRow:
 
 
 class KeptFiles:
-    """Append-only files with checkpoints: after a kill, they are cut back to the last checkpoint.
-
-    state: what the last `keep` was given; None before the first.
-    """
+    """Append-only files, cut back to the last checkpoint after a kill. state: what it was given, or None."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         folder.mkdir(exist_ok=True)
@@ -95,10 +87,7 @@ class SpoolWriter:
         self._files = files
 
     def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row to the temporary files of a curation.
-
-        canonical: text that is equal for rows that teach a model the same, by which exact duplicates are found.
-        """
+        """Append a row to curation's files. canonical: text that is equal for exact duplicates."""
         self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
         self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
         at = place.place
@@ -119,12 +108,10 @@ class Spool:
         return len(self._offsets)
 
     def rows(self) -> Iterator[SpooledRow]:
-        """Yield all rows in curation's temporary files in order."""
         with self._path.open("rb") as stream:
             yield from (_parsed(number, line) for number, line in enumerate(stream))
 
     def row(self, number: int) -> SpooledRow:
-        """Read one row of curation's temporary files by its number."""
         with self._path.open("rb") as stream:
             stream.seek(int(self._offsets[number]))
             return _parsed(number, stream.readline())

@@ -33,10 +33,7 @@ def hashes_of(words: list[str]) -> Hashes:
 
 
 def runs_of(hashes: Hashes, num_words: int) -> Hashes:
-    """Return a hash of each n-gram of `num_words` words, uint64 [words - num_words + 1].
-
-    Empty if there are fewer words.
-    """
+    """Return a hash of each n-gram of `num_words` words, uint64 [words - num_words + 1], or none."""
     num_runs = len(hashes) - num_words + 1
     if num_runs < 1:
         return hashes[:0]

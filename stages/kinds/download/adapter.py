@@ -1,8 +1,7 @@
 """Import of a LoRA adapter that was trained elsewhere: checks that it fits its base model, and records predictions.
 
-Its files name a base by the name that it had there; here it is the artifact that the recipe names, once every layer is
-found there in its size. Predictions of base and adapter for a few texts stand in for the record of a training, so that
-merging and serving are compared with them.
+Its base is the artifact that the recipe names, once every layer is found there in its size. Predictions for a few texts
+stand in for the record of a training, for merging and serving to compare with.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ NUM_NAMED = 5
 
 
 def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
-    """Turn a downloaded PEFT adapter in `folder` into an adapter of the base model artifact `base`.
-
-    Raises ModelError if it cannot be one.
-    """
+    """Turn a PEFT adapter in `folder` into one of the base model artifact `base`; raise ModelError if it cannot be."""
     _check_config(read_headers(folder).config, folder)
     adapter = read_adapter(folder)
     if not adapter.is_sum:
@@ -104,10 +100,7 @@ def _check_config(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _predicted(adapter: Adapter, base: Path, context: StageContext, trust_remote_code: bool) -> list[RecordedDocument]:
-    """Return example texts with the predictions of the base model with the downloaded adapter.
-
-    Raises ModelError if the adapter changes nothing.
-    """
+    """Return texts with predictions of base and adapter; raise ModelError if the adapter changes nothing."""
     tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
     rows = [tokenizer(text).input_ids for text in TEXTS]
     unread = [RecordedDocument(row[:-1], row[1:], 0.0) for row in rows]  # each token's target is the next one

@@ -16,10 +16,7 @@ from stages.hubs.registry import HUBS, forms, hub_of, parse_source, streaming_pr
 
 
 class DownloadConfig(FetchedConfig):
-    """Config of the download stage, which fetches one model, adapter or dataset.
-
-    Output: `model/`, `adapter/` or `data/`.
-    """
+    """Config of the download stage: fetches one model, adapter or dataset into `model/`, `adapter/` or `data/`."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model", "adapter", "dataset")
@@ -37,9 +34,7 @@ class DownloadConfig(FetchedConfig):
     )
     files: tuple[str, ...] | None = Field(
         None,
-        description="Glob patterns; only files that match one of them are "
-        "fetched. Default: the files that a model or dataset "
-        "needs.",
+        description="Glob patterns of the files to fetch; default: the files that a model or dataset needs.",
     )
     stream: Annotated[bool, AddedLater()] = Field(
         False,
@@ -92,9 +87,8 @@ class DownloadConfig(FetchedConfig):
         return Request(self.source, patterns, self.trust_remote_code)
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return the download's config for the cache key, without a file's path or a hub's branch.
+        """Return the config for the cache key, with the resolved revision instead of a file's path or a hub's branch.
 
-        The resolved revision identifies the content instead.
         For a dataset that stays where it is, the place counts as well.
         """
         place = str(self.source) if self.stream and self.source.place.endswith("://") else self.source.place

@@ -1,7 +1,6 @@
 """Download stage: fetches a model (into `model/`), an adapter (`adapter/`) or a dataset (`data/`), and checks it.
 
-A streamed dataset is represented by pointers to its files. The hub fetches the files; the stage checks what a model
-needs, and reports the size.
+A streamed dataset is represented by pointers to its files.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def _point(config: DownloadConfig, revision: str, folder: Path, context: StageCo
 
 
 def _drop_foreign_note(config: DownloadConfig, context: StageContext, folder: Path) -> None:
-    """Delete a downloaded model's record of its training, unless this artifact store wrote it.
-
-    The record decides whether prompts are sent as chats, and which date they show.
-    """
+    """Delete the record of its training (chat prompts, date shown) of a model from outside this artifact store."""
     work, source = context.work.resolve(), Path(config.source.name).resolve()
     is_ours = config.source.hub == "file" and work.parents[1].name == ".work" and source.is_relative_to(work.parents[2])
     note = folder / TRAINED_ON_FILE

@@ -18,10 +18,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield an evaluate stage's errors, each with its dotted config field.
-
-    A text instead of an error names what could not be checked.
-    """
+    """Yield an evaluate stage's errors by dotted config field; a text names what could not be checked."""
     config = EvaluateConfig.model_validate(stage_input.config)
     artifact = stage_input.inputs[config.model]
     model = next((folder for folder in (artifact / ADAPTER_FOLDER, artifact / "model") if folder.is_dir()), None)

@@ -41,8 +41,8 @@ class EvaluateConfig(AskedModelConfig):
     )
     apply_chat_template: bool | None = Field(
         None,
-        description="Send each question as a user's chat message (true) or as plain text (false). Default: as the "
-        "model was last trained, if this project trained it; else true if it has a chat template.",
+        description="Send each question as a user's chat message (true) or as plain text. Default: as this project "
+        "last trained the model; else true if it has a chat template.",
     )
     seed: int | None = Field(
         None,
@@ -67,7 +67,6 @@ class EvaluateConfig(AskedModelConfig):
         return {**super().resolve_outside(limit_s), **own}
 
     def to_install(self) -> str | None:
-        """Return the packages that the harness must install first, with their size; None if all are installed."""
         return harness_of(self.evaluation).to_install()
 
     def hint_for(self, recipe_folder: Path) -> str | None:
@@ -83,9 +82,8 @@ class EvaluateConfig(AskedModelConfig):
         return None
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the custom code that an evaluation would run, for the user's consent.
+        """Describe the custom code that an evaluation would run, such as `sums.yaml: !function utils.score`.
 
-        Example: `sums.yaml: !function utils.score`.
         Raises EvaluationError for tasks that do not exist.
         """
         return (*super().custom_code(), *harness_of(self.evaluation).custom_code(self.evaluation))
@@ -117,7 +115,6 @@ class EvaluateConfig(AskedModelConfig):
 
     @property
     def evaluation(self) -> Evaluation:
-        """Return the evaluation request for the harness. Questions are chat messages only if the config says so."""
         return Evaluation(
             harness=self.harness,
             tasks=self.tasks,

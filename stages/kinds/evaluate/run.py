@@ -1,7 +1,7 @@
 """Evaluate stage: runs benchmark tasks against a served model, and stores the scores and all answers.
 
-In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, `samples/TASK.jsonl` (every prompt, answer
-and score; schema in `stages/harnesses/harness.py`), and the scores as metrics.
+In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, and `samples/TASK.jsonl` (every prompt,
+answer and score; schema in `stages/harnesses/harness.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     """Run the evaluation, and write its scores and samples.
 
     Raises EvaluationError, ModelError or ResourceError for bad input before anything slow; ServerError when the server
-    does not come up; TransientError when it goes away: the next attempt continues where this one was.
+    does not come up; TransientError when it goes away, where the next attempt continues.
     """
     # SystemExit leaves the contexts below, which end a server of ours.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -62,10 +62,7 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
 
 
 def _ask_as_chat(config: EvaluateConfig, model: Path, context: StageContext) -> bool:
-    """Return whether questions are sent as chat messages: as the recipe says, else as the model was trained.
-
-    Raises EvaluationError for a chat without a template.
-    """
+    """Return whether questions are chats, by the recipe or the model's training; EvaluationError without a template."""
     trained, asked = trained_on_conversations(model), config.apply_chat_template
     as_chat = is_asked_as_chat(model) if asked is None else asked
     if asked is None:

@@ -27,8 +27,8 @@ class PromptsConfig(StrictModel):
     )
     reference: str | None = Field(
         None,
-        description="Name of the column with the right answer. Default: the row's last answer, or `answer`, "
-        "`solution` or `ground_truth`.",
+        description="Column with the right answer; default: the row's last answer, `answer`, `solution`, "
+        "`ground_truth`.",
     )
 
 
@@ -51,8 +51,8 @@ class GenerateConfig(AskedModelConfig):
     system: str | None = Field(None, min_length=1, description="System message for chat prompts that have none.")
     apply_chat_template: bool | None = Field(
         None,
-        description="Send plain-text prompts as a user's chat message (true) or as they are (false). Default: as the "
-        "model was last trained, if this project trained it; else true if it has a chat template.",
+        description="Send plain-text prompts as a user's chat message (true) or as they are. Default: as this project "
+        "last trained the model; else true if it has a chat template.",
     )
     num_samples: PositiveInt = Field(1, le=1024, description="Number of completions to sample for each prompt.")
     temperature: float = Field(
@@ -62,8 +62,7 @@ class GenerateConfig(AskedModelConfig):
         1.0,
         gt=0,
         le=1,
-        description="Top-p sampling: sample from the likeliest tokens whose probabilities sum to "
-        "this; 1 samples from all.",
+        description="Top-p sampling: from the likeliest tokens whose probabilities sum to this; 1 samples from all.",
     )
     max_tokens: PositiveInt = Field(
         256, description="Largest number of tokens in a completion; longer ones are cut off and never kept."
@@ -76,13 +75,12 @@ class GenerateConfig(AskedModelConfig):
     keep: Literal["all", "best", "pairs"] | Above = Field(
         "all",
         description="Completions to keep as training rows. all: all but cut-off, empty and repeated ones; best: each "
-        "prompt's completion with the largest sum of rewards; {above: x}: all whose sum is greater than "
-        "x; pairs: each prompt's best as chosen and worst as rejected, for preference methods.",
+        "prompt's with the largest sum of rewards; {above: x}: all with a sum above x; pairs: best as "
+        "chosen and worst as rejected.",
     )
     min_gap: PositiveFloat | None = Field(
         None,
-        description="With `keep: pairs`: smallest reward difference between the best and the worst completion. "
-        "Default: any difference.",
+        description="With `keep: pairs`: smallest reward difference of best and worst; default: any difference.",
     )
 
     @property

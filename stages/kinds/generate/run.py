@@ -1,8 +1,8 @@
 """Generate stage: samples completions of prompts from a served model, scores them, and writes kept ones as dataset.
 
-In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl` (rows that training
-stages read) and `completions.jsonl` (every completion: prompt, text, seed, each reward, their sum, and its outcome:
-`kept`, `chosen`, `rejected`, or why it was dropped); in `rewards/` what rewards keep, such as a judge's answers.
+In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `data/train.jsonl`; `completions.jsonl`
+(prompt, text, seed, each reward, their sum, and outcome: `kept`, `chosen`, `rejected`, or why it was dropped); in
+`rewards/` what rewards keep, such as a judge's answers.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ class Answered:
 def run(config: GenerateConfig, context: StageContext) -> StageResult:
     """Sample completions, score them, and write those that are kept as training rows.
 
-    Raises DataError for prompts that cannot be asked and completions that cannot be judged; ModelError, ResourceError
-    or ServerError for a server that does not come up; TransientError when it goes away. A dataset without rows is
-    refused.
+    Raises DataError for unusable prompts, completions that cannot be judged, or no rows; ModelError, ResourceError or
+    ServerError for a server that does not come up; TransientError when it goes away.
     """
     # SystemExit leaves the contexts below, which end a server of ours.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -24,11 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Selection among one prompt's completions: the training rows, and why each other completion is dropped.
-
-    rows: the rows to learn from.
-    outcomes: of each completion: `kept`, `chosen`, `rejected`, or why it was dropped.
-    """
+    """Training rows of one prompt's completions. outcomes: per completion `kept`, `chosen`, `rejected`, or why not."""
 
     rows: tuple[Row, ...]
     outcomes: tuple[str, ...]

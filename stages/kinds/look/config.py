@@ -12,10 +12,7 @@ LOOK_FILE = "look.json"
 
 
 class LookConfig(StageConfig):
-    """Config of the look stage, which writes to `look.json` a preview of the rows that another stage will see.
-
-    It runs like a stage, but no recipe names it.
-    """
+    """Config of the look stage, a preview of another stage's rows (`look.json`), which no recipe names."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("verdict",)

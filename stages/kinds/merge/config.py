@@ -16,10 +16,7 @@ Combination = Literal["linear", "ties", "dare_linear", "dare_ties"]
 
 
 class MergeConfig(StageConfig):
-    """Config of the merge stage: adds one or several LoRA adapters to the weights of their base model.
-
-    Output: `model/`, in the base model's dtype.
-    """
+    """Config of the merge stage: adds one or several LoRA adapters to their base model's weights, in its dtype."""
 
     STAGE_VERSION: ClassVar[int] = 1
     PRODUCTS = ("model",)
@@ -38,9 +35,9 @@ class MergeConfig(StageConfig):
     )
     combination: Annotated[Combination, AddedLater()] = Field(
         "linear",
-        description="Method of combining `adapters`. linear: weighted sums of the adapters' matrices A and of their "
-        "matrices B; ties: sums of the largest elements whose signs agree (Yadav et al. 2023); dare_…: "
-        "sums of random elements (Yu et al. 2024).",
+        description="Method of combining `adapters`. linear: weighted sums of their matrices A and of their matrices "
+        "B; ties: sums of the largest elements whose signs agree (Yadav et al. 2023); dare_…: sums of "
+        "random elements (Yu et al. 2024).",
     )
     density: Annotated[Density | None, AddedLater()] = Field(
         None, description="Share of each adapter's elements that the methods ties and dare_… keep, between 0 and 1."
@@ -50,15 +47,13 @@ class MergeConfig(StageConfig):
     )
     max_difference: PositiveFloat = Field(
         0.05,
-        description="Largest mean difference, in nats per token, between the merged model's log-probabilities and "
-        "those that training recorded for some documents; the rounding of the merged weights counts too. "
-        "A larger difference fails the stage.",
+        description="Largest mean difference, in nats per token, of the merged model's log-probabilities from those "
+        "that training recorded, rounding included; above it the stage fails.",
     )
     trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
 
     @property
     def weighted(self) -> dict[str, float]:
-        """Weight of each merged adapter in the sum, by the name of the adapter's stage."""
         names = (self.adapter,) if self.adapter else self.adapters
         return dict(zip(names, self.weights or (1.0,) * len(names), strict=True))
 

@@ -2,10 +2,10 @@
 
 Several adapters are first combined to one, as PEFT's `add_weighted_adapter` does it, layer by layer.
 
-What it claims is checked: every adapted layer is found in the model's files, before anything is written; some weight
-changes by more than the rounding takes away again; and the merged model gives the recorded documents the
-log-probabilities that the training engine gave them, or, for a mixture of several adapters, that the base gives with
-the mixture beside it (`compare`). A merged model that fails the latter two is kept, and refused.
+Checked are: every adapted layer is in the model's files, before anything is written; some weight changes by more than
+the rounding takes away again; and the merged model gives the recorded documents the log-probabilities that the training
+engine gave them, or, for a mixture, that the base gives with the mixture beside it (`compare`). A model that fails the
+latter two is kept, and refused.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ NUM_NAMED = 5
 def merge(config: MergeConfig, context: StageContext) -> StageResult:
     """Merge adapters into their base model, and compare the result with predictions that training recorded.
 
-    Raises ModelError for files that do not fit together.
-    A merged model that differs too much or not at all is refused.
+    Raises ModelError for files that do not fit together, or a result that differs too much or not at all.
     """
     base, trained = context.inputs[config.model] / "model", [context.inputs[name] for name in config.weighted]
     check_model_folder(ModelFacts(base))
@@ -106,9 +105,9 @@ def _check_stored(changes: Changing, base: Path) -> None:
 
 
 def _write(changes: Changing, base: Path, trained: Path, context: StageContext) -> float:
-    """Write the merged model; returns the share of numbers that changed in the adapted weights.
+    """Write the merged model; return the share of adapted numbers that changed.
 
-    Each file is copied, and the adapted weights in it are overwritten, so that one weight at a time is in memory.
+    Files are copied and overwritten in place, so that one weight at a time is in memory.
     """
     folder = context.work / "model"
     copy_all_but_weights(base, folder)
@@ -133,11 +132,9 @@ def _write(changes: Changing, base: Path, trained: Path, context: StageContext) 
 
 
 def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
-    """Fail the merge stage if rounding undid every change to the weights.
+    """Fail the merge stage if rounding undid every change to the weights; warn if only some matrices did not change.
 
-    Warn if only some weight matrices did not change.
-    changed: share of changed elements by weight name.
-    A layer that learned little may be lost in rounding without harm: how much is lost in all, the comparison measures.
+    changed: share of changed elements by weight name. How much is lost in all, the comparison measures.
     """
     unchanged = sorted(name for name, share in changed.items() if not share)
     if not unchanged:
@@ -156,9 +153,8 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 class Comparison:
     """Comparison of a merged model's predictions with those of its base model with the unmerged adapter.
 
-    given: predictions of the merged model.
-    expected: predictions of the base with the adapter, from which KL and greedy choices are counted over all targets;
-    None where that cannot be computed.
+    given: of the merged model. expected: of the base with the adapter, over all targets; None where that cannot be
+    computed.
     """
 
     documents: list[RecordedDocument]
@@ -169,28 +165,21 @@ class Comparison:
 
     @property
     def expected_documents(self) -> list[RecordedDocument]:
-        """Recorded documents with the predictions of the base model with its unmerged adapter.
-
-        They stand in for those that training recorded.
-        """
+        """Recorded documents with predictions of base and unmerged adapter instead of those that training recorded."""
         assert self.expected is not None, "of a mixture, which is compared with its parts"
         return [document.recording(one) for document, one in zip(self.documents, self.expected, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """Return KL divergence and share of equal greedy choices between the merged and the unmerged model, as metrics.
-
-        Their names are the same as for a quantization.
-        """
+        """Return KL divergence and share of equal greedy choices against the unmerged model, as for a quantization."""
         if self.expected is None:
             return {}
         return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
 
 
 def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
-    """Compare the merged model's predictions with those of the base model and unmerged adapter: KL(unmerged ‖ merged).
+    """Return KL(unmerged ‖ merged) and greedy choices: the merged model against its base with the adapter beside it.
 
-    Both models run from their files, in fp32. The adapter is computed beside its base in one, and is part of the
-    weights in the other, so that only rounding distinguishes them.
+    Both models run from their files, in fp32, so that only the weights' rounding distinguishes them.
     """
     targets = targets_of(documents)
     models = [merged, *([expected] if expected else [])]
@@ -214,10 +203,7 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
 
 
 def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
-    """Return metrics of how far a merged model's predictions are from those of the unmerged adapter.
-
-    The expected predictions are stored for later stages.
-    """
+    """Return metrics of a merged model's difference from the unmerged adapter; store the latter's predictions."""
     documents = comparison.documents
     if config.is_plain:
         shutil.copyfile(trained / RECORD, context.work / RECORD)
@@ -242,9 +228,8 @@ def _check_differences(metrics: dict[str, float], config: MergeConfig, context: 
 def combine(adapters: Mapping[str, Adapter], config: MergeConfig, layers: Sequence[str]) -> Adapter:
     """Combine several LoRA adapters into one, by the config's method and weights.
 
-    dare_… draws the elements that it keeps in the order of `layers`. As in PEFT, each matrix is multiplied by √(weight
-    × scaling), with the sign on A. Raises ModelError for adapters of several ranks, which linear sums of A and B do not
-    have.
+    dare_… draws elements in the order of `layers`. As in PEFT, each matrix is multiplied by √(weight × scaling), with
+    the sign on A. Raises ModelError for adapters of several ranks.
     """
     if odd := [name for name, adapter in adapters.items() if not adapter.is_sum]:
         raise ModelError(

@@ -8,10 +8,7 @@ from stages.models.start_up import hide_unused_packages
 
 
 def run(config: MergeConfig, context: StageContext) -> StageResult:
-    """Merge adapters into their base model, and compare the result with predictions that training recorded.
-
-    Raises ModelError for files that do not fit together.
-    """
+    """Run the merge stage; raise ModelError for files that do not fit together."""
     hide_unused_packages()
     from stages.kinds.merge.merging import merge  # and Transformers' models
 

@@ -26,10 +26,7 @@ MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
 
 
 class GatesConfig(StrictModel):
-    """Gates of a promotion: limits that a candidate must keep to become champion.
-
-    A limit that is not set is not checked.
-    """
+    """Gates of a promotion: limits that a candidate must keep to become champion; unset ones are not checked."""
 
     min_scores: dict[str, float] = Field(
         default_factory=dict,
@@ -41,16 +38,15 @@ class GatesConfig(StrictModel):
     )
     max_regression_standard_errors: NonNegativeFloat | None = Field(
         2.0,
-        description="Largest allowed regression of each score against the champion or the baselines on the same "
-        "samples, in standard errors of the difference. By chance alone, one score in 44 is worse by 2 "
-        "standard errors.",
+        description="Largest regression of each score against the champion or baselines on the same samples, in "
+        "standard errors of the difference. By chance alone, one score in 44 is worse by 2.",
     )
     min_win_rate: Annotated[float | None, AddedLater()] = Field(
         None,
         ge=0,
         le=1,
-        description="Smallest win rate, 0 to 1, that the judge in `pairs` must give in each question set; not checked "
-        "if there is no model to compare with.",
+        description="Smallest win rate, 0 to 1, that the judge in `pairs` must give in each question set, if there is "
+        "a model to compare with.",
     )
     max_kl_nats_per_token: NatsPerToken | None = Field(
         None,
@@ -59,8 +55,8 @@ class GatesConfig(StrictModel):
     )
     max_abs_logprob_difference: Annotated[NatsPerToken | None, AddedLater()] = Field(
         None,
-        description="Largest allowed difference, in nats per token, between the log-probabilities that training "
-        "recorded and those of the merged, quantized or served model, for the document that differs most.",
+        description="Largest difference, in nats per token, between log-probabilities recorded in training and those "
+        "of the merged, quantized or served model, for the document that differs most.",
     )
     max_size_mib: PositiveFloat | None = Field(
         None, description="Largest allowed size of the weight files in MiB; for an adapter, of the adapter alone."
@@ -75,8 +71,7 @@ class GatesConfig(StrictModel):
 class PromoteConfig(StageConfig):
     """Config of the promote stage: compares a candidate with the champion, and makes it champion if all gates hold.
 
-    A candidate is judged once, against the champion of that moment: neither a rollback nor another champion brings it
-    up again, unless it is forced.
+    It is judged once: neither a rollback nor another champion brings it up again, unless it is forced.
     """
 
     STAGE_VERSION: ClassVar[int] = 1
@@ -96,13 +91,11 @@ class PromoteConfig(StageConfig):
     )
     server: ServerReference | None = Field(
         None,
-        description="Serve stage of `model`: its throughput is checked, and `lifecycle serve` uses its settings "
-        "for the champion.",
+        description="Serve stage of `model`, whose throughput is checked and whose settings `lifecycle serve` uses.",
     )
     pairs: Annotated[PairsConfig | None, AddedLater()] = Field(
         None,
-        description="LLM judge that compares the candidate's answers with the other model's, for the question sets in "
-        "`evaluations`.",
+        description="LLM judge that compares the candidate's answers with the other model's, on the question sets.",
     )
     gates: GatesConfig = GatesConfig()
 
@@ -161,10 +154,7 @@ class PromoteConfig(StageConfig):
                 )
 
     def _is_compared_with_training(self, stages: Mapping[str, StageConfig]) -> bool:
-        """Return whether a later stage compares the model with predictions that training recorded.
-
-        Merge, quantize and serve stages do.
-        """
+        """Return whether a later merge, quantize or serve stage compares the model with training's predictions."""
         made_by = stages[self.model]
         is_compared = self.server is not None or made_by.RELATION in ("quantized", "merge")
         while made_by.RELATION == "quantized":
@@ -190,9 +180,9 @@ def _unmeasured_scores(gates: GatesConfig, evaluations: Sequence[Evaluation]) ->
 
 
 def _beyond_a_share(gates: GatesConfig, evaluations: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield errors for score limits that look like percentages of a score from 0 to 1, or that every score would keep.
+    """Yield errors for score limits that look like percentages of a 0-to-1 score, or that every score would keep.
 
-    A person's own task code may give such scores in any range, so its tasks are not checked.
+    Tasks with a person's own code are not checked: their scores may have any range.
     """
     if any(evaluation.trust_task_code for evaluation in evaluations):
         return

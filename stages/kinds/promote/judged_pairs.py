@@ -1,8 +1,8 @@
 """Pairwise comparison of two models' answers by an LLM judge, which sees each pair in both orders.
 
-In: evaluations of both that have answered the same question sets (`samples/TASK.jsonl` with `question` and `resps`).
-Out: per task the share of answers that the judge prefers, ties half (the win rate), as a paired difference; and every
-question and answer of the judge, in `judge.jsonl`.
+In: evaluations of both on the same question sets (`samples/TASK.jsonl` with `question` and `resps`). Out: per task the
+share of answers that the judge prefers, ties half (the win rate), as a paired difference; and `judge.jsonl`, all
+questions and answers of the judge.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ Rows = Mapping[int, Mapping[str, Any]]
 class JudgedPairs:
     """Win rates of a candidate against another model, as decided by an LLM judge.
 
-    differences: for each task, named `TASK.win_rate`.
-    metrics: win rates, their standard errors, and the judge's cost.
+    differences: by task, named `TASK.win_rate`. metrics: win rates, standard errors, and the judge's cost.
     """
 
     differences: list[Difference]
@@ -48,8 +47,8 @@ def judged_pairs(
 ) -> JudgedPairs:
     """Let an LLM judge compare the answers of the candidate and a reference model to the same questions.
 
-    Raises EvaluationError if the two have answered no question of the same set, or the judge compares too few;
-    RecipeError, ServerError and TransientError for a judge that cannot be asked.
+    Raises EvaluationError for no common question or too few judgements; RecipeError, ServerError and TransientError for
+    a judge that cannot be asked.
     """
     ours, theirs = _answered(candidate), _answered(reference)
     tasks = [task for task in ours if task in theirs]
@@ -77,7 +76,7 @@ def judged_pairs(
 def _compared(
     task: str, ours: Rows, theirs: Rows, judge: AskedJudge, pairs: PairsConfig, context: StageContext
 ) -> Difference:
-    """Compare two models' answers to one question set; returns the win rate w, the mean of outcomes wᵢ from 0 to 1.
+    """Return the win rate w on one question set, the mean of outcomes wᵢ from 0 to 1.
 
     The other model's rate is 1 − w, so the difference is the mean of 2wᵢ − 1.
     """
@@ -108,10 +107,7 @@ def _compared(
 
 
 def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Return one question for the LLM judge with both models' answers: the candidate's, and the other's as reference.
-
-    Raises EvaluationError if their questions differ.
-    """
+    """Return a question with both answers, the other's as reference; raise EvaluationError if questions differ."""
     if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
         raise EvaluationError(
             f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"
@@ -121,10 +117,7 @@ def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, 
 
 
 def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
-    """Return the samples of those evaluation tasks that are question sets, by task.
-
-    Raises EvaluationError for unreadable files.
-    """
+    """Return the samples of question sets, by task; raise EvaluationError for unreadable files."""
     rows_by_task: dict[str, Rows] = {}
     for folder in evaluations:
         try:

@@ -1,8 +1,7 @@
 """Paired comparison of two models' evaluation scores, on the samples that both answered.
 
-In: two artifacts of evaluate stages (`scores.json`, `samples/TASK.jsonl`). Out: per score, the mean difference, its
-standard error and a 95% interval: Newcombe's where all samples score 0 or 1, else by Student's t. Pairing takes out
-what both find easy or hard, so that far smaller differences show than by two separate scores (Miller, "Adding Error
+Per score: mean difference, standard error and a 95% interval, Newcombe's where all samples score 0 or 1, else by
+Student's t. Pairing takes out what both find easy or hard, so that far smaller differences show (Miller, "Adding Error
 Bars to Evals", arXiv 2411.00640, section 4.2).
 """
 
@@ -27,12 +26,7 @@ ASKED_ALIKE = ("doc_hash", "target_hash", "prompt_hash")
 
 @dataclass(frozen=True)
 class Scores:
-    """Score of one evaluation, with its value for each sample, so that two models can be compared sample by sample.
-
-    values: score of each sample, by document.
-    keys: hashes of what was asked, by document.
-    setting: settings that must be equal to compare.
-    """
+    """Score of one evaluation by document. keys: hashes of what was asked. setting: must be equal to compare."""
 
     name: str
     task: str
@@ -46,9 +40,8 @@ class Scores:
 class Difference:
     """Difference of a score, candidate − reference, over the `num_samples` documents that both models answered.
 
-    `num_unpaired` documents were answered by only one of them.
-    interval: 95% interval; None in older verdicts, whose interval was by the normal approximation.
-    largest: 1 for the difference of a win rate, in those older verdicts.
+    interval: 95%; None in older verdicts, whose interval was by the normal approximation. largest: 1 for the difference
+    of a win rate, in those.
     """
 
     name: str
@@ -79,10 +72,7 @@ class Difference:
 
     @property
     def regression_standard_errors(self) -> float:
-        """Regression of the candidate's score against the other model's, in standard errors of the difference.
-
-        Negative if the candidate is better.
-        """
+        """Regression of the candidate's score, in standard errors of the difference; negative if it is better."""
         worse = -self.difference if self.higher_is_better else self.difference
         if abs(worse) <= TOLERANCE:  # rounding, which a standard error of 0 would make infinite
             return 0.0
@@ -132,10 +122,7 @@ def paired_difference(candidate: Scores, reference: Scores) -> Difference:
 
 
 def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Difference]:
-    """Return the paired differences of all scores that two models' evaluations share.
-
-    Raises EvaluationError if there is none, or a task is not the same.
-    """
+    """Return paired differences of all shared scores; raise EvaluationError for none, or a task that differs."""
     ours, theirs = read_scores(candidate), read_scores(reference)
     shared = [name for name in ours if name in theirs]
     if not shared:
@@ -147,10 +134,9 @@ def compare(candidate: Sequence[Path], reference: Sequence[Path]) -> list[Differ
 
 
 def read_scores(evaluations: Sequence[Path]) -> dict[str, Scores]:
-    """Return each score of the evaluations with its value for each sample, by score name.
+    """Return the evaluations' scores that are means over samples (not a corpus BLEU), with each sample's value.
 
-    Only scores that are means over samples are returned.
-    Others, such as a corpus BLEU, have no value for a single sample. Raises EvaluationError for unreadable files.
+    Raises EvaluationError for unreadable files.
     """
     return {scores.name: scores for folder in evaluations for scores in _scores_of(folder)}
 

@@ -1,7 +1,7 @@
 """Promote stage: decides by the recipe's gates whether a candidate model becomes champion.
 
-In: the artifacts that the recipe names, and `champion.json`, which names the champion. Out: `verdict.json` and
-`verdict.md`. `flows/champion/promotion.py` moves the alias in MLflow's registry after the commit.
+In: the artifacts that the recipe names, and `champion.json`. Out: `verdict.json` and `verdict.md`.
+`flows/champion/promotion.py` moves the alias in MLflow's registry after the commit.
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ def _opponent(
 def _pairs(
     config: PromoteConfig, context: StageContext, champion: Champion | None, references: Sequence[Path]
 ) -> JudgedPairs:
-    """Let an LLM judge compare the candidate's answers with the other model's.
-
-    The result is empty if there is no other model, or if the champion is the candidate.
-    """
+    """Let an LLM judge compare both models' answers; empty if there is no other model, or it is the candidate."""
     is_same = bool(champion and champion.same_model and not config.baselines)
     if not config.pairs or not references or is_same:
         return JudgedPairs([], {})

@@ -59,10 +59,7 @@ class Gate:
 
     @property
     def missed_by(self) -> float:
-        """Distance by which a measurement misses its gate's limit; 0 if the gate holds.
-
-        NaN for a NaN, which holds no gate.
-        """
+        """Distance by which a measurement misses its gate's limit; 0 if the gate holds; NaN for a NaN."""
         gap = self.bound - self.found if self.least else self.found - self.bound
         return 0.0 if gap <= 0 else gap
 
@@ -73,10 +70,7 @@ class Gate:
 
 
 def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
-    """Return every gate that the recipe sets, with its measured value.
-
-    Raises EvaluationError for a value that was not measured.
-    """
+    """Return every gate that the recipe sets with its value; raise EvaluationError for one not measured."""
     return [
         *_score_gates(gates, measured.scores),
         *_regression_gates(gates, measured),
@@ -132,10 +126,7 @@ def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
 
 
 class Champion(StrictModel):
-    """Champion: the registered model version that has the champion's alias in MLflow.
-
-    evaluations: folders of artifacts.
-    """
+    """Registered model version that has the champion's alias in MLflow. evaluations: folders of artifacts."""
 
     version: str = Field(description="Version number of the champion in MLflow's registry.")
     same_model: bool = Field(
@@ -153,8 +144,7 @@ class Standing(StrictModel):
 class Verdict(StrictModel):
     """Content of `verdict.json`: whether the candidate becomes champion, with all gates and score differences.
 
-    against: name of what the candidate was compared with.
-    warnings: about what no gate checks. gates, differences: None in older artifacts, whose `verdict.md` has them.
+    against: compared model. warnings: of what no gate checks. gates, differences: None in older artifacts.
     """
 
     outcome: Outcome

@@ -46,10 +46,7 @@ SETTINGS = (
     "gguf_type",
     "combination",
 )
-"""Names of the stage settings that a model card shows, in this order.
-
-All other fields, such as addresses of judges, are not published.
-"""
+"""Settings that a model card shows, in this order; all others, such as judges' addresses, are not published."""
 MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", "evaluation_loss")
 COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens"}
 LOSSES = (
@@ -79,10 +76,7 @@ class Licence:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """Row of the model card about a base model or dataset: its origin, licence, size and use.
-
-    place: address on a hub; for local files, only that they are files.
-    """
+    """Row of the model card about a base model or dataset. place: address on a hub; else only that it is local."""
 
     label: str
     product: str

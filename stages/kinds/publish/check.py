@@ -13,10 +13,7 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 
 
 def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
-    """Raise PublishError if a target folder lies in the artifact store, whose files must not change.
-
-    inputs: artifact folders, `STORE/KIND/ARTIFACT`.
-    """
+    """Raise PublishError if a target folder is in the artifact store. inputs: folders, `STORE/KIND/ARTIFACT`."""
     address = parse_address(config.to)
     if address.scheme == "file":
         for store in {folder.parent.parent for folder in inputs.values()}:
@@ -24,10 +21,7 @@ def check_stores(config: PublishConfig, inputs: Mapping[str, Path]) -> None:
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield the reasons why a publish stage's target would not accept files, each with its config field.
-
-    An error is final; a text says why the target could not be checked now.
-    """
+    """Yield reasons why the target would refuse files, by config field; a text says why it could not be checked."""
     config = PublishConfig.model_validate(stage_input.config)
     if config.dry_run:
         return

@@ -25,8 +25,7 @@ class PublishConfig(StageConfig):
 
     kind: Literal["publish"]
     promotion: Annotated[str, Reference(("verdict",))] = Field(
-        description="Promote stage whose candidate is published. Nothing is published if the candidate was not "
-        "promoted."
+        description="Promote stage whose candidate is published, if it was promoted."
     )
     to: Annotated[str, AfterValidator(lambda text: str(parse_address(text)))] = Field(
         description=f"Place to publish to: {forms()}."
@@ -35,8 +34,7 @@ class PublishConfig(StageConfig):
     license: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][\w.+-]{0,63}$",
-        description="Licence of the model for its card, such as apache-2.0. Default: the licence in the card of the "
-        "base model.",
+        description="Licence for the card, such as apache-2.0; default: that in the base model's card.",
     )
     dry_run: bool = Field(False, description="Only write the model card and the list of files; send nothing.")
 
@@ -47,8 +45,7 @@ class PublishConfig(StageConfig):
     def target_problems(self, store: Path) -> Iterator[str]:
         """Yield reasons why this machine cannot publish to the target, such as a missing token.
 
-        Of a stage on a cluster only the store is checked, which the cluster shares; its environment and other folders
-        are checked there by the stage itself.
+        For a cluster only the shared store is checked; the stage itself checks the rest there.
         """
         address, is_local = parse_address(self.to), self.execution.is_local
         try:

@@ -1,7 +1,6 @@
 """Artifact records that a publish stage reads: of the promotion, its model, and all artifacts the model was made from.
 
-A stage gets the artifacts of all stages that it stands on, under the names of its own recipe; records refer to one
-another by kind and version, also where an artifact was built under another name.
+Records refer to one another by kind and version, also where an artifact was built under another name.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ class Made:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of the stage that made the artifact, defaults included.
-
-        `execution`, names of input stages and paths are left out.
-        """
+        """Config of the stage, defaults included, without `execution`, names of input stages and paths."""
         config = self.record.identity.get("config")
         return config if isinstance(config, dict) else {}
 
@@ -109,10 +105,7 @@ class Inputs:
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
     def lineage(self, made: Made) -> list[Made]:
-        """Return an artifact and all artifacts that it was made from, directly or indirectly, each once.
-
-        Inputs come before what uses them, and the artifact itself is last.
-        """
+        """Return an artifact and all that it was made from, each once; inputs come before what uses them."""
         made_by_folder: dict[Path, Made] = {}
 
         def visit(one: Made) -> None:
@@ -147,10 +140,9 @@ def _read(folder: Path) -> Made:
 
 @dataclass(frozen=True)
 class Promoted:
-    """Promoted model with everything that its card needs: promotion, evaluations, lineage, base models.
+    """Promoted model with everything that its card needs.
 
-    lineage: artifacts that it was made from; the model last.
-    bases: its own base first, the oldest last.
+    lineage: artifacts that it was made from; the model last. bases: its own base first, the oldest last.
     """
 
     name: str

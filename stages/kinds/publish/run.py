@@ -1,7 +1,7 @@
 """Publish stage: sends a promoted model with its model card, checksums and licence files to a publishing target.
 
-Out: `files/` (files written for it) and `publication.json`. Only missing files are sent, and the content of the target
-is compared by checksums afterwards. A promotion is complete before this begins: nothing here undoes it.
+Out: `files/` (files written for it) and `publication.json`. Only missing files are sent, and the target's checksums are
+compared afterwards. The promotion is complete before: nothing here undoes it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ from stages.kinds.publish.targets.registry import parse_address, target_of
 from stages.kinds.publish.targets.target import Held, LocalFile, Target
 
 SUMS_FILE = "SHA256SUMS"
-"""Name of the published list of checksums, in the format of `sha256sum --check`.
-
-A later publication recognises the files of this one by it.
-"""
+"""Published list of checksums (`sha256sum --check`), by which a later publication recognises these files."""
 PUBLICATION_FILE = "publication.json"
 NOT_PROMOTED = "not promoted"
 NUM_NAMED = 3
@@ -45,10 +42,7 @@ State = Literal["published", "was there", "dry run", "not promoted"]
 
 
 def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[str, LocalFile]:
-    """Collect the files to publish, by name: the model's, and new ones (card, checksums) written into `folder`.
-
-    Raises ModelError for a damaged artifact.
-    """
+    """Collect the files to publish by name, new ones written into `folder`; raise ModelError for a damaged artifact."""
     folder.mkdir(exist_ok=True)
     content = promoted.model.content
     paths = {path.relative_to(content).as_posix(): path for path in sorted(content.rglob("*")) if path.is_file()}
@@ -109,10 +103,7 @@ class PublishedFile(StrictModel):
 
 
 class Publication(StrictModel):
-    """Content of `publication.json`: where the model was published, and which files.
-
-    revision: the target's name for this content; for files and buckets, the hash of the list.
-    """
+    """Content of `publication.json`. revision: the target's name for it; for files and buckets, the list's hash."""
 
     name: str
     to: str
@@ -173,10 +164,7 @@ def _publish(target: Target, bundle: Bundle, planned: Publication, context: Stag
 
 
 def _differing(bundle: Bundle, held: Held) -> list[str]:
-    """Return the names of files that the publishing target lacks or has with other content.
-
-    The list of checksums comes last: where files arrive one by one, it confirms that all have arrived.
-    """
+    """Return files that the target lacks or has otherwise; the checksum list last, to confirm that all arrived."""
     names = sorted(bundle, key=lambda name: (name == SUMS_FILE, name))
     return [name for name in names if not _is_held(bundle[name], held.files.get(name))]
 

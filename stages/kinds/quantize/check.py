@@ -17,10 +17,7 @@ from stages.models.model_folder import check_model_folder, check_unquantized
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield errors that a quantize stage would meet in the model or the calibration rows, with the config field.
-
-    The model may be the one that training starts from: its layers are the same.
-    """
+    """Yield a quantize stage's errors by config field, from its model or the one that training starts from."""
     config = QuantizeConfig.model_validate(stage_input.config)
     data, model = (stage_input.inputs[name] for name in (config.calibration.dataset, config.model))
     try:
@@ -44,10 +41,7 @@ class QuantizedLayers:
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError if a model's config and file headers show that it cannot be quantized or served.
-
-    It takes milliseconds.
-    """
+    """Raise ModelError or RecipeError if config and file headers show that a model cannot be quantized or served."""
     facts = ModelFacts(source)
     check_model_folder(facts)
     check_unquantized(facts, str(source))
@@ -63,9 +57,9 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
 
 
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
-    """Build the model without weights, and return a summary of the layers that will be quantized.
+    """Return a summary of the quantized layers, from a model built without weights, within seconds.
 
-    Raises ModelError or RecipeError for what the model's modules do not allow, within seconds.
+    Raises ModelError or RecipeError for what the model's modules do not allow.
     """
     import torch  # takes seconds, so the checks of file headers come first
 

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 else:
     Method = Literal[tuple(METHODS)]
 ROUTERS = (r"re:.*\.(mlp|block_sparse_moe|feed_forward)\.(gate|router)$", r"re:.*\.shared_expert_gate$")
-"""Patterns of mixture-of-experts routers, which are never quantized.
-
-The choice of an expert hangs on small differences, and the matrix is tiny.
-"""
+"""Routers of experts, never quantized: their choice hangs on small differences, and the matrix is tiny."""
 
 
 class CalibrationConfig(StrictModel):
@@ -39,8 +36,8 @@ class CalibrationConfig(StrictModel):
     )
     evaluation_split: SplitName | None = Field(
         None,
-        description="Split of the rows on which the KL divergence is measured. Default: the rows of `split` "
-        "after the calibration rows.",
+        description="Split of the rows on which the KL divergence is measured; default: the rows of `split` after the "
+        "calibration rows.",
     )
     num_samples: PositiveInt = Field(128, description="Number of calibration rows.")
     num_evaluation_samples: PositiveInt = Field(
@@ -48,8 +45,8 @@ class CalibrationConfig(StrictModel):
     )
     evaluate_on: Annotated[Literal["all", "assistant"], AddedLater()] = Field(
         "all",
-        description="Tokens over whose predictions the KL divergence is averaged. all: every token; assistant: only "
-        "those that training learns from, since predictions of the others are random, quantized or not.",
+        description="Tokens over which the KL divergence is averaged: all, or (assistant) those that training learns "
+        "from, since predictions of others are random.",
     )
     sequence_length: int = Field(512, ge=2, description="Largest number of tokens of a row; longer rows are cut off.")
 
@@ -64,10 +61,7 @@ class CalibrationConfig(StrictModel):
 
 
 class QuantizeConfig(StageConfig):
-    """Config of the quantize stage: stores a model's weights in fewer bits, and measures how its predictions change.
-
-    Output: `model/`.
-    """
+    """Config of the quantize stage: stores a model's weights in fewer bits, and measures how its predictions change."""
 
     STAGE_VERSION: ClassVar[int] = 2
     PRODUCTS = ("model",)
@@ -77,14 +71,14 @@ class QuantizeConfig(StageConfig):
     kind: Literal["quantize"]
     model: ModelReference
     method: Method = Field(
-        description="Quantization method. awq, gptq: 4-bit weights in groups (W4A16); int8: weights and activations "
-        "in 8 bits (W8A8); fp8: the same in FP8, with dynamic activation scales; gguf: one file for "
+        description="Quantization method. awq, gptq: 4-bit weights in groups (W4A16); int8: 8-bit weights and "
+        "activations (W8A8); fp8: the same in FP8, with dynamic activation scales; gguf: one file for "
         "llama.cpp, in `gguf_type`."
     )
     gguf_type: Annotated[GgufType | None, AddedLater()] = Field(
         None,
-        description="Only with `method: gguf`: format in which matrices are stored, embeddings included. Formats with "
-        "`_k` are K-quants, which llama.cpp's own library writes.",
+        description="Only with `method: gguf`: format of matrices, embeddings included. `_k`: K-quants, written by "
+        "llama.cpp's library.",
     )
     group_size: PositiveInt = Field(
         128, description="Number of input channels that share a scale; only for awq and gptq."
@@ -96,13 +90,12 @@ class QuantizeConfig(StageConfig):
     calibration: CalibrationConfig
     max_kl: NatsPerToken | None = Field(
         None,
-        description="Largest allowed KL divergence from the unquantized model, in nats per token; above it the "
-        "stage fails. Default: no limit.",
+        description="Largest KL divergence from the unquantized model, in nats per token, above which the stage "
+        "fails; default: none.",
     )
     tensor_parallel_size: PositiveInt = Field(
         1,
-        description="Number of GPUs that will share each layer when the model is served; layers that cannot be split "
-        "so are refused.",
+        description="GPUs that will share each layer when served; layers that cannot be split so are refused.",
     )
     trust_remote_code: bool = Field(False, description="Allow the Python code that comes with the model to run.")
     seed: int = Field(0, ge=0, description="Random seed of the quantizer.")
@@ -145,10 +138,7 @@ class QuantizeConfig(StageConfig):
 
     @model_validator(mode="after")
     def _options_of_the_method_only(self) -> Self:
-        """Refuse options of quantization methods other than the chosen one.
-
-        In `config.json` of a stage every field is set, so a field with its default counts as unset.
-        """
+        """Refuse options of other quantization methods; defaults count as unset, as a stage's `config.json` has all."""
         if (self.method == "gguf") != bool(self.gguf_type):
             types = ", ".join(get_args(GgufType))
             wrong = f"needs `gguf_type`, one of {types}" if self.method == "gguf" else "has no use for `gguf_type`"
@@ -172,11 +162,10 @@ class QuantizeConfig(StageConfig):
             )
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield the reasons why the serving engine could not load the quantized model.
+        """Yield the reasons why the serving engine could not load the quantized model, as far as its config shows them.
 
-        Only reasons that the model's config shows are found.
-        What only the headers of its files show is found after its download. The devices of a cluster may accept what
-        those of this machine do not.
+        What only its files' headers show is found after its download. A cluster's devices may accept more than this
+        machine's.
         """
         if not self.execution.is_local:
             return
@@ -194,21 +183,16 @@ class QuantizeConfig(StageConfig):
             yield "seed", "`method: gguf` draws no random numbers"
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
-        """Return cache key entries that neither config nor input artifacts determine, such as llama.cpp's version.
-
-        llama.cpp's version counts only for K-quants, which its library writes.
-        """
+        """Return llama.cpp's version for the cache key, only for K-quants, which its library writes."""
         made_by = installed_version(self.serving_engine) if is_k_quant(self._weights) else {}
         return {**super().resolve_outside(limit_s), **made_by}
 
     @property
     def weight_files(self) -> WeightFiles:
-        """Kind of weight files that the stage writes: safetensors or gguf."""
         return self.serving_engine.capabilities.weights
 
     @property
     def serving_engine(self) -> Engine:
-        """Engine that will serve the quantized model."""
         return engine_of(METHODS[self.method].engine)
 
     @property
@@ -219,7 +203,6 @@ class QuantizeConfig(StageConfig):
 
     @property
     def quantization(self) -> Quantization:
-        """Description of the quantization for the engine that will serve the model."""
         return Quantization(
             method=self.method,
             weights=self._weights,

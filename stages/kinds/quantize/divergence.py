@@ -1,7 +1,7 @@
 """Comparison of a quantized model's predictions with the unquantized model's, on tokens not used for calibration.
 
-Both are loaded with Transformers from the folders that a server will get, so a fault of the export shows as well as one
-of the quantization. Perplexity alone would not do: a model that has learned little "passes" it even at one bit.
+Both are loaded from the folders that a server will get, so a fault of the export shows as well. Perplexity alone would
+not do: a model that has learned little "passes" it even at one bit.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class Divergence:
     num_same_choice: int = 0
     worst: list[TokenDivergence] = field(default_factory=list)
     from_training: Differences | None = None
-    """Differences between the quantized model's log-probabilities and those that training recorded. None if the
-    unquantized model has no record."""
+    """Differences of log-probabilities from those that training recorded; None without a record."""
 
     def metrics(self) -> dict[str, float]:
-        """Return KL divergence, perplexities and share of equal greedy choices as MLflow metrics, by metric name."""
         return {
             "kl_nats_per_token": self.kl_nats / self.num_tokens,
             "perplexity_before": _exponential(self.reference_loss_nats / self.num_tokens),
@@ -66,10 +64,7 @@ class Divergence:
         return ", ".join(f"{tokenizer.decode([worst.token])!r} ({worst.kl_nats:.3f} nats)" for worst in self.worst)
 
     def add(self, reference_logits: torch.Tensor, quantized_logits: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        """Add predictions of the original and the quantized model to the sums, as logits [tokens, vocabulary].
-
-        next_tokens: int64 [tokens], the tokens that actually followed.
-        """
+        """Add both models' predictions, logits [tokens, vocabulary]. next_tokens: the true ones, int64 [tokens]."""
         reference = reference_logits.float().log_softmax(-1)
         quantized = quantized_logits.float().log_softmax(-1)
         kl_nats = (reference.exp() * (reference - quantized)).sum(-1)  # [tokens]: Σ p (ln p - ln q)
@@ -92,12 +87,10 @@ def measure_divergence(
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
-    """Run both models on `samples`, and return the divergence of their predictions: KL(reference ‖ quantized).
+    """Run both models on `samples`, and return KL(reference ‖ quantized), exact over the vocabulary.
 
-    It is exact over the vocabulary.
-    evaluated: of each sample, the tokens whose prediction counts (the first one's is never made).
-    recorded: documents with predictions of training, which the quantized model runs over, too.
-    report: called as report(done, total), in tokens.
+    evaluated: the tokens of each sample whose prediction counts. recorded: documents with predictions of training,
+    which the quantized model runs over, too. report: called as report(done, total), in tokens.
     """
     reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
     divergence, total = Divergence(), sum(len(sample) for sample in samples)
@@ -140,10 +133,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _of_gguf(folder: Path) -> dict[str, Any]:
-    """Return the arguments by which Transformers loads a GGUF file, dequantized; none for other models.
-
-    It uses the model's own config, as GGUF's leaves sizes of heads out.
-    """
+    """Return Transformers' arguments to load a GGUF file, dequantized, with the model's config (GGUF lacks sizes)."""
     if not holds_gguf(folder):
         return {}
     config = load_config(folder)

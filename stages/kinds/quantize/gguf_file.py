@@ -1,13 +1,13 @@
 """Quantization to GGUF: converts a model's config, tokenizer and safetensors to one `model.gguf` for llama.cpp.
 
-Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. K-quants are
-made by llama.cpp's library (`k_quantizer`). Everything else in the folder stays beside the file: evaluations read the
-tokenizer there. The written file is read back by name, shape and type, and llama.cpp must tokenize real rows as the
-model's tokenizer does.
+Matrices are stored as the recipe says, embeddings included; those in `ignore` as f16, and vectors as f32. The folder
+keeps the rest, such as the tokenizer for evaluations. The file is read back by name, shape and type, and llama.cpp must
+tokenize real rows as the model's tokenizer does.
 
-A K-quant has 256 numbers in a block. Its mixes, such as `q4_k_m`, give more bits to the matrices that lose most with
-few: the head, and in some layers the values of attention and the output projections of feed-forward layers. The mixes
-are those of `llama-quantize`, but for its exceptions of certain models; no importance matrix is used.
+K-quants, made by llama.cpp's library (`k_quantizer`), have 256 numbers in a block. Mixes, such as `q4_k_m`, give more
+bits to the matrices that lose most with few: the head, and in some layers the values of attention and the output
+projections of feed-forward layers. They are those of `llama-quantize`, but for its exceptions of certain models; no
+importance matrix is used.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ HEADER = struct.Struct("<3q")
 IN_A_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down)\.weight")
 HEADS = ("output.weight", "token_embd.weight")
 SMALLER_BLOCKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-"""Fallback type of each K-quant, for matrices whose row length is no multiple of 256: the next larger type with
-blocks of 32."""
+"""Fallback type where a row length is no multiple of a K-quant's 256: the next larger one with blocks of 32."""
 NUM_FIRST_VALUES = 4
 MAX_MODEL_LEN = 512
 """Context length of the llama.cpp server that is started only to tokenize rows."""
@@ -69,12 +68,9 @@ NUM_NAMED_MATRICES = 6
 
 
 def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) -> Type:
-    """Return the GGUF type in which a matrix is stored, when the recipe asks for a K-quant mix.
+    """Return the GGUF type of a matrix when the recipe asks for the K-quant mix `mix`.
 
-    name: in the file.
-    row_size: its number of inputs.
-    mix: type that the recipe names.
-    tied: whether the embedding is also the head.
+    name: in the file. row_size: number of inputs. tied: whether the embedding is also the head.
     """
     chosen = Type[mix.removesuffix("_s").removesuffix("_m").upper()]
     in_a_layer = IN_A_LAYER.fullmatch(name)
@@ -90,10 +86,7 @@ def type_of(name: str, row_size: int, mix: str, num_layers: int, *, tied: bool) 
 
 
 def _gets_more(layer: int, num_layers: int) -> bool:
-    """Return whether a K-quant mix stores some matrices of this layer in more bits than in other layers.
-
-    It does for the first and last eighth of the layers, and every third between.
-    """
+    """Return whether a mix gives this layer more bits: the first and last eighth, and every third between."""
     # llama.cpp's `use_more_bits`; of 32 layers: 0 to 3, 6, 9, …, 27, 28 to 31.
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
@@ -106,10 +99,7 @@ class KQuantizer:
         self._process, self._log = process, log
 
     def quantize(self, values: np.ndarray[Any, Any], stored_as: Type) -> np.ndarray[Any, Any]:
-        """Quantize a matrix, float32 [rows, columns], to a K-quant, uint8 [rows, bytes of a row].
-
-        Raises ResourceError if the program ends.
-        """
+        """Quantize float32 [rows, columns] to uint8 [rows, bytes of a row]; raise ResourceError if the program ends."""
         num_rows, num_columns = values.shape
         block, block_bytes = GGML_QUANT_SIZES[stored_as]
         size = num_rows * num_columns // block * block_bytes
@@ -135,9 +125,9 @@ class KQuantizer:
 
 @contextmanager
 def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
-    """Provide the subprocess that quantizes to K-quants; None if the recipe's `gguf_type` is no K-quant.
+    """Provide the subprocess that quantizes to K-quants; None for another type.
 
-    The program ends with its input, and so with us, however we end. Raises ResourceError if llama.cpp is not installed.
+    It ends with its input, and so with us, however we end. Raises ResourceError if llama.cpp is not installed.
     """
     if not is_k_quant(mix):
         yield None
@@ -173,10 +163,7 @@ class Source:
 
 
 def quantize(job: QuantizationJob) -> list[ModelError]:
-    """Write the quantized model as a GGUF file; returns problems found in the result.
-
-    The job's samples are rows that llama.cpp must tokenize as the model's tokenizer does.
-    """
+    """Write the quantized model as a GGUF file; return problems of it, and of llama.cpp's tokens of the samples."""
     source, target, quantization = job.source, job.target, job.quantization
     facts = ModelFacts(source)
     config = facts.config
@@ -210,22 +197,16 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 
 @dataclass(frozen=True)
 class StoredTypes:
-    """Types of all matrices in a GGUF file, to warn of those that are not stored in the type of the recipe.
+    """Types of a GGUF file's matrices, to warn of those not in the recipe's type (blocks of 256 do not divide a row).
 
-    A K-quant file also holds other types, where blocks of 256 do not divide a row.
-
-    matrices: (name in the file, inputs of a row, type) of each tensor that has rows.
-    mix: type that the recipe names.
+    matrices: (name in the file, inputs of a row, type) of each tensor that has rows. mix: type that the recipe names.
     """
 
     matrices: tuple[tuple[str, int, str], ...]
     mix: str
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of matrices of each GGUF type as metrics.
-
-        For K-quants, matrices in a fallback type are counted too.
-        """
+        """Return the number of matrices of each GGUF type, and for K-quants in a fallback type, as metrics."""
         counts = {f"num_matrices_{name.lower()}": float(count) for name, count in self._counts().items()}
         smaller = {"num_matrices_of_smaller_blocks": float(len(self._fallen_back()))} if is_k_quant(self.mix) else {}
         return {**counts, **smaller}
@@ -267,7 +248,6 @@ def stored_types(file: Path, mix: str) -> StoredTypes:
 def _sources(
     source: Path, config: Mapping[str, Any], architecture: str, quantization: Quantization
 ) -> Iterator[Source]:
-    """Yield the tensors for the GGUF file. Raises ModelError for a tensor that has no name in GGUF."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
@@ -287,11 +267,7 @@ def _sources(
 def _stored_as(
     name: str, target: str, shape: tuple[int, ...], config: Mapping[str, Any], quantization: Quantization
 ) -> gguf.GGMLQuantizationType:
-    """Return the GGUF type in which the quantized file stores a tensor.
-
-    name: of the tensor in the model folder.
-    target: its name in the GGUF file.
-    """
+    """Return the GGUF type of a tensor. name: in the model folder. target: in the GGUF file."""
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
     if matches(name.removesuffix(".weight"), quantization.ignore):
@@ -327,10 +303,7 @@ def _values(tensor: Source, source: Path, config: Mapping[str, Any], architectur
 
 
 def _interleaved(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Reorder the rows of each head of a query or key matrix, as llama.cpp's rotary embedding of Llamas needs.
-
-    It rotates pairs (2i, 2i + 1), Transformers (i, i + half).
-    """
+    """Reorder each head's query or key rows for llama.cpp's rotary pairs (2i, 2i + 1), from (i, i + half)."""
     # [heads, 2, head_dim / 2, inputs] -> [heads, head_dim / 2, 2, inputs]: rows 0 1 2 3 of a head -> 0 2 1 3.
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -367,10 +340,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
-    """Return an error unless a GGUF file holds exactly the expected tensors, by name, shape and type.
-
-    The KL divergence judges their values.
-    """
+    """Return an error unless a GGUF file holds exactly the expected tensors by name, shape and type; values: see KL."""
     written = {
         tensor.name: (tuple(map(int, reversed(tensor.shape))), tensor.tensor_type)  # GGUF has the fastest axis first
         for tensor in gguf.GGUFReader(path).tensors
@@ -385,10 +355,9 @@ def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None
 
 
 def problem_of_token_ids(model: Path, samples: Sequence[Sequence[int]]) -> ModelError | None:
-    """Return an error if llama.cpp tokenizes a sample row differently from the model's tokenizer, else None.
+    """Return an error if llama.cpp tokenizes a sample otherwise than the model's tokenizer, else None.
 
-    model: folder with a GGUF file and the tokenizer that it was made of.
-    samples: token ids, a list a row.
+    model: folder with a GGUF file and its tokenizer. samples: token ids, a list a row.
     """
     tokenizer = load_tokenizer(model)
     texts = [tokenizer.decode(sample) for sample in samples]

@@ -1,7 +1,7 @@
 """Conversion of a Hugging Face tokenizer (byte-level BPE) to the metadata of a GGUF file.
 
-llama.cpp has no regular expressions in files, only names of those that it was compiled with. A tokenizer that splits in
-another way is refused; if it seems known, token ids of real rows are compared (`gguf_file.py`).
+llama.cpp has only names of the regular expressions that it was compiled with: a tokenizer that splits in another way is
+refused; if it seems known, token ids of real rows are compared (`gguf_file.py`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ NORMALIZERS = (None, "NFC")
 
 
 def splitting_of(folder: Path) -> str:
-    """Return llama.cpp's name of the pre-tokenizer in a model folder.
-
-    Raises ModelError if llama.cpp has none like it.
-    """
+    """Return llama.cpp's name of a model's pre-tokenizer; raise ModelError if it has none like it."""
     tokenizer = read_json_object(folder / "tokenizer.json")
     model, normalizer = tokenizer.get("model") or {}, tokenizer.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):

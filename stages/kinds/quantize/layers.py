@@ -1,7 +1,7 @@
 """Linear layers of a Transformers model, by module name and by name in files, and which of them are quantized.
 
-The two names differ: Transformers renames modules as it reads a file, and merges the experts of a layer into one
-tensor, which a quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
+The names differ: Transformers renames modules as it reads a file, and merges a layer's experts into one tensor, which a
+quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ NUM_NAMED = 3
 
 
 def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build a model folder's modules on the meta device, without reading weights, to look at its layers.
-
-    Raises ModelError if Transformers does not know the model.
-    """
+    """Build a model on the meta device, to look at its layers; raise ModelError if Transformers does not know it."""
     try:
         model: PreTrainedModel = model_without_weights(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -51,10 +48,7 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
-    """Return the linear layers (sizes and name in files) by module name, each expert's layers separately.
-
-    Experts that files hold merged are left out.
-    """
+    """Return linear layers (sizes, name in files) by module name, each expert's apart unless files hold them merged."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     layers = {name: _stored(model, name, *module.weight.shape) for name, module in linear.items()}
     stored_as = expert_names(model)
@@ -69,10 +63,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names that model files give an expert's `gate_proj`, `up_proj` and `down_proj` (Mixtral: `w1`…).
-
-    Empty where files hold the experts of a layer as one tensor, and where there are no experts.
-    """
+    """Return files' names of an expert's `gate_proj`, `up_proj`, `down_proj` (Mixtral: `w1`…); {} if merged or none."""
     names: dict[str, str] = {}
     for conversion in weight_conversions(model):
         if merges_experts(conversion):
@@ -90,10 +81,7 @@ def merges_experts(conversion: WeightTransform) -> bool:
 
 
 def name_experts_as_stored(model: PreTrainedModel) -> None:
-    """Make Transformers' `save_pretrained` write expert layers under the weight names of the original files.
-
-    Call it before experts are unmerged.
-    """
+    """Make `save_pretrained` write experts under the original files' names; call it before they are unmerged."""
     # From the names in files to those of modules, as for loading: saving reverts them.
     renamings = [
         WeightRenaming(rf"\.experts\.(\d+)\.{stored}\.", rf".experts.\1.{name}.")
@@ -121,10 +109,7 @@ def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization, patterns: tuple[str, ...]) -> None:
-    """Raise ModelError or RecipeError if the model's layers cannot be quantized as the recipe says.
-
-    patterns: `ignore` of the recipe.
-    """
+    """Raise ModelError or RecipeError if layers cannot be quantized as asked. patterns: `ignore` of the recipe."""
     _check_patterns(model, patterns)
     layers = quantized_layers(model, quantization)
     if unpacked := [*_transposed_layers(model, quantization), *_derived_layers(model, layers)]:
@@ -204,10 +189,7 @@ def _expert_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def _routers(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of router layers: linear layers beside experts, with one output for each expert.
-
-    Their names differ by architecture.
-    """
+    """Yield the names of routers, which differ by architecture: linear layers beside experts, an output for each."""
     for name, experts in _expert_modules(model):
         beside, num_experts = name.rpartition(".")[0], len(experts.down_proj)
         for child, module in model.get_submodule(beside).named_modules(prefix=beside):

@@ -5,9 +5,8 @@ Not AutoAWQ (`awq`, `autoawq`): it is archived, names llm-compressor as its succ
 unquantized model was 0.147 instead of 0.008).
 
 llm-compressor's own tables of what AWQ and SmoothQuant scale are by architecture: those of others end in an error, or
-in a norm that feeds other layers than the table says. So its two modifiers get what `scaling` found, by name.
-
-Importing this module takes seconds; what can be checked without it is checked before.
+in a norm that feeds other layers than the table says. So its modifiers get what `scaling` found, by name. Importing
+this module takes seconds; what can be checked without it is checked before.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
 def _scalings(
     model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
-    """Return the pairs of layers between which AWQ (or SmoothQuant, for int8) may move scale factors.
-
-    Raises ModelError if there are none for AWQ.
-    """
+    """Return pairs of layers that AWQ (or SmoothQuant, for int8) may scale; raise ModelError if AWQ has none."""
     if quantization.method not in ("awq", "int8"):
         return []
     with norm_calibration_context(model), moe_calibration_context():
@@ -109,10 +105,7 @@ def _scalings(
 
 
 def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:
-    """Return llm-compressor's modifiers (its quantization steps) for a quantization method, in order.
-
-    ignore: module names of layers to leave out.
-    """
+    """Return llm-compressor's modifiers (quantization steps) of a method, in order. ignore: module names."""
     groups = {"group_0": _four_bit_groups(quantization)}
     match quantization.method:
         case "awq":
@@ -184,9 +177,9 @@ def _experts_as_they_are() -> Iterator[None]:
 def _fast_search(quantization: Quantization) -> Iterator[None]:
     """Use oneDNN instead of MKL on a CPU for the matrix products of AWQ's search, which take most of its time.
 
-    `medium` is how torch 2.13 is asked for that: a product of 512 × 1536 by 1536 × 576 took 2.0 ms instead of 8.4 on
-    AVX512, with errors of 2e-4 in sums of 40. Where there are units for it (AMX), factors are rounded to bf16, sums are
-    not. Methods other than AWQ solve equations by their products, and keep all digits.
+    So torch 2.13 reads `medium`: a product of 512 × 1536 by 1536 × 576 took 2.0 ms instead of 8.4 on AVX512, with
+    errors of 2e-4 in sums of 40. With AMX, factors are rounded to bf16, sums are not. Other methods solve equations by
+    their products, and keep all digits.
     """
     precision = torch.get_float32_matmul_precision()
     if quantization.method == "awq" and not torch.accelerator.is_available():
@@ -243,10 +236,7 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
 
 
 def _serving_dtype(source: Path) -> torch.dtype:
-    """Return the dtype for the weights that stay unquantized: the source's, but bfloat16 for float32.
-
-    vLLM's 4-bit kernels do not take float32.
-    """
+    """Return the dtype of unquantized weights: the source's, but bfloat16 for float32 (vLLM's kernels lack it)."""
     config = ModelFacts(source).config
     text_config = config.get("text_config", config)
     name = text_config.get("dtype") or text_config.get("torch_dtype")
@@ -256,8 +246,7 @@ def _serving_dtype(source: Path) -> torch.dtype:
 def _complete_config(folder: Path, dtype: torch.dtype, ignored: set[str]) -> None:
     """Correct the quantized model's `config.json`: its dtype, and its list of layers that stay unquantized.
 
-    The list has their module names and their names in files.
-    llm-compressor writes the source's config, which may say float32; vLLM computes in what it says, and looks ignored
+    llm-compressor writes the source's dtype, in which vLLM would compute, and module names only; vLLM looks ignored
     layers up by their names in files.
     """
     config = dict(ModelFacts(folder).config)

@@ -1,7 +1,4 @@
-"""Registry of the quantization methods, and the protocol of a quantizer.
-
-A new method is a line here, and a module if its quantizer is new.
-"""
+"""Registry of the quantization methods, and the protocol of a quantizer; a new method is a line here."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from stages.serving.engine import Quantization, WeightFormat
 class QuantizationJob:
     """Job for a quantizer: the model folder `source`, the new folder `target`, and how to quantize.
 
-    samples: token ids, a list a row.
-    report: called as report(done, total), with layers that were calibrated.
+    samples: token ids, a list a row. report: called as report(done, total), with layers that were calibrated.
     """
 
     source: Path
@@ -36,11 +32,9 @@ class Quantizer(Protocol):
     """Protocol of a quantizer: the function `quantize` of a method's module."""
 
     def __call__(self, job: QuantizationJob) -> Sequence[ModelError]:
-        """Quantize the model in `job.source` into the folder `job.target`, and copy all other files.
+        """Quantize `job.source` into `job.target`, copy all other files, and return the problems of what was written.
 
-        The same folder, samples and seed give the same weights, bit for bit, on the same machine.
-
-        Returns the problems of what was written. Raises ModelError for what cannot be written.
+        Bit-identical for the same folder, samples, seed and machine. Raises ModelError for what cannot be written.
         """
 
 
@@ -48,9 +42,7 @@ class Quantizer(Protocol):
 class MethodEntry:
     """Quantization method: its weight format, the module that implements it, and the engine that serves the result.
 
-    weights: format of the weights; None: the recipe names it.
-    module: has the function `quantize`; imported when it is used.
-    engine: serves the quantized model.
+    weights: None where the recipe names the format. module: has the function `quantize`; imported when used.
     """
 
     weights: WeightFormat | None

@@ -1,8 +1,7 @@
 """Quantize stage: makes a model smaller, and measures how much its predictions changed.
 
-Problems of the recipe and the model are found without reading a weight; then the method's quantizer works, and its
-result is read back and judged by its KL divergence from the original. Training's record of the original is compared
-with, too, and kept for stages that serve the quantized model.
+Problems of the recipe and the model are found without reading a weight; the result is read back and judged by its KL
+divergence from the original. Training's record is compared with, too, and kept for stages that serve the model.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ MIB = 2**20
 
 
 def run(config: QuantizeConfig, context: StageContext) -> StageResult:
-    """Quantize the model, load the result again, and compare its predictions with the original's.
-
-    The stage fails if the result is damaged or differs by more than `max_kl`.
-    """
+    """Quantize the model; fail if the result, loaded again, is damaged or differs by more than `max_kl`."""
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
@@ -77,10 +73,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
 
 
 def _stored_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
-    """Log the types of a GGUF file's matrices, and return their counts as metrics.
-
-    Some may differ from the recipe's type.
-    """
+    """Log the types of a GGUF file's matrices, some not the recipe's, and return their counts as metrics."""
     from stages.kinds.quantize.gguf_file import stored_types
 
     found = stored_types(file, config.quantization.weights)
@@ -127,10 +120,7 @@ def _mebibytes(folder: Path) -> float:
 def _judged(
     source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext, model_class: str
 ) -> dict[str, float]:
-    """Compare the quantized model's predictions with the original's, and return the differences as metrics.
-
-    The stage fails if they differ too much or cannot be compared.
-    """
+    """Return differences from the original's predictions as metrics; fail if too large or not computable."""
     try:
         with _library_errors_explained(f"reading the quantized {model_class} back with Transformers"):
             divergence = _compare(source, target, samples, config, context)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids of the calibration and the evaluation rows, one list for each row; every row has at least two tokens.
+    """Token ids of the calibration and evaluation rows, a list a row of at least two tokens.
 
-    evaluated: of each row of `evaluation`, whether the prediction of the token counts; never that of the first one.
+    evaluated: whether the prediction of each token of `evaluation` counts; never that of a row's first.
     """
 
     calibration: list[list[int]]
@@ -33,10 +33,8 @@ class Samples:
 def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
     """Read and tokenize the calibration and evaluation rows of a quantization as training would.
 
-    Without `evaluation_split`, the rows after the calibration rows are evaluated.
-    warn: gets the number of bad rows that were left out, and the first of them.
-
-    Raises DataError if either kind has no usable rows.
+    Without `evaluation_split`, the rows after the calibration rows are evaluated. warn: gets the number of bad rows
+    that were left out, and the first of them. Raises DataError if either kind has no usable rows.
     """
     from stages.data.calibration import calibration_samples
 
@@ -76,9 +74,8 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, 
 
 
 def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield batches [rows, tokens] of rows of equal length, without padding, in a fixed order.
+    """Yield batches [rows, tokens] of rows of equal length, at most `max_tokens` tokens or one row, in a fixed order.
 
-    A batch has at most `max_tokens` tokens, or one row.
     No padding: it would count as activations that a quantizer has to represent.
     """
     import torch

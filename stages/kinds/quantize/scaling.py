@@ -1,11 +1,10 @@
 """Search for layers that AWQ and SmoothQuant may scale against each other without changing a model's results.
 
-AWQ and SmoothQuant divide the outputs of one layer, channel by channel, by the factors with which they multiply the
-weights after it: a norm and the layers that read it, or the last product before another. Which these are differs by
-architecture (post-norms feed no layer, some norms add 1 to their weights, a router reads beside the experts), and
-tables of names silently lack some. So the model is run on a few tokens to see what reads what, and each pair is tried:
-powers of two are exact in floating point, so the module around a pair gives the same numbers if and only if the pair
-may be scaled.
+Both divide the outputs of one layer, channel by channel, by the factors with which they multiply the weights after it:
+a norm and the layers that read it, or the last product before another. Which these are differs by architecture
+(post-norms feed no layer, some norms add 1 to their weights, a router reads beside the experts), and tables of names
+silently lack some. So the model is run on a few tokens to see what reads what, and each pair is tried with powers of
+two, exact in floating point: the module around a pair gives the same numbers if and only if it may be scaled.
 """
 
 from __future__ import annotations
@@ -23,23 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 PROBE_TOKENS = 8
 POWERS_OF_TWO = torch.tensor([0.5, 1.0, 2.0, 4.0, 0.25])
-"""Factors by which layers are scaled to test whether a model's results stay the same. They are powers of two, by which
-scaling is exact in floating point.
+"""Factors by which layers are scaled to test whether results stay the same.
 
-The period divides no size of a head: each channel of a head has another factor than the same one of the next head.
-"""
+The period divides no size of a head: each channel of a head has another factor than the same one of the next head."""
 
 
 @dataclass(frozen=True)
 class Scaling:
     """Source layer and the layers that read its output, which AWQ or SmoothQuant may scale against each other.
 
-    Scaling the source up and its readers down, or the reverse, leaves the model's results unchanged.
-    All are module names.
-    source: a norm, or a linear layer whose last outputs are read.
-    readers: all that reads them.
-    scope: a module that holds both and was called.
-    of_norm: whether the source is a norm.
+    All are module names. source: a norm, or a linear layer whose last outputs are read. readers: all that reads them.
+    scope: a module that holds both and was called. of_norm: whether the source is a norm.
     """
 
     source: str
@@ -50,10 +43,7 @@ class Scaling:
 
 @dataclass
 class _Calls:
-    """Record of one forward pass: every module's arguments and output by module name, and the order of the calls.
-
-    Tensors are kept, so that an address in memory identifies one of them.
-    """
+    """Record of one forward pass: modules' arguments and outputs by name; kept, so that addresses identify them."""
 
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -63,9 +53,8 @@ class _Calls:
 def find_scalings(model: nn.Module, tokens: Tensor, quantized: set[str]) -> list[Scaling]:
     """Return the pairs of layers between which AWQ or SmoothQuant may move a scale factor for each channel.
 
-    At least one reader of each pair is `quantized` (module names); each set of readers is in one pair, with a norm if
-    possible.
-    tokens: int64 [1, tokens], of which a few are used.
+    Each has a `quantized` reader (module names); each set of readers is in one pair, with a norm if possible. tokens:
+    int64 [1, tokens], of which a few are used.
     """
     calls = _watch(model, tokens[:1, :PROBE_TOKENS])
     found: dict[tuple[str, ...], Scaling] = {}
@@ -115,10 +104,7 @@ def _after_norms(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterat
 
 
 def _after_layers(model: nn.Module, calls: _Calls, quantized: set[str]) -> Iterator[Scaling]:
-    """Yield pairs of linear layers in one module, as candidates for AWQ or SmoothQuant to scale against each other.
-
-    The first has as many outputs as the second has inputs, or more, of which the last are read.
-    """
+    """Yield pairs of linear layers in a module, the second with the first's last outputs as inputs, to scale."""
     modules = dict(model.named_modules())
     siblings = defaultdict[str, list[str]](list)
     for name in calls.order:
@@ -171,10 +157,7 @@ def _scaled(model: nn.Module, scaling: Scaling) -> Iterator[None]:
 
 
 def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that change when the outputs of `source` are scaled and its `readers` compensate for it.
-
-    These are the weight and bias of the source, and the weights of the readers.
-    """
+    """Yield what changes when `source` is scaled and `readers` compensate: its weight and bias, their weights."""
     yield source.weight
     if isinstance(getattr(source, "bias", None), Tensor):
         yield source.bias
@@ -182,10 +165,7 @@ def _parameters(source: nn.Module, *readers: nn.Module) -> Iterator[Tensor]:
 
 
 def _scope(calls: _Calls, names: tuple[str, ...]) -> str:
-    """Return the name of the smallest module around the given layers on which scaling them can be tested.
-
-    It was called in the recorded forward pass, so that its inputs are known.
-    """
+    """Return the smallest module around the given layers that was called, so that scaling can be tested on it."""
     parts = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for level in zip(*parts, strict=False):

@@ -31,10 +31,7 @@ def quantized_in_files(folder: Path) -> set[str]:
 
 
 def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError]:
-    """Yield an error for each way in which a quantized model folder differs from what was to be quantized.
-
-    Exactly the `expected` layers (names in files) must be quantized, and the config must say so.
-    """
+    """Yield an error for each difference from what was to be quantized: the `expected` layers (names in files)."""
     quantized = quantized_in_files(folder)
     if missing := sorted(expected - quantized):
         yield ModelError(

@@ -1,7 +1,7 @@
 """Program that serves one model: `python -m stages.kinds.serve MODEL_FOLDER [--name NAME] [--port PORT] …`.
 
 Prints `serving NAME at URL` once the server is ready, and goes on until it is interrupted. The API key is VLLM_API_KEY
-in the environment; without that variable, a new key is made and printed.
+in the environment, else a new one that is printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Terminal chat with one served model, or with two side by side; answers are printed as they are generated.
 
-An empty line is ignored, `/new` begins another conversation, and the end of the input (Ctrl-D) ends the chat. A model's
-answers may hold control characters, which a terminal would obey: they are shown as escapes.
+`/new` begins another conversation, Ctrl-D ends the chat. Control characters in answers, which a terminal would obey,
+are shown as escapes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ PROMPT = "> "
 class Conversation:
     """Conversation of the terminal chat with one served model.
 
-    label: name that is shown where there are two models.
-    options: sampling parameters of each request.
-    system: first message of each conversation; None for no such message.
+    label: name shown where there are two models. options: sampling parameters. system: first message of each
+    conversation, or None.
     """
 
     client: Client
@@ -38,18 +37,13 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin the terminal chat's conversation, with its system message if there is one."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin a new conversation: forget all messages except the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def ask(self, question: str) -> None:
-        """Send a question to the model and print the answer as it arrives.
-
-        A question that the server rejects is removed from the conversation.
-        """
+        """Send a question and print the answer as it arrives; one that the server rejects is removed again."""
         self.messages.append({"role": "user", "content": question})
         parts: list[str] = []
         try:
@@ -80,8 +74,8 @@ def chat(conversations: Sequence[Conversation]) -> None:
 def sampling_of(model: Path, temperature: float | None) -> tuple[dict[str, float], str]:
     """Return the sampling parameters for a terminal chat, and a phrase that names them and their origin.
 
-    They are the person's temperature, else those of the model's generation_config.json, else greedy: a server would
-    sample at temperature 1 where nothing names another, which shows a small model worse than it is.
+    Without the person's or generation_config.json's temperature greedy: servers default to 1, which shows a small model
+    worse than it is.
     """
     if temperature is not None:
         return {"temperature": temperature}, f"at temperature {temperature:g}"

@@ -13,10 +13,7 @@ from stages.serving.config import limit_problems
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield errors of a serve stage (parallel degree, context length, memory), with the dotted config field of each.
-
-    The model may be the one that training starts from.
-    """
+    """Yield a serve stage's errors by dotted config field; the model may be the one that training starts from."""
     config = ServeConfig.model_validate(stage_input.config)
     folder = stage_input.inputs[config.base or config.model] / "model"
     try:

@@ -22,10 +22,7 @@ from stages.serving.served_models import adapters_base, base_problems
 
 
 class ServeConfig(StageConfig):
-    """Config of the serve stage: starts a model server, checks and benchmarks it, and keeps it up during the refresh.
-
-    Each adapter is a model of its own in requests, named like its stage.
-    """
+    """Config of the serve stage: starts, checks and benchmarks a model server, and keeps it up during the refresh."""
 
     STAGE_VERSION: ClassVar[int] = 2  # the time between tokens is one of whole answers, not of chunks of them
     PRODUCTS = ("server",)

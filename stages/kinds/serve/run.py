@@ -83,13 +83,11 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
 
 
 def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Callable[[str], None]) -> dict[str, float]:
-    """Benchmark the model server; returns time to first token, time between tokens and throughput as metrics.
+    """Benchmark the model server; return time to first token, time between tokens and throughput as metrics.
 
-    Their names end in `_concurrency_N`; latencies are medians.
-    The engine puts load on its server: random prompts, with greedy answers of a fixed length.
-
-    The time between tokens is left out, with a warning, when answers were shorter than requested, or had one token.
-    Leaves `benchmark.json` (the full results) and `benchmark.log` in `folder`. Raises ServerError when a request fails.
+    Names end in `_concurrency_N`; latencies are medians. The engine's load is random prompts, with greedy answers of a
+    fixed length; time between tokens is left out, with a warning, when answers were shorter, or had one token. Leaves
+    `benchmark.json` (full results) and `benchmark.log` in `folder`. Raises ServerError when a request fails.
     """
     metrics: dict[str, float] = {}
     for load in server.engine.generate_load(server.client, server.spec, benchmark, folder):

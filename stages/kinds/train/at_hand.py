@@ -1,7 +1,7 @@
 """Quick checks of a training stage at planning time, against models and datasets that are already on this machine.
 
-They read the chat template, the config and file headers of the model, and the first rows of the datasets. What is only
-on a hub is checked after its download, by the same functions; the check of inputs then reads every row.
+They read configs, file headers and first rows. What is only on a hub is checked after its download, by the same
+functions.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def model_findings(
 
 
 def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None) -> Iterator[str]:
-    """Check the model that training starts from, and yield warnings about what is unusual in it.
-
-    Raises LayoutError, or ModelError for a model that cannot be trained.
-    """
+    """Yield warnings about the model that training starts from; raise LayoutError, or ModelError for an unfit one."""
     if model is None:
         return
     facts = ModelFacts(model.config)

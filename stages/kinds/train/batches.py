@@ -1,7 +1,4 @@
-"""Sources of a training run's micro-batches: the protocols that the training loop uses, and packed rows of a dataset.
-
-Rows carry the reference's or the teacher's values where the loss needs them.
-"""
+"""Sources of a training run's micro-batches: protocols that the training loop uses, and packed rows of a dataset."""
 
 from __future__ import annotations
 
@@ -36,12 +33,9 @@ before training: few, but enough to find the main directions of the layers' inpu
 class TrainingData(Protocol):
     """Training data of a run (protocol): rows of datasets, or prompts that the model answers.
 
-    longest_document: its length in tokens.
-    conversations: whether the documents are chats, rendered by a template.
-    tool_prompts: one example of each dataset whose chats have tools.
-    counts: metrics about the data, such as the number of rows.
-    steps_of_epochs: optimizer steps of the recipe's `epochs`.
-    lengths: document lengths; None where the model itself writes the documents.
+    longest_document: in tokens. conversations: whether the documents are chats, rendered by a template. tool_prompts:
+    one example of each dataset whose chats have tools. counts: metrics about the data. lengths: document lengths; None
+    where the model itself writes the documents.
     """
 
     @property
@@ -60,9 +54,8 @@ class TrainingData(Protocol):
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
         """Return the training data with the teacher's token probabilities added, if the method has a teacher.
 
-        Collective.
-        The teacher's model is loaded before the model that learns. teacher_lifetime: closes a teacher that is also
-        asked during training.
+        Collective. The teacher is loaded before the model that learns. teacher_lifetime: closes a teacher that is asked
+        during training.
         """
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
@@ -75,10 +68,8 @@ class TrainingData(Protocol):
 class Batches(Protocol):
     """Source of this process's micro-batches: its share of every global batch.
 
-    made_ahead: whether a thread makes a step's batches while the step before is computed.
-    steps_together: a resumed run begins at a multiple of this number of steps.
-    held_out: rows for evaluation.
-    files: files in the work folder that are shown to people.
+    made_ahead: a thread makes a step's batches while the step before is computed. steps_together: a resumed run begins
+    at a multiple of this number of steps. files: files in the work folder that are shown to people.
     """
 
     @property
@@ -92,22 +83,13 @@ class Batches(Protocol):
     def files(self) -> Sequence[str]: ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Return one step's micro-batches, on the CPU; equally many on every process.
-
-        Collective, unless batches are made ahead.
-        """
+        """Return one step's micro-batches, on the CPU, equally many on every process. Collective, unless made ahead."""
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        """Return metrics of a training step's data, such as dataset shares or sampling times.
-
-        update_s: seconds that the optimizer step took.
-        """
+        """Return metrics of a training step's data, such as dataset shares. update_s: seconds of the optimizer step."""
 
     def recorded(self) -> RecordedBatch:
-        """Return a few documents whose log-probabilities are stored with the trained model, for checks in later stages.
-
-        Later stages must reproduce these log-probabilities.
-        """
+        """Return a few documents whose log-probabilities later stages must reproduce, stored with the trained model."""
 
     def close(self) -> None:
         """Release the resources that make the batches, such as a sampling server."""
@@ -171,9 +153,8 @@ class RowBatches:
 
 
 def first_batches(dataset: PackedDataset, rows: Iterable[int], least_targets: int) -> list[Batch]:
-    """Group dataset rows, in order, into the few micro-batches from which EVA initialises an adapter.
+    """Group dataset rows into at most MOST_BATCHES micro-batches with at least BATCH_TARGETS targets each, for EVA.
 
-    There are at most MOST_BATCHES of them, each with at least BATCH_TARGETS targets.
     Raises DataError when all rows together have fewer than `least_targets`.
     """
     batches: list[Batch] = []

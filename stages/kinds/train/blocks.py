@@ -1,7 +1,4 @@
-"""Config blocks of a training stage (optimizer, expert routers, execution), and number types with allowed ranges.
-
-Checks for fields that conflict with each other are in `checks.py`.
-"""
+"""Config blocks of a training stage (optimizer, expert routers, execution), and number types with allowed ranges."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ class OptimizerConfig(StrictModel):
     name: Literal["adamw", "muon"] = Field(
         "adamw",
         description="adamw: AdamW with a fused kernel. muon: weight matrices in layers move by orthogonalised "
-        "momentum (Jordan et al. 2024); embeddings, the head and vectors are trained by AdamW; only with "
-        "`engine: fsdp`.",
+        "momentum (Jordan et al. 2024), all else by AdamW; only with `engine: fsdp`.",
     )
     momentum: NonNegativeFp32 = Field(0.95, lt=1, description="Decay of the running mean of gradients; only for muon.")
     nesterov: bool = Field(True, description="Use Nesterov momentum, which looks ahead by one gradient; only for muon.")
@@ -41,24 +37,21 @@ class OptimizerConfig(StrictModel):
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "match_rms_adamw",
         description="Factor on the learning rate of a matrix [A, B]; only for muon. original: √max(1, A / B). "
-        "match_rms_adamw: 0.2 √max(A, B), so that a learning rate chosen for AdamW suits the matrices "
-        "too.",
+        "match_rms_adamw: 0.2 √max(A, B), for a learning rate chosen for AdamW.",
     )
 
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Dtype in which AdamW's first moment is stored; bf16 is rounded stochastically. Only for "
-        "adamw with fsdp.",
+        description="Dtype of AdamW's first moment; bf16 is rounded stochastically. Only for adamw with fsdp.",
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Dtype in which AdamW's second moment is stored; bf16 is rounded stochastically. Only for "
-        "adamw with fsdp.",
+        description="Dtype of AdamW's second moment; bf16 is rounded stochastically. Only for adamw with fsdp.",
     )
     bf16_stochastic_round: bool = Field(
         False,
-        description="Hold weights and gradients in bf16, without an fp32 copy. Updated weights are rounded "
-        "stochastically, so that small updates are right on average. Only for adamw with fsdp.",
+        description="Hold weights and gradients in bf16, without an fp32 copy, and round updates stochastically. Only "
+        "for adamw with fsdp.",
     )
 
     @field_validator("name", mode="before")
@@ -70,14 +63,12 @@ class OptimizerConfig(StrictModel):
 
     @property
     def muon(self) -> MuonSettings | None:
-        """Muon's options in the form that training engines take; None where AdamW updates every parameter."""
         if self.name == "adamw":
             return None
         return MuonSettings(self.momentum, self.nesterov, self.ns_steps, self.adjust_lr_fn)
 
     @property
     def low_precision(self) -> LowPrecisionSettings:
-        """Dtypes in which AdamW stores its state, in the form that training engines take."""
         return LowPrecisionSettings(self.exp_avg_dtype, self.exp_avg_sq_dtype, self.bf16_stochastic_round)
 
     @property
@@ -110,15 +101,11 @@ class MoeConfig(StrictModel):
 
     @property
     def settings(self) -> MoeSettings:
-        """Return the router options in the form that training engines take."""
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
 
 
 class TrainExecution(Execution):
-    """Config block `execution` of a training stage: processes, logging, evaluation, checkpoints and time limits.
-
-    None of its fields is part of the stage's cache key, except `evaluate_every_steps` with `keep: best`.
-    """
+    """Config block `execution` of a training stage; only `evaluate_every_steps` is in the cache key (`keep: best`)."""
 
     processes: PositiveInt | None = Field(
         None, description="Training processes on each node; default: as many as the layout needs."
@@ -135,28 +122,26 @@ class TrainExecution(Execution):
     checkpoints_kept: PositiveInt = Field(2, description="Number of checkpoints that are kept; older ones are removed.")
     hang_timeout_s: Seconds = Field(
         3600,
-        description="Seconds that one activity may take before the attempt is ended as hanging: a training step, the "
-        "saving or evaluation after it, a micro-batch of the reference model, or reading or writing the "
-        "model. After five steps of packed rows, a step's limit is three times the longest recent step "
-        "(at least 30 s), unless layout.compile is on.",
+        description="Seconds that one activity may take before the attempt is ended as hanging: a step, a save, an "
+        "evaluation, or reading or writing the model. After five steps of packed rows, a step's limit is "
+        "three times the longest recent step (at least 30 s), unless layout.compile is on.",
     )
     ready_timeout_s: Seconds = Field(
         600, description="Seconds that the server that samples completions may take to start or restart."
     )
     rollout_timeout_s: Seconds = Field(
         600,
-        description="Seconds without an answer after which the server that samples is restarted, or waited for if "
-        "others started it; a request to a teacher's server fails instead.",
+        description="Seconds without an answer after which a sampling server is restarted (or waited for, if others "
+        "started it), and a request to a teacher's server fails.",
     )
     concurrent_requests: PositiveInt = Field(
         64,
-        description="Number of requests that are sent to a server at a time: prompts for sampling, documents for "
-        "a teacher.",
+        description="Requests sent to a server at a time: prompts for sampling, documents for a teacher.",
     )
     deterministic: bool = Field(
         False,
-        description="Use only deterministic kernels, which give the same bits in each run, as CPUs always do. GPUs "
-        "become slower, and an operation without a deterministic kernel is an error.",
+        description="Use only deterministic kernels, as CPUs always do. GPUs become slower, and an operation without "
+        "one is an error.",
     )
     measure_matmul_rate: bool = Field(
         True, description="On a CPU, measure the peak FLOP/s that MFU (model FLOPs utilisation) is relative to."
@@ -164,8 +149,7 @@ class TrainExecution(Execution):
 
 
 Rate = Annotated[float, Field(ge=1e-12, allow_inf_nan=False), HELD_IN_FP32]
-"""Positive learning rate or clipping threshold. The least is 1e-12, at which an update of an fp32 weight of 0.01 is
-already lost in rounding."""
+"""Positive learning rate or clipping threshold; at 1e-12 an update of an fp32 weight of 0.01 is lost in rounding."""
 Denominator = Annotated[float, Field(ge=1e-30, allow_inf_nan=False), HELD_IN_FP32]
 """Number type of config fields that are added to an fp32 denominator, such as Adam's epsilon; always positive."""
 Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
@@ -173,7 +157,6 @@ Epochs = Annotated[float, Field(ge=1e-4, allow_inf_nan=False)]
 BatchSize = Annotated[int, Field(ge=1, le=1 << 20)]
 """Number type of the global batch size, in rows; published runs use some ten thousand rows at most."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""Seed of a random generator, in the range that torch accepts."""
 
 
 def _has_range(value: Any) -> Any:

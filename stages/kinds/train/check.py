@@ -25,10 +25,7 @@ from stages.rewards.reward import RewardContext
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Check a training stage against its input models and datasets; yield each problem with its config field.
-
-    A problem that is text instead of an error says what could not be checked.
-    """
+    """Check a training stage against its inputs; yield problems by config field (text: what could not be checked)."""
     config = TrainConfig.model_validate(stage_input.config)
     models = InputModels.of(config, stage_input.inputs)
     model_folder = models.start.folder
@@ -125,10 +122,7 @@ def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str,
 def adapter_problems(
     config: TrainConfig, adapter: AdapterConfig, model_folder: Path
 ) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield reasons why the recipe's `adapter` options do not fit the model.
-
-    Reads the model's config and file headers, not its weights.
-    """
+    """Yield reasons why the recipe's `adapter` options do not fit the model, from its config and file headers."""
     # Torch and Transformers take seconds to import, and only adapters need them here.
     from stages.adapters.check import check_adapter
 

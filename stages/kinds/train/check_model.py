@@ -1,7 +1,4 @@
-"""Input models of a training stage, and quick checks of engine, layout and document lengths against their configs.
-
-Problems of a layout that hold for every model were found when the config was read.
-"""
+"""Input models of a training stage, and quick checks of engine, layout and document lengths against their configs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from stages.parallel.engines.registry import RULES
 class InputModels:
     """Input models of a training stage: the one that learns, and the teacher for distillation.
 
-    start: the model that learns, or the base of the adapter that does.
-    teacher: None for a method without one, and for a teacher on a server.
+    start: the model that learns, or the base of the adapter that does. teacher: None for one on a server, too.
     """
 
     start: ModelFacts
@@ -38,10 +34,7 @@ class InputModels:
 
 
 def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:
-    """Check that the longest document (tokens) fits the number of positions in the model's config.
-
-    Raises ModelError when positions are a learned table that is too short; otherwise longer documents only warn.
-    """
+    """Warn if the longest document (tokens) exceeds the model's positions; ModelError if those are a learned table."""
     limit = facts.max_positions
     if limit is None or longest <= limit:
         return
@@ -54,10 +47,9 @@ def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> Non
 
 
 def check_model(config: TrainConfig, context: StageContext, facts: ModelFacts) -> ModelShape | None:
-    """Check that engine and layout can train the model, and return its shape.
+    """Check that engine and layout can train the model, and return its shape; None if its sizes are unknown.
 
-    None: its sizes are unknown, but the engine can train it all the same. Raises LayoutError for a layout that the
-    model does not allow, ModelError for a model that the engine does not support. Unwise layouts only warn.
+    Raises LayoutError or ModelError for what is not allowed or supported; unwise layouts only warn.
     """
     check_unquantized(facts, str(facts.folder))
     if note := code_not_run(facts, trusted=config.trust_remote_code):

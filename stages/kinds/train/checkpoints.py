@@ -47,10 +47,7 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:
-        """Start writing the checkpoint of a training step, after the previous checkpoint is complete.
-
-        Raises ResourceError when the disk is too full.
-        """
+        """Start writing a step's checkpoint after the previous one is complete; raise ResourceError for a full disk."""
         self.wait()
         partial = self._partial(step)
         if is_main_process():
@@ -67,10 +64,7 @@ class Checkpoints:
             self.save(step)
 
     def poll(self) -> None:
-        """Complete the checkpoint that is being written, if all its files are there.
-
-        Cheap enough to call at every step.
-        """
+        """Complete the checkpoint being written if all its files are there; cheap enough to call at every step."""
         if self._writing and self._writing.done.done():
             self.wait()
 

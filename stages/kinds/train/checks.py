@@ -1,7 +1,6 @@
 """Checks for conflicts between fields of a training stage's config that are each allowed alone.
 
-Each function yields sentences that say what to change. Checks of numbers, rows, completions, engine and layout are made
-when a recipe is read; those of other stages, of fields without effect, and of the machine follow.
+Each function yields sentences that say what to change.
 """
 
 from __future__ import annotations
@@ -51,15 +50,11 @@ OF_OWN_SERVERS = [field for field in ServingConfig.model_fields if field not in 
 """Fields of `serving:` that have an effect only where the stage starts the sampling server itself."""
 SAME = ("rank", "alpha", "use_rslora", "use_dora", "modules_to_save")
 SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-"""Adapter fields that choose the layers; they must not change when training continues an existing adapter. The same
-holds for the fields in `SAME`."""
+"""Adapter fields that choose the layers; like those in `SAME`, they must not change when an adapter is continued."""
 
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
-    """Yield the errors of config fields that conflict with each other, one list for each group of checks.
-
-    Lazily: a group is checked only where the groups before it have found nothing, and relies on them.
-    """
+    """Yield errors of conflicting config fields, a list per group; a group relies on those before it having none."""
     yield list(row_errors(config.learning, config.data))
     yield list(number_errors(config))
     yield list(completion_errors(config, config.sampling)) if config.sampling else []
@@ -67,10 +62,7 @@ def config_errors(config: TrainFields) -> Iterator[list[str]]:
 
 
 def number_errors(config: TrainFields) -> Iterator[str]:
-    """Yield an error if warm-up exceeds the training, weight decay is too large, or `keep: best` lacks evaluations.
-
-    Only the first error is yielded.
-    """
+    """Yield the first error: warm-up exceeds the training, too large weight decay, `keep: best` lacks evaluations."""
     steps, warmup_steps = config.steps, config.warmup_steps
     if steps is not None and warmup_steps > steps:
         yield (
@@ -304,10 +296,7 @@ def start_problems(
 
 
 def written_adapter(name: str, stages: Mapping[str, StageConfig]) -> dict[str, Any]:
-    """Return the `adapter` fields that another train stage needs to continue the adapter of the stage `name`.
-
-    Empty where the recipe does not say them.
-    """
+    """Return the `adapter` fields that another stage needs to continue a stage's adapter; {} if its recipe has none."""
     config = stages[name]
     adapter = getattr(config, "adapter", None)
     if not isinstance(adapter, AdapterConfig):
@@ -376,10 +365,7 @@ def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def machine_problems(config: TrainFields, gpus: Sequence[str]) -> Iterator[str]:
-    """Yield what this machine lacks for the training: a torch that sees its GPUs, or what 8-bit matrix products need.
-
-    Clusters are checked when the stage starts.
-    """
+    """Yield what this machine lacks: a torch that sees its GPUs, or what 8-bit products need (clusters: at start)."""
     if not config.execution.is_local:
         return
     if gpus and (problem := unusable_gpus(len(gpus), {**os.environ, **config.execution.environment})):

@@ -22,8 +22,8 @@ LAYOUT_PROBLEM = "layout"
 class TrainConfig(TrainFields):
     """Training of a model by one of several methods, each with its own block of options; writes `model/`.
 
-    With `adapter:` the model is frozen and low-rank weights beside it learn, which are written to `adapter/`. The
-    method `reward` writes a reward model, to `reward_model/`.
+    With `adapter:` low-rank weights beside the frozen model learn, written to `adapter/`; `reward` writes
+    `reward_model/`.
     """
 
     STAGE_VERSION: ClassVar[int] = 2
@@ -104,19 +104,12 @@ class TrainConfig(TrainFields):
         return {**self.sampling.engine_version} if self.sampling else {}
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return the training step of the latest checkpoint in a scratch folder, or 0.
-
-        A folder is named `step-N` once its checkpoint is complete.
-        """
+        """Return the training step of the latest complete checkpoint (`step-N`) in a scratch folder, or 0."""
         steps = (path.name.removeprefix("step-") for path in (scratch / "checkpoints").glob("step-*"))
         return max(map(int, steps), default=0)
 
     def resume_identity(self) -> dict[str, JsonValue]:
-        """Return the config fields that must be equal to resume a training.
-
-        They are those of the cache key except engine and layout.
-        Any engine and layout can load a checkpoint.
-        """
+        """Return the fields that must be equal to resume: those of the cache key without engine and layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
 
     @model_validator(mode="after")

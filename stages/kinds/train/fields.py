@@ -41,20 +41,17 @@ class TrainFields(MethodFields):
     model: ModelOrAdapterReference
     base: Annotated[ModelReference | None, AddedLater()] = Field(
         None,
-        description="Stage that provides the base model, where `model` is an adapter; default: the base model of that "
-        "adapter.",
+        description="Stage that provides the base model of an adapter `model`; default: the adapter's own base model.",
     )
     adapter: Annotated[AdapterConfig | None, AddedLater()] = Field(
         None,
-        description="Low-rank adapter to train while the model stays frozen; default: none, so that all weights "
-        "are trained.",
+        description="Low-rank adapter to train while the model stays frozen; default: none (all weights learn).",
     )
     data: DataConfig
     engine: EngineName = Field("fsdp", description="Training engine: PyTorch FSDP2 or Megatron-core.")
     layout: LayoutOrAuto = Field(
         Layout(),
-        description="Parallel degrees and memory options; auto: the layout that the planner finds best for "
-        "this machine.",
+        description="Parallel degrees and memory options; auto: the layout that the planner finds best here.",
     )
 
     steps: PositiveInt | None = Field(
@@ -72,8 +69,7 @@ class TrainFields(MethodFields):
     )
     warmup_steps: NonNegativeInt = Field(
         0,
-        description="Steps of linear warm-up: step k of n has k/n of the full learning rate. (Transformers has "
-        "(k - 1)/n, so that its first step learns nothing; later steps are equal.)",
+        description="Steps of linear warm-up: step k of n has k/n of the full rate (Transformers: (k - 1)/n).",
     )
     min_learning_rate_fraction: NonNegativeFp32 = Field(
         0.0, le=1, description="Fraction of the peak learning rate at which the cosine and linear schedules end."
@@ -92,9 +88,9 @@ class TrainFields(MethodFields):
     )
     precision: TrainingPrecision = Field(
         "bf16",
-        description="Number format of the computation. bf16: parameters and activations in bfloat16, gradient "
-        "reduction and master weights in fp32. fp8: the same, with matrix products in 8 bits, on GPUs, by "
-        "torchao (fsdp) or Transformer Engine (megatron).",
+        description="Number format. bf16: computation in bfloat16, gradient reduction and master weights in fp32. "
+        "fp8: the same, with matrix products in 8 bits, on GPUs, by torchao (fsdp) or Transformer Engine "
+        "(megatron).",
     )
     fp8_recipe: Annotated[Fp8Recipe, AddedLater()] = Field(
         "tensorwise",
@@ -102,9 +98,8 @@ class TrainFields(MethodFields):
     )
     keep: Annotated[Literal["last", "best"], AddedLater()] = Field(
         "last",
-        description="Weights to write: those of the last step, or those of the evaluated step with the lowest "
-        "held-out loss. best needs `execution.evaluate_every_steps`, which becomes part of the stage's "
-        "cache key.",
+        description="Weights to write: last, or those of the evaluated step with the lowest held-out loss (needs "
+        "`execution.evaluate_every_steps`, which then is part of the cache key).",
     )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Dtype in which the trained weights are written."
@@ -134,18 +129,15 @@ class TrainFields(MethodFields):
 
     @property
     def has_even_steps(self) -> bool:
-        """True if all training steps take about the same time, so that the watchdog can learn a time limit from them.
+        """True if all training steps take about equally long, so that the watchdog can learn a time limit from them.
 
-        Without packing, a step is as long as its longest row; a compiled one is slow whenever a new shape comes.
+        Not without packing (rows differ in length), nor compiled (slow whenever a new shape comes).
         """
         return self.data.packing and not self.layout.compile and not self.sampling
 
     @property
     def workload(self) -> Workload:
-        """Description of the training, from which the planner predicts memory and step time of parallel layouts.
-
-        Its total number of tokens is set only where the recipe has `steps`.
-        """
+        """Training as the planner needs it to predict memory and step time; total tokens only where `steps` is set."""
         workload = Workload(
             self.data.sequence_length,
             self._packed_rows,
@@ -161,11 +153,7 @@ class TrainFields(MethodFields):
 
     @property
     def _packed_rows(self) -> int:
-        """Number of packed rows in one optimizer step.
-
-        For methods that sample, it is estimated from `max_completion_length`.
-        Prompts do not count.
-        """
+        """Number of packed rows in an optimizer step; for sampling from `max_completion_length`, without prompts."""
         if self.rollouts is None:
             return self.global_batch_size
         tokens = self.global_batch_size * self.rollouts.max_completion_length
@@ -187,10 +175,7 @@ class TrainFields(MethodFields):
         return RunConstraints(self.execution.nodes, self.processes, self.data.sequence_length, self.global_batch_size)
 
     def data_from(self, start: Path) -> DataConfig:
-        """Return the `data` config; if it names no chat template, with that of the adapter that training starts from.
-
-        start: folder of the artifact that training starts from.
-        """
+        """Return the `data` config, with the chat template of the artifact `start` where it names none."""
         template = start / "adapter" / "chat_template.jinja"
         if self.data.chat_template or not template.is_file():
             return self.data
@@ -198,7 +183,6 @@ class TrainFields(MethodFields):
 
     @property
     def engine_settings(self) -> EngineSettings:
-        """Settings that the training engine is built with."""
         return EngineSettings(
             layout=self.layout,
             precision=self.precision,

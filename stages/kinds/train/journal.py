@@ -32,10 +32,7 @@ Metrics = dict[str, float]
 
 
 class Journal:
-    """Log of one attempt at a training run: metrics by step, progress and warnings.
-
-    Steps that an earlier attempt has logged are not logged again: they would be the same.
-    """
+    """Log of one attempt at a training: metrics by step, progress and warnings; repeated steps are not logged again."""
 
     def __init__(self, context: StageContext, num_steps: int, log_every_steps: int) -> None:
         self._context = context
@@ -51,7 +48,6 @@ class Journal:
         self._has_warned_of_rest = False
 
     def is_due(self, step: int) -> bool:
-        """Return whether the metrics of a training step are to be logged."""
         return step % self._log_every_steps == 0 or step in (1, self._num_steps)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -82,10 +78,6 @@ class Journal:
             self._last_progress_s = now_s
 
     def lowest_evaluation(self, upto_step: int) -> tuple[float, int]:
-        """Return the lowest held-out loss up to a training step and the first step that had it.
-
-        Without an evaluation: (inf, 0).
-        """
         rows = (row for row in self.rows if row["step"] <= upto_step and "evaluation_loss" in row)
         return min(((row["evaluation_loss"], int(row["step"])) for row in rows), default=(math.inf, 0))
 
@@ -94,14 +86,10 @@ class Journal:
         self._context.warn(message)
 
     def milestone(self, message: str) -> None:
-        """Report an event of the training that users should see."""
         self._context.milestone(message)
 
     def summary(self) -> Metrics:
-        """Return this attempt's final metrics: the median of metrics measured at every step, the last value of others.
-
-        Medians are of the metrics in `PER_STEP`, without the first 3 steps.
-        """
+        """Return this attempt's metrics: last values, or for those in `PER_STEP` medians without the first 3 steps."""
         if not self._attempt:
             return {}
         # a run of 3 steps or fewer keeps its last one

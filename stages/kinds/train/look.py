@@ -16,9 +16,8 @@ from stages.rollouts.look import look_at_prompts
 
 
 def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
-    """Return the dataset rows that training sees first, with counts.
+    """Return the dataset rows, or for a method that samples the prompts, that training sees first, with counts.
 
-    For a method that samples, return the first prompts.
     Raises as `prepare_mixture` and `checked_prompts` do.
     """
     config = TrainConfig.model_validate(stage_input.config)

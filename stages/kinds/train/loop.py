@@ -1,7 +1,7 @@
 """Training loop: steps, learning rate, logging, held-out evaluation and checkpoints, on any engine.
 
-Every step is a function of the seed, its number and the weights before it: rows, learning rate and random numbers are
-derived from the step, so a resumed run does what the uninterrupted one would have done.
+A step's rows, learning rate and random numbers are functions of the seed and its number, so a resumed run does what the
+uninterrupted one would have done.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class TrainingRun:
     positions: Positions = field(default_factory=Positions)
 
     def close(self) -> None:
-        """Close the run's batches and release the resources that make them, such as a sampling server."""
         self.batches.close()
 
     @property
@@ -107,9 +106,8 @@ def evaluate(run: TrainingRun) -> LossMeans | None:
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1, of `num_steps`.
 
-    Warm-up reaches the full rate at step `warmup_steps`; cosine and linear would reach `min_learning_rate_fraction` of
-    it one step after the last, so no step is wasted at zero. (Transformers begins its warm-up at zero; after it, both
-    are equal at every step.)
+    Warm-up reaches the full rate at step `warmup_steps`; decay would reach its minimum one step after the last, so no
+    step is wasted at zero.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
@@ -157,11 +155,9 @@ def _update(
 
 
 def _shares(run: TrainingRun, steps: range) -> Generator[Share]:
-    """Yield this process's micro-batches of every training step.
+    """Yield this process's micro-batches of every training step, prepared one step ahead by a thread where possible.
 
-    A thread prepares them one step ahead, unless making them needs collectives.
-    Micro-batches made ahead are in pinned memory where the device copies from it, so that their copies overlap with the
-    computation.
+    Those made ahead are in pinned memory where the device copies from it, so that copies overlap with computation.
     """
     pins = of_device(run.engine.device).pins_host_memory
 
@@ -209,10 +205,7 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
-    """With `keep: best`, load the weights of the best step; otherwise warn if the held-out loss has risen.
-
-    Returns the evaluation of the weights that remain.
-    """
+    """Load the best step's weights with `keep: best`, else warn of a risen loss; return the remaining one's loss."""
     lowest, step = run.journal.lowest_evaluation(run.last_step)
     # `lowest` is inf without an evaluation on the way. All follow rank 0, since loading a checkpoint is collective.
     if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):
@@ -239,10 +232,7 @@ def _step_seed(run: TrainingRun, step: int) -> int:
 
 
 def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
-    """Return mean loss and metrics over all held-out rows in `source`, and for each dataset of a mixture.
-
-    Collective.
-    """
+    """Return mean loss and metrics over all held-out rows, and for each dataset of a mixture. Collective."""
     by_name = source.dataset.member_rows
     batches = [
         source.batch([rows[index] for index in share]).with_signal(member=member)
@@ -266,10 +256,7 @@ def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: M
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Convert a loss to bits per byte, which is comparable between tokenizers.
-
-    Gao et al. 2020 (The Pile), section 3.1.
-    """
+    """Convert a loss to bits per byte, comparable between tokenizers (Gao et al. 2020, The Pile, section 3.1)."""
     return nats_per_token / bytes_per_token / math.log(2)
 
 
@@ -318,8 +305,7 @@ def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[
     """Add KTO's estimate of the divergence from the reference model, `kl` in nats, to the micro-batches. Collective.
 
     It is the mean of log π/π_ref over answers to other prompts of the global batch (Ethayarajh et al. 2024, section
-    4.1), at least 0, which this mean need not be. It is one number for all shares, so their forward passes come before
-    the step.
+    4.1), at least 0. It is one number for all shares, so their forward passes come before the step.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     others = [batch.signal.mismatched for batch in micro_batches if batch.signal.mismatched]

@@ -23,8 +23,7 @@ from stages.parallel.processes import gathered
 GIB = 2**30
 COLLECTIVES = tuple(sorted({f"{one.collectives}:" for one in DEVICE_TYPES}))
 MOST_PROCESSES_LISTED = 16
-"""Largest number of training processes for which the memory of each one is logged at every step. With more processes,
-it is logged only at the end of the run."""
+"""Largest number of training processes whose memory is logged at every step; of more, only at the end of the run."""
 FORGET_PEAK = "5"
 """Number that resets a process's peak memory when written to Linux's `/proc/self/clear_refs`."""
 
@@ -61,7 +60,6 @@ class Positions:
     num_real_tokens: int = 0
 
     def add(self, share: Share) -> None:
-        """Count the token positions in the batches of one step."""
         self.num_tokens += share.num_tokens
         self.num_real_tokens += share.num_real_tokens
 
@@ -97,10 +95,7 @@ def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, 
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Reset the peak counter of GPU memory (host memory on a CPU), so that reading the model does not count.
-
-    On a CPU this needs Linux; elsewhere it does nothing.
-    """
+    """Reset the peak counter of GPU memory (on a CPU: host memory, Linux only), to leave out a model's reading."""
     if device.type != "cpu":
         forget_peak(device)
         return
@@ -111,9 +106,8 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device, *, every_rank: bool) -> dict[str, float]:
-    """Return the highest peak of GPU memory (host memory on a CPU) of a training process, in GiB. Collective.
+    """Return the highest peak of GPU memory (host memory on a CPU) of a process since the reset, in GiB. Collective.
 
-    It counts from the end of reading the model.
     With `every_rank`, each process's peak as well.
     """
     used_bytes = host_peak_bytes() if device.type == "cpu" else peak_bytes(device)

@@ -1,6 +1,6 @@
 """Order of training rows, of one dataset or a mixture: a pure function of the seed and the step.
 
-An interrupted run needs no stored position, and every layout sees the same global batches.
+So an interrupted run needs no stored position, and every layout sees the same global batches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from stages.kinds.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Order of training rows: a random permutation of all rows for each epoch, cut into global batches.
+    """Order of training rows: a random permutation for each epoch, cut into global batches that may span epochs.
 
-    A mixture draws from each dataset by weight. A global batch may span the border of two epochs, so no row is left out
-    of an epoch.
+    A mixture draws from each dataset by weight.
     """
 
     num_rows: int
@@ -59,10 +58,7 @@ class DataOrder:
 def even_micro_batches(
     num_rows: int, micro_batch_size: int, data_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
-    """Yield one process's micro-batches as lists of row numbers; every process gets the same number of them.
-
-    The last one may be empty.
-    """
+    """Yield one process's micro-batches as row numbers; every process gets the same number, the last may be empty."""
     stride = micro_batch_size * data_parallel_size
     for index in range(math.ceil(num_rows / stride)):
         start = index * stride + data_rank * micro_batch_size
@@ -71,7 +67,7 @@ def even_micro_batches(
 
 
 def slots_of(data: DataConfig, training: PackedDataset, seed: int) -> MixtureOrder:
-    """Return the order in which training visits rows: of one dataset, or of a mixture by its weights."""
+    """Return each mixture dataset's share and number of passes, as metrics, after `num_slots` visited rows."""
     if not training.members or data.mixing.strategy == "concat":
         return MixtureOrder((len(training),), (1.0,), seed)
     asked = shares_asked(data, training)
@@ -114,10 +110,7 @@ def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slo
 
 
 def steps_of_epochs(config: TrainConfig, training: PackedDataset) -> int:
-    """Return the number of optimizer steps in the recipe's `epochs`.
-
-    An epoch has as many rows as all datasets together.
-    """
+    """Return the number of optimizer steps in the recipe's `epochs`; an epoch has the rows of all datasets together."""
     return math.ceil(config.epochs * len(training) / config.global_batch_size)
 
 
@@ -140,9 +133,6 @@ def repeated_too_often(config: TrainConfig, training: PackedDataset) -> Iterator
 
 
 def _amounts(training: PackedDataset, times: NDArray[np.int64], unit: str) -> NDArray[np.float64]:
-    """Return how many rows or tokens training takes from each dataset, float64 [datasets].
-
-    times: visits of each row.
-    """
+    """Return how many rows or tokens are taken from each dataset, float64 [datasets]. times: visits of each row."""
     counted = times * training.row_lengths if unit == "tokens" else times
     return np.array([counted[rows.start : rows.stop].sum() for rows in training.member_rows.values()], np.float64)

@@ -19,10 +19,7 @@ CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 @contextmanager
 def explained_out_of_memory(config: TrainConfig, predicted_gib: float | None) -> Iterator[None]:
-    """Turn an allocator's out-of-memory error into a ResourceError; all other errors pass.
-
-    predicted_gib: memory of the fullest process under the layout, if it was predicted.
-    """
+    """Turn an allocator's out-of-memory error into a ResourceError. predicted_gib: of the fullest process."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

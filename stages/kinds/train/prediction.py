@@ -1,7 +1,7 @@
 """The planner's prediction for a training run on this machine, and the check that its memory suffices.
 
-A run that cannot fit is refused before the model is built; one that the planner cannot predict (an unknown model or
-device) runs all the same, with a warning.
+A run that cannot fit is refused before the model is built; one that cannot be predicted (unknown model or device) only
+warns.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Prediction:
-    """Planner's prediction for a run: the chosen layout and predicted metrics by name.
-
-    tags: texts for MLflow that say what was predicted from.
-    """
+    """Planner's prediction for a run: layout and metrics. tags: texts for MLflow that say what it is based on."""
 
     layout: Layout
     """Layout to run with. The planner's choice replaces `layout: auto` here, where a prediction is possible."""
@@ -63,8 +60,7 @@ def predict_run(
 ) -> Prediction:
     """Predict memory and step time, check that memory suffices, and write `prediction.json`. Collective.
 
-    The file lists alternative layouts, too. Raises LayoutError on every process when even the device with the most free
-    memory has too little.
+    Raises LayoutError on every process when even the device with the most free memory has too little.
     """
     available_gib = min(gathered(_available_memory_gib(device)))  # every process must come to the same decision
     hardware = _hardware(config, context, device)
@@ -87,10 +83,7 @@ def predict_run(
 def _check_teacher(
     config: TrainConfig, teacher: ModelFacts | None, request: SearchRequest, candidate: Candidate, available_gib: float
 ) -> dict[str, float]:
-    """Check that the teacher's model fits into memory, and return its predicted memory in GiB as a metric.
-
-    Empty for a teacher on a server, or of unknown sizes.
-    """
+    """Check that the teacher fits into memory; return its predicted GiB, or {} if on a server or unknown."""
     if teacher is None:
         return {}
     try:

@@ -1,7 +1,7 @@
 """Reference log-probabilities: those of all documents under the untrained model, computed once and cached on disk.
 
-Computing them before training keeps only one model in memory. The cache holds the sum over each document's targets,
-under a key of everything that decides it: the model's weights, the packed data, the rows, the precision.
+Computing them before training keeps only one model in memory. The cache key has everything that decides them: the
+model's weights, the packed data, the rows, the precision.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class ReferenceModel:
     ) -> ReferenceRows:
         """Return the documents' log-probabilities under the reference model, from the cache or computed. Collective.
 
-        rows: row numbers of the dataset, sorted, without repetitions.
-        change: applied to each batch before the forward pass; its `repr` is part of the cache's key.
-        mismatched: compute the log-probabilities of answers paired with other prompts.
+        rows: sorted, distinct. change: applied to each batch; its `repr` is in the cache's key. mismatched: of answers
+        paired with other prompts.
         """
         documents = dataset.row_documents(rows)
         identity: dict[str, JsonValue] = {
@@ -96,10 +95,7 @@ class ReferenceModel:
         make: Callable[[Sequence[int], int], Batch],
         change: BatchChange | None,
     ) -> NDArray[np.float32]:
-        """Compute the documents' log-probabilities under the reference model, float32 [documents].
-
-        Every process gets the same.
-        """
+        """Compute the documents' log-probabilities on every process, float32 [documents]."""
         engine = self.engine
         # documents of the rows [2, 3] -> [0, 2, 5]: where each row's begin
         positions = np.cumsum([0, *(len(dataset.row_documents([row])) for row in rows)]).tolist()

@@ -39,8 +39,7 @@ class RowData:
     def read(cls, config: TrainConfig, context: StageContext, models: InputModels) -> RowData:
         """Prepare (tokenize and pack) the recipe's datasets for training, or reuse prepared ones.
 
-        Raises DataError and ModelError as `prepare_mixture` does, and DataError where a dataset would be repeated more
-        often than its `max_epochs`.
+        Raises as `prepare_mixture` does, and DataError if a dataset would exceed its `max_epochs`.
         """
         prepared = prepare_mixture(
             context.inputs,
@@ -131,20 +130,13 @@ class RowData:
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
-        """Return the first micro-batches of the training data, from which EVA initialises an adapter.
-
-        They are the same on all processes.
-        Raises DataError as the function of this name does.
-        """
+        """Return the first micro-batches, the same on all processes, for EVA; raise as the function of this name."""
         training, order = self.prepared.training, self._order(0, 1)  # whole global batches, whatever the layout
         rows = chain.from_iterable(map(order.global_batch, count(1)))
         return first_batches(training, islice(rows, len(training)), least_targets)
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
-        """Return the source of this process's micro-batches; reference log-probabilities are computed first, if needed.
-
-        last_step: the training step up to which rows are learned from.
-        """
+        """Return this process's micro-batches of the rows up to `last_step`; reference log-probabilities come first."""
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
         order = self._order(engine.data_rank, engine.data_parallel_size)

@@ -54,14 +54,13 @@ if TYPE_CHECKING:
 LOSS_PLOT = "plots/loss.png"
 
 prepare_process = start_training_quickly
-"""Function that `python -m stages` calls before a training, so that libraries load faster. Afterwards the process
-cannot load models by `device_map`."""
+"""Preparation by `python -m stages`: libraries load faster, but models no longer by `device_map`."""
 
 
 def run(config: TrainConfig, context: StageContext) -> StageResult:
     """Run a training: check machine, model and data, train, export, and return metrics.
 
-    Raises a `LifecycleError` when the model, the data, the layout or the machine do not allow it, or training diverges.
+    Raises a `LifecycleError` when they do not allow it, or training diverges.
     """
     models = InputModels.of(config, context.inputs)
     config = config.model_copy(update={"data": config.data_from(context.inputs[config.model])})
@@ -113,10 +112,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
 
 
 def _check_machine(config: TrainConfig) -> DeviceType:
-    """Check that the layout's number of processes was started and that the devices support engine and precision.
-
-    Returns the kind of device.
-    """
+    """Check that the layout's processes were started and devices support engine and precision; return their kind."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.layout.world_size:
         layout = describe_layout(config.engine, config.layout)
@@ -204,8 +200,7 @@ def _num_steps(config: TrainConfig, context: StageContext, data: TrainingData) -
 def _write(training_run: TrainingRun, data: TrainingData, context: StageContext, base: Path) -> dict[str, float]:
     """Export the trained model, and log-probabilities of a few documents that later stages must reproduce.
 
-    Returns metrics of how far training moved these log-probabilities.
-    base: the model folder of an adapter. A useless adapter is written and then refused.
+    Returns metrics of how far these moved. base: an adapter's model folder. A useless adapter is written, then refused.
     """
     config, engine = training_run.config, training_run.engine
     for problem in engine.export(context.work / config.product, getattr(torch, config.export_dtype)):

@@ -1,8 +1,8 @@
 """Teacher of distillation: its likeliest tokens at each target, computed before or during training, and cached on disk.
 
 A teacher is a server, or a model that is loaded before the one that learns, under the same layout, and freed: only one
-model is in memory at a time, unless the teacher is asked about the model's own answers (on-policy). The cache is an
-array on disk with a record per target, under a key of everything that decides its content.
+model is in memory, unless the teacher is asked about the model's own answers (on-policy). The cache, a record per
+target, has everything that decides it in its key.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from stages.rollouts.asking import Answer, Request
 
 PROBE = "In 2026, 3 × 14 = 42: naïve façade, 数 and\n\tdef f(x): return x ** 2  # “so”"
-"""Text by which different tokenizers are detected: it has several languages and code, so few tokenizers split it
-equally."""
+"""Text by which different tokenizers are detected: with languages and code that few tokenizers split equally."""
 CHECK_TIMEOUT_S = 60.0
 ROWS_TOGETHER = 64
 Document = Sequence[int]
@@ -121,12 +120,9 @@ def ask_teacher(
 ) -> Taught:
     """Return the teacher's likeliest tokens at the targets of dataset rows, from the cache or newly computed.
 
-    Collective.
-    start_digest: of the weights that training starts from.
-    teacher_lifetime: closes a teacher that is asked during training.
-
-    Raises ModelError or LayoutError for a teacher that the engine or the layout does not allow, ServerError or
-    TransientError for a server that does not answer as it should.
+    Collective. start_digest: of the weights that training starts from. teacher_lifetime: closes a teacher asked during
+    training. Raises ModelError or LayoutError for a teacher that the engine or the layout does not allow, ServerError
+    or TransientError for a server that does not answer as it should.
     """
     asked = config.teacher_tokens
     assert asked
@@ -166,19 +162,13 @@ class Taught:
 
 
 class Teacher(Protocol):
-    """Protocol of a teacher for distillation that is not opened yet: no model is loaded, no server was asked.
-
-    identity: everything that decides its answers, except the documents.
-    """
+    """Protocol of an unopened teacher for distillation. identity: all that decides its answers but the documents."""
 
     @property
     def identity(self) -> dict[str, JsonValue]: ...
 
     def opened(self, context: StageContext, watchdog: Watchdog) -> AbstractContextManager[OpenTeacher]:
-        """Load the teacher, and free it when the context ends. Collective.
-
-        Skipped where all of the teacher's tokens are cached.
-        """
+        """Load the teacher, and free it at the end. Collective; skipped where all of its tokens are cached."""
 
 
 class OpenTeacher(Protocol):
@@ -195,10 +185,7 @@ class OpenTeacher(Protocol):
 
 
 def record_dtype(number: int) -> np.dtype[np.void]:
-    """Return the NumPy dtype of one target's likeliest tokens and their log-probabilities.
-
-    Both have `number` values: int32 tokens, float32 log-probabilities in nats.
-    """
+    """Return the dtype of a target's `number` likeliest tokens (int32) and their log-probabilities (float32, nats)."""
     return np.dtype([("tokens", np.int32, (number,)), ("log_probabilities", np.float32, (number,))])
 
 
@@ -226,10 +213,7 @@ class TeacherRows:
 
 
 def with_candidates(batch: Batch, records: NDArray[np.void], asked: TeacherTokens, is_whole_vocabulary: bool) -> Batch:
-    """Return the batch with the teacher's likeliest tokens at its targets, for the distillation loss.
-
-    records: `record_dtype` [targets of the batch, in order].
-    """
+    """Return the batch with the teacher's likeliest tokens, `record_dtype` [targets], for the distillation loss."""
     shape = (*batch.signal.targets.shape, asked.number)
     # [rows, sequence, k]; what stays 0, where no target is, is masked out of the loss
     tokens, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -250,10 +234,7 @@ class ServedTeacher:
 
     @classmethod
     def of(cls, asked: TeacherTokens, execution: TrainExecution) -> Self:
-        """Return the teacher's server that the recipe names.
-
-        Raises RecipeError for an environment variable that is not set.
-        """
+        """Return the teacher's server that the recipe names; RecipeError for an unset environment variable."""
         server = asked.server
         assert server
         key = key_in(server.key_variable, "teacher_server.key_variable")
@@ -268,8 +249,7 @@ class ServedTeacher:
     def check(self, model_folder: Path, *, trust_remote_code: bool) -> None:
         """Check by a short text that the server has the model, the same tokenizer and enough log-probabilities.
 
-        Raises ServerError for a server without this model or with too few log-probabilities, ModelError for another
-        tokenizer than that of `model_folder`, TransientError for no answer.
+        Raises ServerError, ModelError for another tokenizer than that of `model_folder`, TransientError for no answer.
         """
         try:
             self._check_model(model_folder, trust_remote_code)
@@ -303,10 +283,9 @@ class ServedTeacher:
         yield OpenServer(self, context, watchdog)
 
     def likeliest(self, documents: Sequence[Document]) -> list[NDArray[np.void]]:
-        """Ask the teacher's server for the likeliest tokens at each position of the documents except the first.
+        """Return the likeliest tokens at each position but the first, `record_dtype` [tokens - 1] per document.
 
-        Returns `record_dtype` [tokens - 1] for each document. Raises ServerError for a document that the server
-        refuses, TransientError when the server is gone.
+        Raises ServerError for a document that the server refuses, TransientError when the server is gone.
         """
         from stages.rollouts.asking import ask_all  # and aiohttp, which no other training needs
 
@@ -365,10 +344,7 @@ class ServedTeacher:
 
 @dataclass(frozen=True)
 class OpenServer:
-    """Connection to the teacher's server; implements `OpenTeacher`.
-
-    Both methods raise the errors of `ServedTeacher.likeliest`.
-    """
+    """Connection to the teacher's server (an `OpenTeacher`); raises as `ServedTeacher.likeliest`."""
 
     teacher: ServedTeacher
     context: StageContext
@@ -405,10 +381,7 @@ class OpenServer:
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Return the teacher's likeliest tokens at all targets of the batches, in order.
-
-        The server is asked for all of them together.
-        """
+        """Return the teacher's likeliest tokens at all targets of the batches, in order, from one enquiry."""
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, record_dtype(self.teacher.number))
@@ -420,10 +393,7 @@ def _num_targets(batch: Batch) -> int:
 
 
 def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
-    """Yield each document that has targets, as tokens and a mask of the positions whose next token is a target.
-
-    The mask has [tokens - 1].
-    """
+    """Yield documents with targets, as tokens and a mask [tokens - 1] of positions whose next token is a target."""
     # The padding of each row is a document, too, so the lengths cover the flattened batch.
     borders = np.cumsum(batch.documents.lengths)[:-1].tolist()
     tokens = torch.tensor_split(batch.inputs.input_ids.flatten(), borders)
@@ -435,10 +405,7 @@ def _documents(batch: Batch) -> Iterator[tuple[Document, NDArray[np.bool_]]]:
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """Teacher whose model comes from a stage of the recipe; implements `Teacher`.
-
-    build: loads it.
-    """
+    """Teacher whose model comes from a stage of the recipe (a `Teacher`); `build` loads it."""
 
     weights_digest: str
     asked: TeacherTokens

@@ -1,8 +1,8 @@
 """Watchdog that ends a stage whose processes deadlock, after logging what each of them was doing.
 
 A collective that one process never enters holds all others, on gloo and on NCCL, often until a person looks. Every
-process watches itself: when a step takes too long it writes the stacks of its threads, waits for the others to do the
-same, and ends with a retryable error; the next attempt continues from the last checkpoint.
+process watches itself: when a step takes too long it writes its threads' stacks, waits for the others to do the same,
+and ends with a retryable error; the next attempt continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ STEP_TIMES = 3
 LEAST_STEP_LIMIT_S = 30.0
 """Smallest time limit of a training step: a busy machine or a slow disk can delay short steps by seconds."""
 KNOWN_AFTER_STEPS, REMEMBERED_STEPS = 5, 50
-"""Number of steps before time limits are learned, and number of latest steps that they are learned from. The first
-steps take longer, since they choose kernels, allocate buffers and open files."""
+"""Number of steps before time limits are learned (the first are slow), and of latest steps to learn from."""
 
 
 class Watchdog:
     """Thread that ends the process if an announced activity, such as a training step, exceeds its time limit.
 
-    Every activity has `timeout_s`; a step, once step times are known, three times the longest of the recent steps.
+    That is `timeout_s`, or for a step three times the longest of the recent steps.
     """
 
     def __init__(self, work: Path, timeout_s: float, *, learns_step_times: bool = True) -> None:
@@ -60,7 +59,6 @@ class Watchdog:
         self._ended.set()
 
     def begins(self, doing: str) -> None:
-        """Announce the beginning of an activity, such as saving, to the watchdog; it gets the general time limit."""
         self._begins(doing, self._timeout_s, "execution.hang_timeout_s")
 
     def begins_step(self, step: int) -> None:
@@ -74,7 +72,6 @@ class Watchdog:
             self.begins(f"step {step}")
 
     def has_stepped(self) -> None:
-        """Record how long a training step took, without the checkpoint or evaluation after it."""
         self._step_times_s.append(time.monotonic() - self._began_s)
 
     def _begins(self, doing: str, limit_s: float, why: str) -> None:

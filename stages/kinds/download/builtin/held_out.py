@@ -1,7 +1,7 @@
 """Program that writes the held-out problems of the quickstart's lm-eval task to `configs/tasks/addition.jsonl`.
 
-`python -m stages.kinds.download.builtin.held_out configs/tasks/addition.jsonl`. A comment of the task file names the
-module's former address: with the file's content, the version of every evaluation of the task would change.
+A comment of the task file names the module's former address: with the file's content, the version of every evaluation
+of the task would change.
 """
 
 from __future__ import annotations

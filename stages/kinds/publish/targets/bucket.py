@@ -1,6 +1,6 @@
 """Publishing target in object storage (`s3://`, `gs://`, `az://`): one object for each file, below a prefix.
 
-Credentials come from the environment, as for downloads. An object whose upload was cut off does not exist.
+Credentials come from the environment. An object whose upload was cut off does not exist.
 """
 
 from __future__ import annotations
@@ -99,8 +99,5 @@ class Prefix:
 
 
 def open_target(address: Address, *, private: bool) -> Prefix:
-    """Open a prefix in a bucket as publishing target.
-
-    The bucket's policy decides who may read, whatever `private` says.
-    """
+    """Open a prefix in a bucket as publishing target; its policy decides who may read, whatever `private` says."""
     return Prefix(address)

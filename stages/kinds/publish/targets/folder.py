@@ -18,10 +18,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def check_outside(folder: Path, store: Path) -> None:
-    """Raise PublishError for a folder in the artifact store or around it, where publishing could overwrite artifacts.
-
-    Links and mounts that lead there are followed.
-    """
+    """Raise PublishError for a folder in or around the artifact store (links followed), which it could overwrite."""
     folder, store = folder.resolve(), store.resolve()
     is_inside = any(path == store or _is_same(path, store) for path in (folder, *folder.parents))
     if is_inside or store.is_relative_to(folder):

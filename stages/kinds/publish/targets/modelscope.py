@@ -45,11 +45,7 @@ NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding":
 
 
 class ModelScopeRepository:
-    """Publishing target in a model repository on ModelScope, which is created if it does not exist.
-
-    name: `owner/name`.
-    private: required visibility.
-    """
+    """Model repository `owner/name` on ModelScope, created if it does not exist. private: required visibility."""
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._name = name
@@ -114,10 +110,7 @@ class ModelScopeRepository:
             self._hub.create_commit(self._name, KIND, actions, "Publish a promoted model", DEFAULT_REVISION)
 
     def _uploaded(self, name: str, file: LocalFile) -> dict[str, Any]:
-        """Upload a large file to the hub's storage; return the entry by which a ModelScope commit names the file.
-
-        A small file's content is in the entry.
-        """
+        """Upload a large file to the hub's storage; return its entry, or a small file's content, for a commit."""
         action = {"action": "create", "path": name, "size": file.size_bytes}
         if not _is_large(name, file.size_bytes):
             content = base64.b64encode(file.path.read_bytes()).decode()

@@ -1,7 +1,7 @@
 """Publishing target in an OCI registry (`oci://host/name:tag`), with one layer for each file, as ORAS stores them.
 
-Speaks the distribution API (OCI Distribution Specification 1.1) itself: blobs by digest, then the manifest, which makes
-all files visible at once. Credentials: OCI_USERNAME and OCI_PASSWORD, or none. Plain HTTP is for the loopback only.
+OCI Distribution Specification 1.1: blobs by digest, then the manifest, which makes all files visible at once.
+Credentials: OCI_USERNAME and OCI_PASSWORD, or none. Plain HTTP is for the loopback only.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ class OciRegistry:
         return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
-        """Return None: publishing to an OCI registry leaves no outdated files that would have to be found.
-
-        The new manifest lists all files.
-        """
+        """Return None: no outdated files need to be found, since the new manifest lists all files."""
         return None
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
@@ -158,10 +155,7 @@ class OciRegistry:
         self._ask("PUT", str(url), accepted=(201,), headers=headers, content=content)
 
     def _ask(self, method: str, url: str, *, accepted: Collection[int], **request: Any) -> httpx.Response:
-        """Send a request to the OCI registry; raises an error for any status that is not in `accepted`.
-
-        Redirects are followed for reads only, as uploads name their address.
-        """
+        """Send a request to the OCI registry; raise for statuses not in `accepted`. Only reads follow redirects."""
         with self._explained():
             answer = self._client.request(method, url, follow_redirects=method in ("GET", "HEAD"), **request)
         if answer.status_code in accepted:
@@ -189,10 +183,7 @@ class OciRegistry:
 
 
 class _Auth(httpx.Auth):
-    """Authentication to an OCI registry: Basic, or a bearer token that the registry's token server issues.
-
-    Only the registry itself gets it, as it may have blobs uploaded elsewhere.
-    """
+    """Authentication to an OCI registry, and to it alone: Basic, or a bearer token from its token server."""
 
     requires_response_body = True  # of the token server
 
@@ -205,10 +196,7 @@ class _Auth(httpx.Auth):
         self._header = ""
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Send a request with credentials; after a 401, log in as the registry asks, and send the request again.
-
-        The login follows the Distribution Specification and Docker's token protocol.
-        """
+        """Send a request with credentials; after a 401, log in (Distribution Specification, Docker's protocol)."""
         if (request.url.scheme, request.url.netloc) != self._registry:
             yield request
             return
@@ -245,8 +233,5 @@ def _chunks(file: LocalFile) -> Iterator[bytes]:
 
 
 def open_target(address: Address, *, private: bool) -> OciRegistry:
-    """Open a tag in an OCI registry as publishing target.
-
-    The registry decides who may read it, whatever `private` says.
-    """
+    """Open a tag in an OCI registry as target; the registry decides who may read it, whatever `private` says."""
     return OciRegistry(address)

@@ -1,6 +1,6 @@
 """Registry of publishing targets, by URL scheme; a new kind is a module with `open_target` and one line here.
 
-Light, since every recipe is read with it: a target's module is imported when something is to be published there.
+Light: a target's module is imported when something is to be published there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ MAX_SHOWN_CHARACTERS = 300
 class TargetEntry:
     """Kind of publishing target: the form of its addresses, its module, and the variable with its token.
 
-    form: text after the scheme, for messages.
-    pattern: the same, as a regular expression.
-    token: variable that must be set.
+    form: text after the scheme, for messages. pattern: the same, as a regular expression.
     """
 
     form: str

@@ -1,7 +1,4 @@
-"""Protocol that every publishing target implements, with its address and file types.
-
-A new kind of target is a module here and a line in `registry.py`.
-"""
+"""Protocol that every publishing target implements, with its address and file types."""
 
 from __future__ import annotations
 
@@ -15,18 +12,13 @@ from stages.hubs.listing import Digest
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a publishing target, parsed from a recipe.
-
-    scheme: key of the registry.
-    place: text after the scheme.
-    """
+    """Address of a publishing target, parsed from a recipe. scheme: key of the registry. place: text after it."""
 
     scheme: str
     place: str
     is_hub: bool = False
 
     def __str__(self) -> str:
-        """Return the publishing address as a recipe writes it, such as `hf://owner/name`."""
         return f"{self.scheme}://{self.place}"
 
 
@@ -41,10 +33,10 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class Held:
-    """Files that a publishing target holds at the moment, with their checksums.
+    """Files that a publishing target holds.
 
-    files: name → digest; None for a file that cannot be the expected one, so that it was not hashed.
-    revision: the target's own name for this content, if it has one.
+    files: name → digest; None for one that cannot be the expected one, so that it was not hashed. revision: the
+    target's own name for this content, if any.
     """
 
     files: Mapping[str, Digest | None]
@@ -61,18 +53,14 @@ Sent = Callable[[int], None]
 class Target(Protocol):
     """Protocol of a publishing target; credentials are read from the environment.
 
-    Every method may ask the network, and raises PublishError if the target refuses, TransientError if it does not
-    answer.
+    Every method raises PublishError if the target refuses, TransientError if it does not answer.
     """
 
     def check(self) -> None:
         """Check that the publishing target accepts files, without changing anything there."""
 
     def prepare(self, licence: str | None) -> None:
-        """Create the repository or folder to publish to if it does not exist, private if the recipe says so.
-
-        licence: of the publication, as its card states it; a new repository may have to state one.
-        """
+        """Create the missing repository or folder, private if asked; a new repository may have to state `licence`."""
 
     def held(self, expected: LocalFiles) -> Held:
         """Return the publishing target's files with checksums, as stated there or as computed from their content."""
@@ -81,10 +69,7 @@ class Target(Protocol):
         """Return the text of a small published file, such as an earlier publication's list of checksums."""
 
     def send(self, files: LocalFiles, missing: Names, stale: Names, sent: Sent) -> None:
-        """Upload missing files to the publishing target, and delete outdated files there.
-
-        missing: names of those `files` that are uploaded.
-        stale: names of the files that are deleted.
+        """Upload `missing` files to the publishing target, and delete `stale` ones there (both names).
 
         Files that were sent before an interruption are found by checksum, and not sent again.
         """

@@ -32,8 +32,8 @@ class CpoConfig(StrictModel):
     )
     loss_type: CpoLossType = Field(
         "sigmoid",
-        description="Loss on the difference of a pair's rewards. sigmoid is CPO itself, hinge is SLiC; simpo: "
-        "CPO-SimPO; alphapo: simpo without the likelihood term (`cpo_alpha` 0).",
+        description="Loss on the difference of a pair's rewards. sigmoid: CPO; hinge: SLiC; simpo: CPO-SimPO; "
+        "alphapo: simpo with `cpo_alpha` 0.",
     )
     cpo_alpha: NonNegativeFp32 = Field(
         1.0, description="Weight of the preferred answers' negative log-likelihood in the loss."
@@ -81,14 +81,10 @@ class CpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = (*METRICS, *NLL)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's pairs and its preferred answers' target tokens, over which losses are averaged."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean CPO loss and its metrics.
-
-        Rewards are β log π or AlphaPO's.
-        """
+        """Return a micro-batch's contributions to the mean loss and its metrics; rewards are β log π or AlphaPO's."""
         rewards = self._rewards(token_log_probabilities, signal)
         chosen, rejected = rewards[0::2], rewards[1::2]
         nll = chosen_nll(token_log_probabilities, signal, totals)

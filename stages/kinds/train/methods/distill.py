@@ -34,36 +34,29 @@ class DistillSampling(SamplingOptions):
 
 
 class DistillConfig(StrictModel):
-    """Options of distillation by a generalised Jensen-Shannon divergence, named as in TRL's GKD.
-
-    Agarwal et al. 2024.
-    """
+    """Options of distillation by a generalised Jensen-Shannon divergence (Agarwal et al. 2024), named as in GKD."""
 
     beta: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32] = Field(
         0.5,
-        description="Interpolation between two KL divergences. 0: KL(teacher ‖ model), by which the model covers all "
-        "of the teacher's likely tokens; 1: KL(model ‖ teacher), by which it prefers the likeliest; "
-        "between: both, from their mixture.",
+        description="Interpolation between two KL divergences. 0: KL(teacher ‖ model), which covers all likely "
+        "tokens; 1: KL(model ‖ teacher), which prefers the likeliest; between: both, from their mixture.",
     )
     temperature: PositiveFp32 = Field(
         1.0,
-        description="Temperature of the loss: both models' logits are divided by it. (GKD's 0.9 is for sampling; its "
-        "loss has 1, too.)",
+        description="Temperature of the loss: both models' logits are divided by it. (GKD's 0.9 is for sampling.)",
     )
     loss_top_k: PositiveInt = Field(
         64,
-        description="Number of the teacher's likeliest tokens that are kept for each target token; all others count "
-        "as one token. The vocabulary's size makes the loss exact, as in GKD, and the files large: 8 "
-        "bytes per token and target.",
+        description="Number of the teacher's likeliest tokens kept for each target; all others count as one token. "
+        "The vocabulary's size makes the loss exact, at 8 bytes per token and target.",
     )
     teacher_server: Annotated[TeacherServer | None, AddedLater()] = Field(
         None, description="Server that runs the teacher, instead of a stage's model (`teacher`)."
     )
     lmbda: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), HELD_IN_FP32, AddedLater()] = Field(
         0.0,
-        description="Share of training steps that learn from the model's own answers to the rows' prompts "
-        "(on-policy), drawn at random step by step; the teacher scores these answers. 0: none, and no "
-        "server is started; GKD has 0.5.",
+        description="Share of training steps that learn from the model's own answers (on-policy), drawn at random and "
+        "scored by the teacher. 0: none, and no server is started; GKD has 0.5.",
     )
     sampling: Annotated[DistillSampling | None, AddedLater()] = Field(
         None, description="Options of sampling the model's own answers; only with `lmbda` above 0."
@@ -93,7 +86,7 @@ class DistillConfig(StrictModel):
 class DistillLoss:
     """Distillation loss: mean over target tokens of β KL(t ‖ m) + (1 - β) KL(s ‖ m), with m = β t + (1 - β) s.
 
-    Agarwal et al. 2024, equation 1. It is KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the
+    Agarwal et al. 2024, equation 1; KL(t ‖ s) if β is 0, KL(s ‖ t) if it is 1. t and s are the teacher's and the
     model's probabilities of the teacher's top k tokens and of all others together.
     """
 
@@ -101,11 +94,9 @@ class DistillLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the target tokens of a micro-batch, over which the loss is averaged."""
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean distillation loss and its metrics."""
         candidates = signal.candidates
         assert candidates is not None
         # [rows, sequence, 1 + k]: the target's log-probability, then those of the teacher's k tokens
@@ -148,10 +139,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """Append, as one more token, the log-probability of all tokens beyond the top k together: [..., k + 1].
-
-    It is at least log ε of fp32.
-    """
+    """Append, as one more token, the log-probability of all beyond the top k: [..., k + 1], at least log ε of fp32."""
     import torch
 
     rest = 1 - log_probabilities.exp().sum(-1, keepdim=True)

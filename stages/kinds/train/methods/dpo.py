@@ -45,8 +45,8 @@ class DpoConfig(StrictModel):
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: LossType | tuple[LossType, ...] = Field(
         "sigmoid",
-        description="Loss, or a list of losses whose weighted sum is minimised. sigmoid is DPO itself, hinge is SLiC, "
-        "sft the negative log-likelihood of the preferred answers.",
+        description="Loss, or a list of losses whose weighted sum is minimised. sigmoid: DPO; hinge: SLiC; sft: "
+        "negative log-likelihood of the preferred answers.",
     )
     loss_weights: Annotated[tuple[PositiveFp32, ...] | None, AddedLater()] = Field(
         None, description="Weights of the loss types, in their order; default: 1 each."
@@ -57,8 +57,7 @@ class DpoConfig(StrictModel):
     discopop_tau: Annotated[PositiveFp32, AddedLater()] = Field(0.05, description="Temperature τ of the loss discopop.")
     rpo_alpha: Annotated[PositiveFp32 | None, AddedLater()] = Field(
         None,
-        description="Weight of the `sft` loss that is added to the other losses (RPO); the same as listing "
-        "`sft` with this weight.",
+        description="Weight of the `sft` loss added to the others (RPO), the same as listing `sft` with this weight.",
     )
     ld_alpha: Annotated[NonNegativeFp32 | None, AddedLater()] = Field(
         None,
@@ -68,18 +67,15 @@ class DpoConfig(StrictModel):
     )
     reference: Annotated[Literal["start", "none"], AddedLater()] = Field(
         "start",
-        description="Reference model of the rewards: the model that training starts from, or none (all answers "
-        "equally likely).",
+        description="Reference model of the rewards: the start model, or none (all answers equally likely).",
     )
 
     @property
     def loss_types(self) -> tuple[LossType, ...]:
-        """DPO losses to minimise, one or several."""
         return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each DPO loss in the sum, by loss type."""
         weights: dict[str, float] = dict(
             zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True)
         )
@@ -113,11 +109,9 @@ class DpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's pairs and its preferred answers' target tokens, over which losses are averaged."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean DPO loss and its metrics; rewards are β log π/π_ref."""
         from stages.kinds.train.methods.dpo_losses import PAIR_LOSSES, Options  # torch: a recipe is read without it
 
         pairs = self._pairs(token_log_probabilities, signal)

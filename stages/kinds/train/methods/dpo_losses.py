@@ -63,10 +63,7 @@ PairLoss = Callable[[Pairs, Options], Tensor]
 
 
 def sigmoid(pairs: Pairs, options: Options) -> Tensor:
-    """Sigmoid loss of DPO on the log-ratio difference h: -(1 - ε) log σ(β h) - ε log σ(-β h).
-
-    Rafailov et al. 2023, equation 7; ε: Mitchell 2023.
-    """
+    """Sigmoid loss of DPO: -(1 - ε) log σ(β h) - ε log σ(-β h). Rafailov et al. 2023, equation 7; ε: Mitchell 2023."""
     return _smoothed(options.beta * pairs.h, options.label_smoothing)
 
 
@@ -76,37 +73,25 @@ def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
 
 
 def ipo(pairs: Pairs, options: Options) -> Tensor:
-    """IPO's loss (h - 1 / 2β)² of the log-ratio difference h, averaged over tokens as its authors and TRL do.
-
-    Azar et al. 2023, equation 17.
-    """
+    """IPO's loss (h - 1 / 2β)², h averaged over tokens as its authors and TRL do. Azar et al. 2023, equation 17."""
     # A square around 1 / 2β instead of log σ: it does not push h towards infinity where all annotators agree.
     return (pairs.h_per_token - 1 / (2 * options.beta)) ** 2
 
 
 def hinge(pairs: Pairs, options: Options) -> Tensor:
-    """Hinge loss max(0, 1 - β h) of the log-ratio difference h.
-
-    Zhao et al. 2023 (SLiC).
-    """
+    """Hinge loss max(0, 1 - β h) of the log-ratio difference h. Zhao et al. 2023 (SLiC)."""
     return (1 - options.beta * pairs.h).relu()
 
 
 def robust(pairs: Pairs, options: Options) -> Tensor:
-    """Loss of robust DPO on the log-ratio difference h: (-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε).
-
-    Chowdhury et al. 2024.
-    """
+    """Robust DPO's loss (-(1 - ε) log σ(β h) + ε log σ(-β h)) / (1 - 2ε). Chowdhury et al. 2024."""
     # Over labels that are flipped with probability ε, this has the mean of the loss on the true labels; it may be < 0.
     right, wrong = -logsigmoid(options.beta * pairs.h), -logsigmoid(-options.beta * pairs.h)
     return ((1 - options.label_smoothing) * right - options.label_smoothing * wrong) / (1 - 2 * options.label_smoothing)
 
 
 def exo_pair(pairs: Pairs, options: Options) -> Tensor:
-    """EXO's loss of the log-ratio difference h: KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)).
-
-    Ji et al. 2024, equation 16.
-    """
+    """EXO's loss KL((σ(β h), σ(-β h)) ‖ (1 - ε, ε)) of log-ratio difference h. Ji et al. 2024, equation 16."""
     # logs of the model's distribution over the two answers; the labels' is (1 - ε, ε), and log1p(-ε) is log(1 - ε)
     wins, loses = logsigmoid(options.beta * pairs.h), logsigmoid(-options.beta * pairs.h)
     return wins.exp() * (wins - math.log1p(-options.label_smoothing)) + loses.exp() * (
@@ -115,27 +100,18 @@ def exo_pair(pairs: Pairs, options: Options) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, options: Options) -> Tensor:
-    """NCA's loss of the log-ratios c (chosen) and r (rejected): -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r).
-
-    Chen et al. 2024.
-    """
+    """NCA's loss -log σ(β c) - ½ log σ(-β c) - ½ log σ(-β r) of the log-ratios c and r. Chen et al. 2024."""
     c, r = options.beta * pairs.c, options.beta * pairs.r
     return -logsigmoid(c) - 0.5 * logsigmoid(-c) - 0.5 * logsigmoid(-r)
 
 
 def bco_pair(pairs: Pairs, options: Options) -> Tensor:
-    """BCO's loss of the log-ratios c (chosen) and r (rejected): -log σ(β c) - log σ(-β r).
-
-    Without its moving threshold, as TRL has it: Jung et al. 2024.
-    """
+    """BCO's loss -log σ(β c) - log σ(-β r), without its moving threshold, as TRL has it. Jung et al. 2024."""
     return -logsigmoid(options.beta * pairs.c) - logsigmoid(-options.beta * pairs.r)
 
 
 def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
-    """SPPO's loss of the log-ratios c (chosen) and r (rejected): (c - 1 / 2β)² + (r + 1 / 2β)².
-
-    Wu et al. 2024, equation 4.7; the chosen answer always wins.
-    """
+    """SPPO's loss (c - 1 / 2β)² + (r + 1 / 2β)²; the chosen answer always wins. Wu et al. 2024, equation 4.7."""
     return (pairs.c - 0.5 / options.beta) ** 2 + (pairs.r + 0.5 / options.beta) ** 2
 
 
@@ -156,10 +132,7 @@ def apo_down(pairs: Pairs, options: Options) -> Tensor:
 
 
 def discopop(pairs: Pairs, options: Options) -> Tensor:
-    """DiscoPOP's loss of the log-ratio difference h: a modulated mean of -log σ(β h) and exp(-β h).
-
-    Lu et al. 2024, equation 5; τ is `discopop_tau`.
-    """
+    """DiscoPOP's loss: a mean of -log σ(β h) and exp(-β h), modulated by `discopop_tau`. Lu et al. 2024, equation 5."""
     logits = options.beta * pairs.h
     # share of the exponential loss: towards 1 where the model already prefers the chosen answer clearly
     share = (logits / options.discopop_tau).sigmoid()
@@ -178,10 +151,7 @@ def aot(pairs: Pairs, options: Options) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs, options: Options) -> Tensor:
-    """AOT loss of unpaired answers: sigmoid loss of sorted log-ratios, of chosen minus those of rejected answers.
-
-    Which two answers form a pair does not matter.
-    """
+    """AOT loss of unpaired answers: sigmoid loss of sorted log-ratios, of chosen minus those of rejected answers."""
     return _smoothed(
         options.beta * (_sorted_in_rows(pairs.c, pairs.rows) - _sorted_in_rows(pairs.r, pairs.rows)),
         options.label_smoothing,
@@ -215,9 +185,6 @@ def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
 
 
 def _sorted_in_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """Sort values of pairs in ascending order within each packed row, for the AOT losses. values: [pairs].
-
-    rows: row number of each pair, ascending.
-    """
+    """Sort values [pairs] in ascending order within each packed row. rows: row number of each pair, ascending."""
     # `values[:0]` is for a micro-batch of padding alone: `cat` takes no empty list, and the result keeps its graph.
     return torch.cat([values[:0], *(values[rows == row].sort().values for row in rows.unique())])

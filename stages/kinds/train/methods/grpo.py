@@ -1,6 +1,5 @@
 """Group-relative policy optimization: of several completions of a prompt, those with a higher reward become likelier.
 
-`group_advantages` turns the rewards of groups into advantages, `GrpoLoss` the `rollouts` of a batch into the loss.
 Sampling and rewards are in `rollouts/`.
 """
 
@@ -41,9 +40,8 @@ class GrpoConfig(RolloutOptions):
 
     beta: NonNegativeFp32 = Field(
         0.0,
-        description="Weight of the divergence from the model that training starts from. 0, as in TRL, needs no "
-        "reference model; rewards that a program checks rarely need one. The paper and ms-swift have "
-        "0.04, DeepSeek-R1 0.001.",
+        description="Weight of the divergence from the start model. 0, as in TRL, needs no reference model; the paper "
+        "and ms-swift have 0.04, DeepSeek-R1 0.001.",
     )
     use_bias_correction_kl: bool = Field(
         True, description="Weigh the divergence by π/π_old, so that its gradient is that of the reverse KL."
@@ -53,15 +51,13 @@ class GrpoConfig(RolloutOptions):
     )
     epsilon_high: NonNegativeFp32 | None = Field(
         None,
-        description="Upper clip range: the probability ratio π/π_old is clipped at 1 + `epsilon_high`; default: "
-        "`epsilon`. DAPO has 0.28.",
+        description="Upper clip range: π/π_old is clipped at 1 + `epsilon_high`; default: `epsilon`. DAPO has 0.28.",
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
         "dapo",
-        description="Averaging of the loss. grpo: mean over completions of each one's mean over tokens, so that "
-        "tokens of long ones count less; dapo and bnpo: mean over all tokens of the global batch (TRL's "
-        "bnpo: of a micro-batch, which depends on the layout); dr_grpo: sum over tokens divided by "
-        "`max_completion_length`.",
+        description="Averaging of the loss. grpo: mean over completions of each one's mean over tokens; dapo and "
+        "bnpo: mean over all tokens of the global batch (TRL's bnpo: of a micro-batch); dr_grpo: sum over "
+        "tokens divided by `max_completion_length`.",
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token",
@@ -69,20 +65,18 @@ class GrpoConfig(RolloutOptions):
     )
     scale_rewards: ScaleRewards = Field(
         "group",
-        description="Divisor of advantages: the standard deviation of the group's rewards, of the batch's, or none "
-        "(Dr. GRPO).",
+        description="Divisor of advantages: standard deviation of the group's or batch's rewards, or none (Dr. GRPO).",
     )
     importance_sampling_correction: bool = Field(
         True,
-        description="Correct for differences between the sampling server and the trainer: weight the loss by "
-        "the trainer's probability over the server's.",
+        description="Weight the loss by the trainer's probability over the sampling server's, to correct for their "
+        "differences.",
     )
     importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "token_truncate",
-        description="Unit of the importance weights between server and trainer (a token or a completion), and "
-        "treatment of weights above `importance_sampling_clip_max`: truncate sets them to it, mask to 0. "
-        "TRL has sequence_mask, which drops many long completions in bf16; verl and the authors of the "
-        "correction truncate tokens.",
+        description="Unit of the importance weights between server and trainer, and treatment of weights above "
+        "`importance_sampling_clip_max`: truncate sets them to it, mask to 0. TRL has sequence_mask, "
+        "which drops many long completions in bf16; verl truncates tokens.",
     )
     importance_sampling_clip_max: PositiveFp32 = Field(
         3.0, description="Largest importance weight between server and trainer; verl has 2."
@@ -103,10 +97,10 @@ class GrpoConfig(RolloutOptions):
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
-    """Return the advantage of each completion: its reward minus its group's mean, over a standard deviation.
+    """Return completions' advantages: reward minus the group's mean, over a standard deviation; float32 [completions].
 
-    Shape: float32 [completions]. Completions of a prompt follow each other. Shao et al. 2024, section 4.1.2. A
-    completion without a reward (NaN) counts in no mean or deviation, and has advantage 0.
+    Completions of a prompt follow each other. One without a reward (NaN) counts in no mean, and has advantage 0. Shao
+    et al. 2024, section 4.1.2.
     """
     groups = rewards.view(-1, num_generations)  # [groups, completions of a prompt]
     advantages = groups - groups.nanmean(1, keepdim=True)
@@ -149,7 +143,6 @@ class GrpoLoss:
         }
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean GRPO loss and its metrics."""
         assert signal.rollouts is not None
         ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds
@@ -178,10 +171,7 @@ class GrpoLoss:
         return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
 
     def _ratios(self, token_log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
-        """Return probability ratios π/π_old and advantages: of tokens, [rows, sequence], or of completions.
-
-        Those of completions are [num_documents].
-        """
+        """Return ratios π/π_old and advantages: of tokens, [rows, sequence], or of completions [num_documents]."""
         assert signal.rollouts is not None
         advantages = signal.rollouts.advantages
         # 0 where there is no target (prompts, padding): a ratio of 1 there, and no gradient
@@ -192,10 +182,7 @@ class GrpoLoss:
         return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
-        """Return each token's KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence].
-
-        NaN without a reference model.
-        """
+        """Return tokens' KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence]; else NaN."""
         assert signal.rollouts is not None
         reference = signal.rollouts.reference_log_probabilities
         if reference is None:
@@ -206,10 +193,7 @@ class GrpoLoss:
         return found * _on_tokens(ratios, signal) if self.config.use_bias_correction_kl else found
 
     def _correction(self, signal: Signal, totals: Totals) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return importance weights that correct for the sampling server's probabilities, and their metrics.
-
-        The weights are by token or by completion; None without correction.
-        """
+        """Return importance weights against the server's probabilities (None: no correction), and their metrics."""
         config, rollouts = self.config, signal.rollouts
         assert rollouts is not None
         names = ("server_difference", "importance_weight", "importance_cut_fraction")
@@ -244,10 +228,7 @@ class GrpoLoss:
 
 
 def _num_tokens(signal: Signal) -> Tensor:
-    """Return the number of target tokens of each completion, float32 [num_documents], at least 1.
-
-    A completion masked out of the loss has none.
-    """
+    """Return each completion's number of target tokens, float32 [num_documents], at least 1 even if masked out."""
     return signal.documents.sums(signal.has_target.float()).clamp(min=1)
 
 
@@ -257,10 +238,7 @@ def _on_tokens(values: Tensor, signal: Signal) -> Tensor:
 
 
 def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's contribution to a mean over tokens, or over completions.
-
-    values: one number for each token [rows, sequence], or for each completion [documents].
-    """
+    """Return the contribution to a mean over values of tokens [rows, sequence], or of completions [documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
     return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])

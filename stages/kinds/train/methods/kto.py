@@ -24,16 +24,12 @@ OWN_METRICS = {
 
 
 class KtoConfig(StrictModel):
-    """Options of Kahneman-Tversky optimization (Ethayarajh et al. 2024), named as in TRL.
-
-    The divergence from the reference is estimated over the global batch.
-    """
+    """Options of Kahneman-Tversky optimization (Ethayarajh et al. 2024), named as in TRL."""
 
     beta: PositiveFp32 = Field(0.1, description="Strength of the pull towards the reference model.")
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field(
         "kto",
-        description="Loss. kto: KTO itself; apo_zero_unpaired: APO-zero of single answers, without an estimate of the "
-        "divergence.",
+        description="Loss. kto: KTO itself; apo_zero_unpaired: APO-zero of single answers, without the divergence.",
     )
     desirable_weight: PositiveFp32 = Field(
         1.0, description="Weight of good answers in the loss, to balance unequal numbers of good and bad ones."
@@ -52,13 +48,11 @@ class KtoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's documents, and the good and bad ones among them, over which means are taken."""
         assert signal.is_good is not None
         num_good = int(signal.is_good.sum())
         return {"documents": signal.documents.count, "good": num_good, "bad": signal.documents.count - num_good}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean KTO loss and its metrics; rewards are β log π/π_ref."""
         assert signal.is_good is not None
         assert signal.reference_log_probabilities is not None
         config, kl = self.config, signal.kl or 0.0

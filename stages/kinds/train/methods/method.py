@@ -1,8 +1,7 @@
 """Description of a training method: options, loss, and what it needs of data, engine, planner and training loop.
 
-Data preparation, engine, planner and loop ask a method for its needs; none of them asks which method it is. A method is
-a module beside this one and a line in `registry.py`. The modules of methods are light: the recipe is read without
-torch, so losses import it where they compute.
+A method is a module beside this one and a line in `registry.py`; no caller asks which method it is. Modules of methods
+are light: the recipe is read without torch, so losses import it where they compute.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from stages.engines.loss import Loss
 
 BatchChange = Callable[["Batch"], "Batch"]
-"""Function by which a training method changes the targets or weights of each batch. Its `repr` is part of a cache key,
-so it must say everything that decides the result."""
+"""Change by a training method of each batch's targets or weights; its `repr` is in a cache key, so it must say all."""
 
 
 class TeacherServer(StrictModel):
@@ -35,8 +33,8 @@ class TeacherServer(StrictModel):
     )
     served_model: str = Field(
         min_length=1,
-        description="Name of the teacher's model on the server. The teacher's answers are cached under this name: "
-        "serve other weights under another one.",
+        description="Name of the teacher's model on the server; answers are cached under it, so other weights need "
+        "another name.",
     )
     key_variable: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
@@ -48,7 +46,6 @@ class TeacherTokens:
     """Request for a teacher's likeliest tokens, with log-probabilities, at every target token."""
 
     number: int
-    """Number of the teacher's likeliest tokens at each target."""
     temperature: float
     """Divisor of the teacher's and the model's logits in the loss."""
     server: TeacherServer | None = None
@@ -60,7 +57,6 @@ class OnPolicySteps:
     """Training steps that learn from the model's own answers to the rows' prompts, not from the rows' answers."""
 
     share: float
-    """Average share of steps that learn from the model's own answers."""
     sampling: SamplingOptions
 
 
@@ -81,15 +77,13 @@ class Method:
     needs_reference: Callable[[Any], bool] = lambda _: False
     """True if the loss needs the untrained model's log-probabilities of the documents, as a reference."""
     batch_change: Callable[[Any], BatchChange | None] = lambda _: None
-    """Change that the method makes to the target tokens or their weights in each batch; None: they stay as data
-    preparation made them."""
+    """Change that the method makes to each batch's target tokens or their weights; None: none."""
     needs_divergence: Callable[[Any], bool] = lambda _: False
     """True if the loss needs an estimate of the divergence from the reference model (`loop.with_divergence`)."""
     asks_teacher: Callable[[Any], TeacherTokens | None] = lambda _: None
     """Request for a teacher's likeliest tokens at every target; None for a method without a teacher."""
     on_policy: Callable[[Any], OnPolicySteps | None] = lambda _: None
-    """Description of the training steps that learn from the model's own answers, scored by a teacher. None for a method
-    without such steps."""
+    """Training steps that learn from the model's own answers, scored by a teacher; None: no such steps."""
     needs_rollouts: bool = False
     """True if the method learns only from sampled answers that rewards judge; its options are then `RolloutOptions`."""
     needs_score_head: bool = False
@@ -103,25 +97,19 @@ class Method:
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
-    """Usual peak learning rates of AdamW for training all weights, as pairs: largest model size in billions of
-    parameters, and rate.
-
-    `lifecycle init` proposes the method that has them for its kind of rows.
-    """
+    """Usual peak learning rates of AdamW for training all weights: (largest model size in billions of parameters,
+    rate)."""
     headline: tuple[str, ...] = ()
     """Names of the method's metrics that are shown first in a run's results."""
     is_null_in_identity: bool = False
-    """True if the cache keys of stages that use other methods contain this method's name, with the value null. This
-    keeps the keys of existing stages.
-
-    A new method must leave this False, so that the versions of existing stages stay as they are.
-    """
+    """True if cache keys of stages with other methods contain this method's name, as null. A new method must leave it
+    False."""
 
     def passes(self, options: Any) -> Passes:
-        """Return how many forward passes the method needs besides those of training, for the planner's time prediction.
+        """Return the forward passes that the method needs besides those of training, for the planner.
 
-        For a divergence, mismatched rows go through the reference before training and through the model in each step. A
-        teacher that is no server counts as a model of the same size.
+        For a divergence, mismatched rows go through the reference once and through the model in each step. A teacher
+        that is no server counts as a model of the same size.
         """
         if self.needs_rollouts:  # log-probabilities before the update, of the model and of the reference
             return Passes(before_training=0, each_step=1 + int(self.needs_reference(options)))

@@ -38,8 +38,7 @@ class MethodFields(MethodBlocks):
     method: MethodName
     teacher: Annotated[ModelReference | None, AddedLater()] = Field(
         None,
-        description="Stage that provides the teacher's model, for a method that has a teacher; the tokenizer "
-        "must be the same.",
+        description="Stage that provides the teacher's model; its tokenizer must be the same.",
     )
 
     @property
@@ -49,12 +48,10 @@ class MethodFields(MethodBlocks):
 
     @property
     def method_options(self) -> StrictModel | None:
-        """Options of the chosen training method; None for a method without options."""
         return dict(self).get(self.method)
 
     @property
     def rollouts(self) -> RolloutOptions | None:
-        """Options of sampling and of the rewards that judge completions; None for a method without rewards."""
         options = self.method_options
         return options if isinstance(options, RolloutOptions) and self.learning.needs_rollouts else None
 
@@ -75,30 +72,25 @@ class MethodFields(MethodBlocks):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the method needs the untrained model's log-probabilities of the documents."""
         return self.learning.needs_reference(self.method_options)
 
     @property
     def teacher_tokens(self) -> TeacherTokens | None:
-        """Request for a teacher's likeliest tokens, if the method has a teacher."""
         return self.learning.asks_teacher(self.method_options)
 
     @property
     def teacher_server(self) -> TeacherServer | None:
-        """Server that runs the teacher; None where its model comes from a stage."""
         return self.teacher_tokens.server if self.teacher_tokens else None
 
     @property
     def needs_divergence(self) -> bool:
-        """True if the method needs an estimate of the divergence from the reference model."""
         return self.learning.needs_divergence(self.method_options)
 
     @model_validator(mode="after")
     def _default_options(self) -> Self:
         """Fill in the default options of the chosen method.
 
-        Not in a validator that runs before the fields are read: beside such a validator, pydantic takes no list of JSON
-        for a tuple.
+        Not in a `before` validator: beside one, pydantic takes no list of JSON for a tuple.
         """
         if self.learning.options and self.method_options is None:
             object.__setattr__(self, self.method, self.learning.options())

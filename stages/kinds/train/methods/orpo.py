@@ -43,14 +43,10 @@ class OrpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(OWN_METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count a micro-batch's pairs and its preferred texts' tokens, over which losses are averaged."""
         return {"pairs": signal.documents.count // 2, "chosen tokens": num_chosen_tokens(signal)}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean ORPO loss and its metrics.
-
-        Rewards are β × mean log-probability.
-        """
+        """Return the contributions to the mean ORPO loss and its metrics; rewards are β × mean log-probability."""
         from torch.nn.functional import logsigmoid
 
         assert signal.target_weights is not None, "prompts and answers are both targets"

@@ -23,10 +23,7 @@ NLL = {"nll_loss": "mean negative log-likelihood of the preferred documents' tok
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor, totals: Totals) -> dict[str, Tensor]:
-    """Return the micro-batch's contributions to mean rewards, reward margin and preference accuracy of answer pairs.
-
-    chosen, rejected: rewards of the answers, float32 [pairs].
-    """
+    """Return the contributions to mean rewards, margin and accuracy, from rewards of answer pairs, float32 [pairs]."""
     chosen, rejected = chosen.detach(), rejected.detach()
     sums = {
         "reward_chosen": chosen.sum(),
@@ -43,8 +40,5 @@ def num_chosen_tokens(signal: Signal) -> int:
 
 
 def chosen_nll(token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Tensor:
-    """Return the micro-batch's part of the mean negative log-likelihood of the preferred answers' target tokens.
-
-    The loss must count `chosen tokens` for it.
-    """
+    """Return the contribution to preferred answers' negative log-likelihood; needs the count `chosen tokens`."""
     return -signal.documents.sums(token_log_probabilities)[0::2].sum() / totals["chosen tokens"]

@@ -19,24 +19,19 @@ if TYPE_CHECKING:
 
 
 class RewardConfig(StrictModel):
-    """Options of reward modelling (Bradley-Terry), named as in TRL.
-
-    Rows may have a `margin` between the two rewards.
-    """
+    """Options of reward modelling (Bradley-Terry), named as in TRL; rows may have a `margin` between the rewards."""
 
     center_rewards_coefficient: PositiveFp32 | None = Field(
         None,
-        description="Weight of the term that pulls the rewards' mean towards 0 (centering); its authors advise "
-        "0.01. Default: none.",
+        description="Weight of the term that pulls the rewards' mean to 0 (centering; advised: 0.01). Default: none.",
     )
 
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """Loss of a reward model: mean over pairs of -log σ(r_chosen - r_rejected - margin).
+    """Loss of a reward model: mean over pairs of -log σ(r_chosen - r_rejected - margin), plus a centering term.
 
-    Ouyang et al. 2022, equation 1.
-    With margins: Touvron et al. 2023, equation 2. Added to it is (r_chosen + r_rejected)² times
+    Ouyang et al. 2022, equation 1; margins: Touvron et al. 2023, equation 2; centering, (r_chosen + r_rejected)² times
     `center_rewards_coefficient`: Eisenstein et al. 2023, equation 2.
     """
 
@@ -44,14 +39,10 @@ class RewardLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the pairs of a micro-batch, over which the loss is averaged."""
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean loss of a reward model and its metrics.
-
-        `token_log_probabilities` are scores: each document's at one token, 0 at the others.
-        """
+        """Return contributions to the mean loss and metrics, from scores: a document's at one token, else 0."""
         from torch.nn.functional import logsigmoid
 
         rewards = signal.documents.sums(token_log_probabilities)

@@ -1,7 +1,4 @@
-"""Options of sampling completions from the model while it is trained, and of the rewards that judge them.
-
-A method that learns from judged completions has these options among its own (`Method.needs_rollouts`).
-"""
+"""Options of sampling completions from the model in training, and of the rewards that judge them."""
 
 from __future__ import annotations
 
@@ -59,15 +56,11 @@ class SamplingOptions(StrictModel):
 
     @property
     def num_devices(self) -> int:
-        """Number of the stage's devices that the sampling server takes."""
         return 0 if self.server else self.serving.tensor_parallel_size
 
     @property
     def engine_version(self) -> dict[str, str]:
-        """Version of the sampling server's engine, as `ENGINE_version`; empty for a server that others started.
-
-        Raises ResourceError when it is not installed.
-        """
+        """Version of the sampling server's engine, as `ENGINE_version`, or {}; ResourceError if not installed."""
         return {} if self.server else installed_version(chosen_engine(self.serving))
 
 
@@ -82,8 +75,8 @@ class RolloutOptions(SamplingOptions, ABC):
     )
     steps_per_generation: PositiveInt = Field(
         1,
-        description="Optimizer steps that learn from the completions of one sampling, `global_batch_size` for each; "
-        "TRL's default is its number of gradient accumulation steps.",
+        description="Optimizer steps that learn from one sampling, `global_batch_size` completions each (TRL: its "
+        "accumulation steps).",
     )
     num_iterations: PositiveInt = Field(1, description="Number of passes over the completions of one sampling.")
     mask_truncated_completions: bool = Field(
@@ -92,8 +85,8 @@ class RolloutOptions(SamplingOptions, ABC):
     system: str | None = Field(None, min_length=1, description="System message that is added to chats without one.")
     apply_chat_template: bool | None = Field(
         None,
-        description="Send plain-text prompts as a user's chat message (true) or as they are (false). Default: as the "
-        "model was last trained, if this project trained it; else true if it has a chat template.",
+        description="Send plain-text prompts as a user's chat message (true) or as they are. Default: as this project "
+        "last trained the model; else true if it has a chat template.",
     )
     reference: str | None = Field(
         None,
@@ -107,14 +100,10 @@ class RolloutOptions(SamplingOptions, ABC):
     max_draws: PositiveInt = Field(
         1,
         le=100,
-        description="Largest number of samplings in a round (dynamic sampling). Groups whose rewards are all equal "
-        "give no gradient, so they are replaced by groups of other prompts; after the last sampling they "
-        "stay. 1: no replacement.",
+        description="Largest number of samplings in a round (dynamic sampling), 1: one. Groups of equal rewards give "
+        "no gradient and are replaced by other prompts' groups; after the last sampling they stay.",
     )
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Return advantages: how much better each completion is than the others, float [completions].
-
-        `rewards` has the same shape; the completions of a group follow each other.
-        """
+        """Return how much better each completion is than the others; both float [completions], groups in a row."""

@@ -21,11 +21,9 @@ class SftLoss:
     metric_names: ClassVar[tuple[str, ...]] = ()
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the target tokens of a micro-batch, over which the loss is averaged."""
         return {"targets": int(signal.has_target.sum())}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contribution to the mean negative log-likelihood; SFT has no other metrics."""
         return -token_log_probabilities.sum() / totals["targets"], {}
 
 

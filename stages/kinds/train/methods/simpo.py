@@ -24,8 +24,7 @@ class SimpoConfig(StrictModel):
     beta: PositiveFp32 = Field(2.0, description="Scale β of the rewards; TRL's default is that of DPO, 0.1.")
     gamma: NonNegativeFp32 = Field(
         1.0,
-        description="Margin γ by which the preferred answer's reward should exceed the rejected one's; TRL's "
-        "`simpo_gamma` is 0.5.",
+        description="Margin γ by which the preferred answer's reward should exceed the other's; TRL has 0.5.",
     )
 
 
@@ -40,14 +39,10 @@ class SimpoLoss:
     metric_names: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     def counts(self, signal: Signal) -> Counts:
-        """Count the pairs of a micro-batch, over which the loss is averaged."""
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return a micro-batch's contributions to the mean SimPO loss and its metrics.
-
-        Rewards are β × mean log-probability.
-        """
+        """Return the contributions to the mean SimPO loss and its metrics; rewards are β × mean log-probability."""
         from torch.nn.functional import logsigmoid
 
         tokens = signal.documents.sums(signal.has_target.float())

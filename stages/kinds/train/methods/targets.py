@@ -11,15 +11,11 @@ from stages.data.batch import Batch
 
 @dataclass(frozen=True)
 class TailWeights:
-    """Change of a batch for LD-DPO: an answer's tokens beyond the length of the other answer get the weight `alpha`.
-
-    Liu et al. 2024 (LD-DPO).
-    """
+    """Change for LD-DPO (Liu et al. 2024): tokens beyond the other answer's length get the weight `alpha`."""
 
     alpha: float
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with a weight for each target token."""
         places = _places_of_targets(batch)
         lengths = batch.documents.sums(batch.signal.has_target.long())
         shared = torch.minimum(lengths[0::2], lengths[1::2]).repeat_interleave(2)  # of a pair's two answers
@@ -40,13 +36,9 @@ def _places_of_targets(batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChosenPrompts:
-    """Change of a batch for ORPO: all tokens of the preferred documents become targets, prompts included.
-
-    Prompts have weight 0 in the log-probabilities of answers.
-    """
+    """Change for ORPO: preferred documents' tokens are all targets; prompts weigh 0 in answers' log-probabilities."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch of pairs with preferred prompts as targets too; `target_weights` are 0 at prompts."""
         following = batch.inputs.input_ids.roll(-1, 1)
         ids = batch.documents.ids
         # `roll` brings a row's first token to its end: equal ids are not enough where a document fills the row,

@@ -4,8 +4,8 @@ In a round the server gets the current weights, which is checked; rank 0 samples
 to a file; every process reads it, packs its share, and computes the engine's log-probabilities. The steps of a round
 learn from its parts, `num_iterations` times over.
 
-A file is kept until a checkpoint is made after its round: a run that continues from a checkpoint finds the round that
-was sampled with that checkpoint's weights. Later rounds of a killed attempt are sampled again.
+A file is kept until a checkpoint is made after its round, so that a resumed run finds the round that was sampled with
+the checkpoint's weights; later rounds are sampled again.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ from stages.rollouts.prompts import AskedPrompt
 
 
 class RolloutBatches:
-    """Micro-batches of completions that are sampled round by round.
-
-    The caller closes it, since it owns a sampling server.
-    """
+    """Micro-batches of completions sampled round by round; the caller closes them, since they own a server."""
 
     made_ahead: ClassVar[bool] = False
     held_out: ClassVar[BatchSource | None] = None
@@ -58,10 +55,6 @@ class RolloutBatches:
     def __init__(
         self, data: RolloutData, engine: Engine, watchdog: Watchdog, server: SyncedServer, reference: Engine | None
     ) -> None:
-        """Prepare rounds of sampling; the sampling server starts with the first round.
-
-        reference: the model that training starts from, if the loss measures the divergence from it.
-        """
         self._context = data.context
         self._options = data.options
         self._engine = engine
@@ -142,10 +135,7 @@ class RolloutBatches:
         Sampler(server, self._open_judge(), self._prompts, self._options, self._plan).sample(step).write(path)
 
     def _open_judge(self) -> Judge:
-        """Return the function that scores completions by the recipe's rewards; the first call starts their programs.
-
-        Opened rewards may hold processes or servers.
-        """
+        """Return the function that scores completions by the recipe's rewards; the first call opens their programs."""
         if self._judge is None:
             kept = self._context.work / "rewards"
             context = RewardContext(self._context.inputs, kept, self._context.warn)
@@ -214,10 +204,7 @@ class RolloutBatches:
 
 @dataclass(frozen=True)
 class RolloutData:
-    """Training data of a method that samples: the prompts of a dataset.
-
-    Implements `stages.kinds.train.batches.TrainingData`.
-    """
+    """Training data of a method that samples: a dataset's prompts; implements `TrainingData`."""
 
     config: TrainConfig
     context: StageContext
@@ -236,10 +223,7 @@ class RolloutData:
         model: ModelFacts,
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
-        """Read the dataset's prompts and check that each leaves room for a completion.
-
-        Raises DataError for rows that are no prompts or too long, or ModelError.
-        """
+        """Read the dataset's prompts; raise DataError for unfit ones or too long ones, or ModelError."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
         return cls(config, context, options, model, prompts, build_reference)
 
@@ -275,11 +259,9 @@ class RolloutData:
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
-        """Return the data unchanged: methods that judge completions by rewards have no teacher."""
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
-        """Return the batches of completions; the sampling server starts with the first of them."""
         config = self.config
         server = SyncedServer(config, self.context, self.options, self.model, engine=engine, watchdog=watchdog)
         reference = self.build_reference(engine.device, self) if config.needs_reference else None

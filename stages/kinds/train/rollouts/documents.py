@@ -27,8 +27,7 @@ from stages.rollouts.prompts import AskedPrompt, read_prompts
 class AnsweredPrompt:
     """Training document of a prompt and its sampled completion, as token ids.
 
-    log_probabilities: the server's, of the completion's tokens, in nats.
-    is_learned: whether the completion's tokens are targets.
+    log_probabilities: the server's, of the completion's tokens, in nats. is_learned: whether those tokens are targets.
     """
 
     prompt: list[int]
@@ -48,11 +47,10 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True)
 class Packing:
-    """Sizes for packing prompts with completions: tokens in a row, and rows in a micro-batch.
+    """Sizes for packing prompts with completions.
 
-    sequence_length: of rows, unless `packing` is off.
-    most_tokens: largest length of a document.
-    temperature: of the probabilities that learn.
+    sequence_length: of rows, unless `packing` is off. most_tokens: of a document. temperature: of the probabilities
+    that learn.
     """
 
     sequence_length: int
@@ -63,10 +61,7 @@ class Packing:
     temperature: float = 1.0
 
     def share(self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int) -> list[Batch]:
-        """Pack the documents into micro-batches, and return one process's share of them.
-
-        Every process gets equally many; some may hold only padding.
-        """
+        """Pack the documents and return one process's micro-batches, equally many on each; some may be only padding."""
         lengths = [len(one) for one in documents]
         rows = (
             best_fit_decreasing(lengths, self.sequence_length)
@@ -117,10 +112,7 @@ NUM_NAMED = 5
 
 
 def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts) -> list[AskedPrompt]:
-    """Read the prompts in the dataset's `folder`, and check that each leaves room for a completion.
-
-    Raises DataError for bad rows, and for prompts that leave too little room for their completions.
-    """
+    """Read the prompts in `folder`; raise DataError for bad rows, and prompts that leave too little room to answer."""
     data = config.data
     asked = PromptOptions(
         split=data.split,

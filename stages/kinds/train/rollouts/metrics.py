@@ -22,7 +22,6 @@ class SampleFile:
     """File `completions.jsonl`, where people can read completions of all attempts; written on rank 0 only."""
 
     def __init__(self, context: StageContext) -> None:
-        """Open `completions.jsonl` of earlier attempts in the scratch folder, and hard-link it into the artifact."""
         self._file = context.scratch / COMPLETIONS_FILE
         self._has_written = False
         shown: Path = context.work / COMPLETIONS_FILE
@@ -43,10 +42,7 @@ class SampleFile:
             stream.writelines(json.dumps({"step": step, **line}, ensure_ascii=False) + "\n" for line in lines)
 
     def _remove_from(self, step: int) -> None:
-        """Delete the lines of `step` and later training steps from `completions.jsonl`.
-
-        The file is truncated in place, since the artifact has a hard link to it.
-        """
+        """Delete the lines of `step` and later, in place, since the artifact has a hard link to the file."""
         with self._file.open("r+b") as stream:
             earlier = itertools.takewhile(lambda line: json.loads(line)["step"] < step, stream.readlines())
             stream.truncate(sum(map(len, earlier)))

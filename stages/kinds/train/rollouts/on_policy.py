@@ -1,7 +1,7 @@
 """On-policy distillation: in some training steps the model answers the rows' prompts and a teacher scores the answers.
 
-As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides whether it is on-policy. The
-server that samples has the weights of that step.
+As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides; the server has that step's
+weights.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
 
 @dataclass
 class OnPolicyBatches:
-    """Batches of on-policy distillation: dataset rows in some steps, the model's own answers in others.
-
-    The caller closes it.
-    """
+    """Batches of on-policy distillation: dataset rows or the model's answers, by step; the caller closes it."""
 
     made_ahead: ClassVar[bool] = False
     steps_together: ClassVar[int] = 1
@@ -105,10 +102,7 @@ class OnPolicyBatches:
         self.server.close()
 
     def _write_answers(self, step: int, server: RolloutServer) -> None:
-        """Sample answers to the prompts of a global batch and write them to the shared file; on rank 0 only.
-
-        Some are written for people, too.
-        """
+        """Sample answers to a global batch's prompts on rank 0, and write them to the shared file, some for people."""
         sampling = self.steps.sampling
         prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
         asked = asked_of(prompts, self.server.packing.most_tokens, sampling.max_completion_length, self.seed, step)
@@ -132,10 +126,7 @@ class OnPolicyBatches:
         ]
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
-        """Return a data-parallel rank's micro-batches of sampled answers.
-
-        They carry the temperature of the distillation loss.
-        """
+        """Return a data-parallel rank's micro-batches of answers, with the temperature of the distillation loss."""
         batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
         return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
 
@@ -150,10 +141,7 @@ def on_policy_batches(
     texts: RowBatches,
     taught: Taught,
 ) -> OnPolicyBatches:
-    """Return the batches of on-policy distillation; the sampling server starts with the first weights that it gets.
-
-    texts: batches of the steps that learn from rows.
-    """
+    """Return the batches of on-policy distillation; the server starts with the first weights. texts: of rows."""
     asked, steps = config.teacher_tokens, config.on_policy
     assert asked and steps
     check_prompts(texts.training.dataset)
@@ -204,10 +192,7 @@ def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
 
 
 def check_prompts(dataset: PackedDataset) -> None:
-    """Raise DataError if a dataset's documents have no prompts: all of their tokens but the first are targets.
-
-    The first row of each dataset is enough: its documents are of one kind.
-    """
+    """Raise DataError if a dataset's first row has no prompts: all of its tokens but the first are targets."""
     for name, rows in dataset.member_rows.items():
         if max(map(len, prompts_of(dataset, [rows.start])), default=0) <= 1:
             raise DataError(

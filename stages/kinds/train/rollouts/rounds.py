@@ -1,6 +1,6 @@
 """Sampling of completions from the model in training, on rank 0, for every method that samples.
 
-Rounds, for methods with rewards, are planned, scored and written to a file that all processes read.
+Rounds, for methods with rewards, are also scored and written to a file that all processes read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ from stages.serving.client import Choice
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled completion with the server's log-probabilities, and with rewards if the method has them.
+    """A sampled completion with the server's log-probabilities (nats a token), and rewards if the method has them.
 
-    log_probabilities: the server's, of each token, in nats.
-    truncated: cut off at `max_completion_length`.
-    rewards: each reward by the recipe's name for it.
-    reward: their weighted sum.
+    truncated: at `max_completion_length`. rewards: by the recipe's names. reward: their weighted sum.
     """
 
     token_ids: list[int]
@@ -55,10 +52,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """Sampled completions of one prompt, whose rewards are compared with each other.
-
-    prompt: its number.
-    """
+    """Sampled completions of one prompt (by number), whose rewards are compared with each other."""
 
     prompt: int
     completions: list[Completion]
@@ -73,8 +67,7 @@ class Group:
 class Round:
     """Round of sampling: groups of completions that are sampled together with the same weights.
 
-    first_step: the first optimizer step that learns from them.
-    measured: metrics of the sampling.
+    first_step: the first optimizer step that learns from them. measured: metrics of the sampling.
     """
 
     first_step: int
@@ -83,7 +76,6 @@ class Round:
 
     @property
     def completions(self) -> list[Completion]:
-        """Sampled completions of all prompts in the round, prompt by prompt."""
         return [one for group in self.groups for one in group.completions]
 
     def write(self, path: Path) -> None:
@@ -100,10 +92,7 @@ _READER = TypeAdapter(Round)
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Plan of the sampling rounds: which steps learn from a round, and which prompts it completes.
-
-    Both are functions of seed and step.
-    """
+    """Plan of the sampling rounds, by seed and step: which steps learn from a round, and which prompts it completes."""
 
     num_prompts: int
     prompts_per_round: int
@@ -112,7 +101,6 @@ class RoundPlan:
 
     @property
     def steps_per_round(self) -> int:
-        """Number of optimizer steps that learn from one sampling round."""
         return self.options.steps_per_generation * self.options.num_iterations
 
     def staleness(self, step: int) -> int:
@@ -120,10 +108,7 @@ class RoundPlan:
         return (step - 1) % self.steps_per_round
 
     def part(self, step: int) -> int:
-        """Return the index, from 0, of the part of a sampling round's completions that a training step learns from.
-
-        A round has `steps_per_generation` parts.
-        """
+        """Return which of a round's `steps_per_generation` parts a training step learns from, counted from 0."""
         return self.staleness(step) % self.options.steps_per_generation
 
     def prompts(self, first_step: int) -> list[int]:
@@ -133,10 +118,7 @@ class RoundPlan:
         return order.global_batch((first_step - 1) // self.steps_per_round + 1)
 
     def others(self, first_step: int, draw: int, count: int) -> list[int]:
-        """Return `count` other prompts, to replace groups whose rewards are all equal.
-
-        draw: the number of the redraw, from 1 on.
-        """
+        """Return `count` other prompts, to replace groups of equal rewards. draw: the redraw's number, from 1 on."""
         random = np.random.default_rng([self.seed, first_step, draw])
         # without repetitions, unless there are fewer prompts than wanted
         return random.choice(self.num_prompts, count, replace=count > self.num_prompts).tolist()
@@ -160,17 +142,13 @@ EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class Asked:
-    """Prompt for the sampling server, as token ids, with the seed of its completions.
-
-    max_tokens: after which a completion is cut off.
-    """
+    """Prompt for the sampling server, as token ids, with its seed, and `max_tokens` of a completion."""
 
     prompt: list[int]
     seed: int
     max_tokens: int
 
     def request(self, options: SamplingOptions, num_completions: int) -> Request:
-        """Return the body of the HTTP request for `num_completions` completions of the prompt."""
         return {
             "prompt": self.prompt,
             "n": num_completions,
@@ -190,8 +168,7 @@ def sample_completions(
 ) -> list[list[Completion]]:
     """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
-    Those of a prompt are in the server's order. Raises ServerError for an answer without what a loss needs, and as
-    `RolloutServer.ask` does.
+    Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
     """
     found: dict[int, list[Completion]] = {}
 
@@ -222,10 +199,7 @@ class Sampler:
     plan: RoundPlan
 
     def sample(self, first_step: int) -> Round:
-        """Sample the completions of the round that begins with `first_step`, and score them by the rewards.
-
-        Raises DataError for completions that cannot be scored.
-        """
+        """Sample and score the completions of the round from `first_step`; raise DataError where scoring fails."""
         generate_s = score_s = 0.0
         num_tokens = num_draws = 0
         groups: list[Group] = []

@@ -1,7 +1,7 @@
 """Sampling server of a training run: its start or connection, weight updates, checks and restarts.
 
-When it dies or hangs, whatever is under way is asked again of its successor, which gets the same weights. `Probe`
-checks by a few fixed completions that the server answers with the engine's weights.
+When it dies or hangs, what is under way is asked again of its successor, which gets the same weights. `Probe` checks by
+a few fixed completions that it answers with the engine's weights.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ POLICY = "policy"
 
 
 class SamplingServer(Protocol):
-    """Protocol of a running sampling server that can be given new weights.
+    """Protocol of a running sampling server that takes new weights.
 
-    address: of the serving engine itself.
-    alive: whether its process runs, as far as that is known.
+    address: of the serving engine itself. alive: whether its process runs, as far as that is known.
     """
 
     @property
@@ -69,39 +68,25 @@ class SamplingServer(Protocol):
 
 
 class Host(Protocol):
-    """Provider of the sampling server (protocol): starts a process, or connects to a server that the recipe names.
-
-    remedy: what is done about a server that failed, in messages.
-    """
+    """Provider of the sampling server (protocol). remedy: what is done about a failed server, in messages."""
 
     @property
     def remedy(self) -> str: ...
 
     def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
-        """Open a sampling server that answers with the weights in `folder`, and yield it.
+        """Open a sampling server with the weights in `folder`. name: of an adapter, or of a started server's model.
 
-        name: of an adapter, or of the model of a started server. Raises ServerError when no server comes up,
-        TransientError when none answers in time.
+        Raises ServerError when no server comes up, TransientError when none answers in time.
         """
 
     def prepare(self, folder: Path) -> None:
-        """Prepare a folder of weights, in place, so that a running sampling server can load it.
-
-        Raises as `opened` does.
-        """
+        """Prepare a folder of weights, in place, for a running sampling server; raise as `opened` does."""
 
 
 class RolloutServer:
-    """Sampling server as rank 0 uses it: it opens with the first weights and is restarted when it fails.
-
-    The caller closes it.
-    """
+    """Sampling server as rank 0 uses it: opens with the first weights, is restarted on failure, must be closed."""
 
     def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
-        """Store how to start or connect to the sampling server; it opens when it gets the first weights.
-
-        is_adapter: whether the weights are an adapter's.
-        """
         self._host = host
         self._execution = execution
         self._warn = warn
@@ -112,10 +97,9 @@ class RolloutServer:
         self._restarts = 0
 
     def take(self, folder: Path) -> None:
-        """Load the weights in `folder` into the sampling server and remove the former folder.
+        """Load the weights in `folder` and remove the former folder; no request may be under way.
 
-        No request may be under way. Raises ServerError when no server comes up, TransientError when it fails
-        repeatedly.
+        Raises ServerError when no server comes up, TransientError when it fails repeatedly.
         """
         before, self._folder = self._folder, folder
         try:
@@ -160,10 +144,7 @@ class RolloutServer:
         self._restarts = 0
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return the sampling server's log-probabilities of the tokens in each row.
-
-        Raises TransientError when the server fails repeatedly.
-        """
+        """Return the server's log-probabilities of the tokens in each row; TransientError if it fails repeatedly."""
         while True:
             try:
                 return self._client.predictions(rows)
@@ -171,7 +152,6 @@ class RolloutServer:
                 self._restart(error)
 
     def close(self) -> None:
-        """Stop the sampling server; one that others started keeps running."""
         self._stack.close()
         self._server = None
 
@@ -225,10 +205,7 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class OwnServer:
-    """Sampling server that the stage starts on devices of its own, and ends; implements `Host`.
-
-    base: the folder of the frozen model, where the weights are an adapter's.
-    """
+    """Sampling server that the stage starts and ends, on its own devices. base: folder of an adapter's frozen model."""
 
     remedy: ClassVar[str] = "is started again, with the same weights"
 
@@ -289,20 +266,15 @@ NUM_DOCUMENTS = 16
 BOUNDS_NATS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean |Δ log-probability| of a token between server and engine that counts as rounding, in nats, by dtype.
 
-Two engines' kernels differ by some 1e-5 in fp32 and some 0.01 in bf16; weights that are a few steps older differ by
-0.05 and more.
-"""
+Kernels differ by some 1e-5 in fp32 and 0.01 in bf16; weights that are a few steps older by 0.05 and more."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Completions on which the log-probabilities of sampling server and training engine are compared.
+    """First sampled completions, whose log-probabilities show whether the server answers with the engine's weights.
 
-    They are the first that were sampled. A difference shows that the server answers with wrong weights.
-    They are recorded beside the trained model, too.
-
-    untrained: float32 [targets], log-probabilities of the completions' tokens before training; None where an earlier
-    version took the probe.
+    They are recorded beside the trained model, too. untrained: float32 [targets], log-probabilities of the completions'
+    tokens before training; None where an earlier version took the probe.
     """
 
     documents: list[AnsweredPrompt]
@@ -311,9 +283,9 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Choose completions for comparing server and engine, with their log-probabilities before training. Collective.
+        """Choose completions to compare by, with their log-probabilities before training.
 
-        All processes pass the same documents.
+        Collective. All processes pass the same documents.
         """
         # at least one document, whatever its length; the others only as they fit into the same row
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
@@ -337,10 +309,9 @@ class Probe:
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
     def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
-        """Compare server and engine: return the mean |Δ log-probability| of the completions' tokens, in nats.
+        """Return the mean |Δ log-probability| between server and engine, in nats. of_engine: float32 [rows, sequence].
 
-        of_engine: float32 [rows, sequence]. Raises TrainingError when the server answers with other weights than the
-        engine's.
+        Raises TrainingError when the server answers with other weights than the engine's.
         """
         rows = server.predictions([one.prompt + one.completion for one in self.documents])
         served = [
@@ -360,10 +331,7 @@ def _untempered(packing: Packing) -> Packing:
 
 
 def check_difference(difference: float, dtype: str, what: str) -> None:
-    """Raise TrainingError if log-probabilities differ by more than rounding in `dtype`.
-
-    difference: mean |Δ log-probability| of a token, in nats.
-    """
+    """Raise TrainingError if the mean |Δ log-probability| (nats a token) is more than rounding in `dtype`."""
     # not `>`: NaN, from weights that are not finite, must fail, too
     if not difference <= BOUNDS_NATS[dtype]:
         raise TrainingError(
@@ -384,10 +352,8 @@ WEIGHTS = "weights"
 class NamedServer:
     """Sampling server that others started, checked before use and never ended; implements `Host` and `SamplingServer`.
 
-    Weights reach it by a folder, which it must see under the same path.
-
-    num_tokens: of a prompt and its completion, at most.
-    dtype: expected of its computation.
+    Weights reach it by a folder, which it must see under the same path. num_tokens: most of a prompt and its
+    completion.
     """
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
@@ -424,10 +390,9 @@ class NamedServer:
         return True
 
     def check(self, folder: Path | None = None) -> None:
-        """Check that the server can load new weights, and that its answers have what a loss needs.
+        """Check that the server can load new weights from `folder`, and that its answers have what a loss needs.
 
-        folder: on the file system by which the weights reach it. Raises ServerError, with the command that starts it
-        right; TransientError when it does not answer.
+        Raises ServerError, with the command that starts it right; TransientError when it does not answer.
         """
         try:
             self.engine.check_takes_weights(
@@ -461,10 +426,7 @@ class NamedServer:
 def named_server_problems(
     config: TrainConfig, model: ModelFacts, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
-    """Check the sampling server that the recipe names, if it names one, and yield the problems.
-
-    context: of a run, whose folders the server must read.
-    """
+    """Yield problems of the server that the recipe names, if any. context: of a run, whose folders it must read."""
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
@@ -476,10 +438,8 @@ def named_server_problems(
 
 
 class SyncedServer:
-    """Sampling server as all training processes use it: it answers with the engine's current weights.
+    """Sampling server as all training processes use it: it answers with the engine's current weights; must be closed.
 
-    The caller closes it.
-    packing: of prompts with their completions.
     bound_dtype: the less precise dtype of server and engine.
     """
 
@@ -493,7 +453,6 @@ class SyncedServer:
         engine: Engine,
         watchdog: Watchdog,
     ) -> None:
-        """Choose the sampling server, started here or named by the recipe; it opens when it gets the first weights."""
         self._engine = engine
         self._watchdog = watchdog
         self.packing = completion_packing(config, options, model)
@@ -517,10 +476,9 @@ class SyncedServer:
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
     def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
-        """Give the sampling server the weights of a step and let rank 0 write completions to a file. Collective.
+        """Give the server a step's weights, let rank 0 write completions to a file, and wait for it. Collective.
 
-        The other processes wait for the file. Returns the seconds of the weights' transfer. Raises as `RolloutServer`
-        and `write` do, and TrainingError when the server answers with other weights.
+        Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and as `check`.
         """
         sync_s = self._give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
@@ -530,10 +488,9 @@ class SyncedServer:
         return sync_s
 
     def _give_weights(self, step: int) -> float:
-        """Export the engine's weights to the sampling server, and check that it answers with them. Collective.
+        """Export the engine's weights to the server and check its answers. Collective; returns the seconds.
 
-        Returns the seconds. Raises TrainingError when the server answers with other weights, and as
-        `RolloutServer.take` does.
+        Raises as `check` and `RolloutServer.take` do.
         """
         began_s = time.perf_counter()
         self._watchdog.begins(f"giving the server the weights for step {step}")
@@ -547,9 +504,9 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """Check that sampling server and training engine give the fixed completions equal log-probabilities.
+        """Check the server by the probe's completions, if already chosen.
 
-        Collective. Does nothing before completions were chosen.
+        Collective. Raises TrainingError when it answers with other weights than the engine's.
         """
         if self._probe:
             of_engine = self._engine.target_log_probabilities(self._probe.batch)
@@ -558,14 +515,10 @@ class SyncedServer:
 
     @property
     def has_probe(self) -> bool:
-        """True if the completions by which server and engine are compared have been chosen."""
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Choose the completions by which server and engine are compared, or load those chosen before. Collective.
-
-        They are taken once, from the first of these documents.
-        """
+        """Take or load the probe, once, from the first of these documents. Collective."""
         if self._probe:
             return
         # An earlier attempt's: its `untrained` are of the model before training, which this engine no longer has.
@@ -579,10 +532,8 @@ class SyncedServer:
             self._probe.write(self._probe_path)
 
     def recorded(self) -> RecordedBatch:
-        """Return the fixed completions with their log-probabilities before training, to be stored with the model."""
         assert self._probe, "completions were learned from"
         return RecordedBatch(self._probe.batch, self._probe.untrained)
 
     def close(self) -> None:
-        """Stop the sampling server; one that others started keeps running."""
         self._server.close()
