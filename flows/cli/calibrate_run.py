@@ -44,10 +44,10 @@ def calibrate_measured(file: Path, out: Path) -> tuple[Calibration, Path]:
 
 
 def _calibrate(runs: Sequence[LoggedRun], source: str, path: Path) -> tuple[Calibration, Path]:
-    """Fit the layout planner's constants to measured runs, and write them into the machine's hardware file.
+    """Fit the planner's constants to measured runs, and write them into the machine's hardware file.
 
-    Runs that the planner cannot predict are left out, with reasons.
-    Raises RecipeError when there are too few runs, or they are of several machines.
+    Runs that the planner cannot predict are left out, with reasons. Raises RecipeError when there are too few runs, or
+    they are of several machines.
     """
     price = from_yaml(path).price_per_device_hour if path.is_file() else None  # runs do not contain it
     start = replace(_start_of(runs, source), price_per_device_hour=price)

@@ -1,7 +1,4 @@
-"""Commands that measure parallel layouts, and fit the layout planner to measurements: `lifecycle compare`, `calibrate`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands that measure layouts, and fit the layout planner to measurements: `lifecycle compare`, `calibrate`."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, terminal_widt
 
 
 class ManyValues(click.Command):
-    """Click command whose option `--layouts` takes several words, up to the next option.
-
-    It accepts what a shell expands from `*`.
-    """
+    """Click command whose option `--layouts` takes several words, up to the next option, as a shell expands `*`."""
 
     OPTION = "--layouts"
 

@@ -26,8 +26,7 @@ NOT_IN_FILE_NAMES = r"[^\w.-]"
 def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = stage_process.start) -> RefreshRun:
     """Measure all layouts of a comparison, printing progress on `stream`, and return the finished run.
 
-    Raises what keeps it from starting: a bad recipe, a bad layout, servers that do not answer. Later failures are in
-    the record.
+    Raises what keeps it from starting: a bad recipe or layout, dead servers. Later failures are in the record.
     """
     planned = plan_comparison(request)
     ready_servers()

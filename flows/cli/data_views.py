@@ -1,6 +1,6 @@
 """Output of `lifecycle data`, which shows a stage's prepared training data: terminal text and one HTML page.
 
-Learned tokens are coloured, or enclosed in marks where there are no colours. The page loads nothing from elsewhere.
+Learned tokens are coloured, or enclosed in marks where there are no colours.
 """
 
 from __future__ import annotations

@@ -30,10 +30,7 @@ import json, sys, torch
 from stages.parallel.accelerator import unseen_devices
 print(json.dumps([torch.accelerator.device_count(), unseen_devices(int(sys.argv[1]))]))
 """
-"""Program that prints as JSON how many GPUs torch sees and, if it sees none, the problem and its remedy.
-
-Its argument: the number of GPUs that the driver lists.
-"""
+"""Program that prints as JSON torch's GPUs and, if none, the problem; its argument: the driver's GPUs."""
 SMALLEST_MEMORY_GIB = 4.0
 SMALLEST_DISK_GIB = 5.0
 SMALLEST_SHARED_MEMORY_GIB = 0.25
@@ -41,10 +38,7 @@ SMALLEST_SHARED_MEMORY_GIB = 0.25
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of the machine, with a remedy if something is wrong.
-
-    `missing` means that no refresh can run.
-    """
+    """Result of one check of the machine, with a remedy if something is wrong; `missing`: no refresh can run."""
 
     subject: str
     state: Literal["ok", "warning", "missing"]

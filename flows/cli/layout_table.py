@@ -192,10 +192,7 @@ def _duration(candidate: Candidate, request: SearchRequest) -> str:
 
 
 def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[float | None, float | None]:
-    """Return the predicted days and GPU-hours of the whole training, a reference model's forward passes included.
-
-    None without a total number of tokens.
-    """
+    """Return the training's predicted days and GPU-hours, reference passes included; None without total tokens."""
     tokens = request.workload.total_tokens
     if tokens is None:
         return None, None

@@ -1,7 +1,4 @@
-"""Commands about where models come from (`lifecycle lineage`, `diff`), with their text output.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands about where models come from (`lifecycle lineage`, `diff`), with their text output."""
 
 from __future__ import annotations
 
@@ -82,10 +79,7 @@ def _side(name: str, index: Index) -> Side:
 
 
 def lineage_as_text(lineage: Lineage) -> str:
-    """Return the lineage of a model as a text tree of its stages; an artifact that occurs twice is shown once.
-
-    Stages that came from outside have their files.
-    """
+    """Return a lineage as a text tree, with files of outside stages; an artifact that occurs twice is shown once."""
     registered = f": {lineage.registered}" if lineage.registered else ""
     lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
     for one in lineage.evaluations:
@@ -95,10 +89,7 @@ def lineage_as_text(lineage: Lineage) -> str:
 
 
 def _lines(node: Node, field: str, indent: str, shown: set[str]) -> Iterator[str]:
-    """Yield the text lines of one artifact in a lineage tree.
-
-    `field`: config field of the stage above that refers to the artifact.
-    """
+    """Yield the lines of one artifact in a lineage. field: config field by which the stage above names it."""
     title = f"{field}: " if field else ""
     again = f"{node.kind}/{node.version}" in shown
     shown.add(f"{node.kind}/{node.version}")

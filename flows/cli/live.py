@@ -234,8 +234,7 @@ def stage_table(
 ) -> Table:
     """Return the progress table of a refresh: each stage's state, progress, speed, time left and metrics.
 
-    width: characters of the terminal.
-    num_rows: number of stages that fit; running ones come first, then waiting ones, then the rest.
+    width: characters of the terminal. num_rows: stages that fit; running ones come first, then waiting ones.
     """
     from rich.table import Table
     from rich.text import Text
@@ -334,10 +333,7 @@ def seconds_text(entry: StageEntry) -> str:
 
 
 def progress_text(feed: StageFeed) -> str:
-    """Return a stage's progress bar with counts, such as `━━········ 120/600 steps, 4.1/s, 1:57 left`.
-
-    Without counts, it is the stage's present activity.
-    """
+    """Return a stage's progress bar, such as `━━········ 120/600 steps, 4.1/s, 1:57 left`, or its present activity."""
     if feed.done is None or feed.total is None:
         return feed.doing
     done_cells = round(BAR_CELLS * min(1.0, feed.done / feed.total)) if feed.total else 0
@@ -345,9 +341,9 @@ def progress_text(feed: StageFeed) -> str:
 
 
 def amounts_text(feed: StageFeed) -> str:
-    """Return a stage's progress as text, such as `120/600 steps, 4.1/s, 1:57 left`.
+    """Return a stage's progress as text, such as `120/600 steps, 4.1/s, 1:57 left`, or its present activity.
 
-    A download's is such as `120/2,500 MB, 31 MB/s, 1:20 left`. Without counts, it is the stage's present activity.
+    A download's is such as `120/2,500 MB, 31 MB/s, 1:20 left`.
     """
     if feed.done is None or feed.total is None:
         return feed.doing

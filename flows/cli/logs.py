@@ -37,10 +37,7 @@ class StageLog:
         return record.attempts[self.attempt].ended is None and not is_over
 
     def read(self, follow: bool) -> Iterator[str]:
-        """Yield the log's text in chunks; with `follow`, until the stage ends.
-
-        Raises StoreError when the log is gone.
-        """
+        """Yield the log's text in chunks; with `follow`, until the stage ends. Raises StoreError when it is gone."""
         # A chunk may end in the middle of a character.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
@@ -75,8 +72,7 @@ class StageLog:
 def find_log(name: str, refresh: str | None) -> StageLog:
     """Return the log of a stage's latest run, or of an artifact, by the stage's or artifact's name.
 
-    refresh: beginning of the id of the refresh whose attempts count; default: any. Raises `StoreError` when there is
-    neither.
+    refresh: beginning of the id of the refresh whose attempts count. Raises `StoreError` when there is no log.
     """
     for ledger in _ledgers(refresh):
         if attempts := ledger.read().attempts_at(name):

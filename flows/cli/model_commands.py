@@ -1,7 +1,4 @@
-"""Commands about registered models: `lifecycle champion`, `rollback`, `canary`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands about registered models: `lifecycle champion`, `rollback`, `canary`."""
 
 from __future__ import annotations
 

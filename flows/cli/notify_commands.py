@@ -1,7 +1,4 @@
-"""Commands about notifications of how refreshes end: `lifecycle notify`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands about notifications of how refreshes end: `lifecycle notify`."""
 
 from __future__ import annotations
 

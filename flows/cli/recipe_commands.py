@@ -1,7 +1,4 @@
-"""Commands for work on a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands for work on a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Commands about refreshes that have already started: `lifecycle retry`, `runs`, `logs`, `report`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands about refreshes that have already started: `lifecycle retry`, `runs`, `logs`, `report`."""
 
 from __future__ import annotations
 

@@ -40,10 +40,7 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
 
 
 def _built(made: PlannedRefresh, planned: PlannedStage, name: str) -> Path:
-    """Return the artifact of the model or adapter that a serve stage serves.
-
-    Raises RecipeError when it is not built yet.
-    """
+    """Return the artifact of what a serve stage serves. Raises RecipeError when it is not built yet."""
     upstream = made.plan.stages[name]
     artifact = made.store.find(upstream.kind, upstream.version)
     if artifact is None:

@@ -50,11 +50,10 @@ def run_refresh(
     retried: RefreshRecord | None = None,
     launch: Launcher = stage_process.start,
 ) -> RefreshRecord:
-    """Run a refresh to its end and return its record.
+    """Run a refresh to its end and return its record; `quiet` keeps stdout free of messages.
 
-    quiet: keep stdout free; messages go to stderr.
-    retried: the refresh that is continued; default: a new one. Raises what keeps a refresh from starting: a bad recipe,
-    servers that do not answer. Later failures are in the record.
+    retried: the refresh that is continued. Raises what keeps a refresh from starting: a bad recipe, servers that do not
+    answer. Later failures are in the record.
     """
     planned = make_plan(request)
     for note in planned.notes:
@@ -131,10 +130,7 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
 
 
 def view_of(run: RefreshRun, quiet: bool) -> View:
-    """Return the progress display of a refresh: a live table on a terminal, plain lines elsewhere.
-
-    `quiet` puts it on stderr.
-    """
+    """Return a refresh's progress display: a live table on a terminal, plain lines elsewhere; `quiet`: on stderr."""
     stream = sys.stderr if quiet else sys.stdout
     if stream.isatty():
         from rich.console import Console

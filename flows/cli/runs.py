@@ -20,9 +20,8 @@ from stages.core.errors import StoreError
 class StageRun:
     """One run of a stage in a refresh; a retry is another run.
 
-    outcome: None while it runs, or when its process died and no command has recorded that yet.
-    mlflow_run_id: None while MLflow does not have it.
-    host: where it may run, unseen from here.
+    outcome: None while it runs, or when its process died and no command has recorded that yet. mlflow_run_id: None
+    while MLflow does not have it. host: where it may run, unseen from here.
     """
 
     refresh: str
@@ -40,10 +39,7 @@ class StageRun:
 
 
 def stage_runs(*, recipe: str | None, stage: str | None, limit: int, unreadable: list[str]) -> list[StageRun]:
-    """Return the newest `limit` runs of stages, of one recipe or stage if they are named, else of all.
-
-    unreadable: gets the refreshes whose ledgers were skipped.
-    """
+    """Return the newest `limit` stage runs, of a recipe or stage if named. unreadable: gets skipped refreshes."""
     return list(islice(_newest_first(recipe, stage, unreadable), limit))
 
 

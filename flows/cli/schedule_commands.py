@@ -1,7 +1,4 @@
-"""Commands that refresh recipes at fixed times: `lifecycle schedule`, `schedules`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands that refresh recipes at fixed times: `lifecycle schedule`, `schedules`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `doctor`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `doctor`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Output of `lifecycle plan` and `show`: plans, refreshes, artifacts and evaluation samples, as text and as JSON.
-
-Reads the store and the ledgers; needs no server.
-"""
+"""Output of `lifecycle plan` and `show` as text and JSON, from the store and the ledgers alone, without a server."""
 
 from __future__ import annotations
 
@@ -221,10 +218,7 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
 
 
 def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
-    """Return the command-line arguments of `python -m stages.kinds.serve` that serve an artifact.
-
-    Raises StoreError for an adapter without its base.
-    """
+    """Return arguments of `python -m stages.kinds.serve` for an artifact; StoreError for an adapter without base."""
     stage = artifact.record.stage
     if artifact.record.product == "model":
         return [str(artifact.folder / "model"), "--name", stage]

@@ -1,7 +1,4 @@
-"""Commands to show, add, check, delete or serve artifacts: `lifecycle show`, `adopt`, `verify`, `gc`, `serve`, `chat`.
-
-Each command imports what it needs, so that `lifecycle --help` stays fast.
-"""
+"""Commands to show, add, check, delete or serve artifacts: `lifecycle show`, `adopt`, `verify`, `gc`, `serve`, …"""
 
 from __future__ import annotations
 
@@ -284,10 +281,7 @@ def chat(
 
 
 def _become_server(served: list[str], options: list[str]) -> NoReturn:
-    """Replace this process by the program that serves a model.
-
-    `served` holds the program's arguments from `_what_to_serve`.
-    """
+    """Replace this process by the program that serves a model, with arguments from `_what_to_serve`."""
     command = [sys.executable, "-m", "stages.kinds.serve", *served, *options]
     # The exec discards what is still in Python's buffer.
     sys.stdout.flush()
@@ -322,10 +316,7 @@ def _following(uri: str, canary_share: float, gate_requests: int | None) -> Foll
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
-    """Return the command-line arguments of `python -m stages.kinds.serve` for the model that the user named.
-
-    An artifact that its stage refuses is served only for a trial.
-    """
+    """Return `python -m stages.kinds.serve`'s arguments for a named model; a refused artifact only for a trial."""
     from flows.champion import champions
     from flows.cli import show as shown
     from flows.ledger.home import store_root
@@ -351,10 +342,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
 
 
 class Silent:
-    """Observer of a stage that runs outside any refresh, such as by `lifecycle adopt`.
-
-    It prints only that the stage waits.
-    """
+    """Observer of a stage outside any refresh, such as by `lifecycle adopt`, which prints only its waits."""
 
     def __init__(self) -> None:
         self._has_reported_wait = False

@@ -38,8 +38,7 @@ class Observation:
 
     run_id: str
     request: SearchRequest
-    """Search request (model, workload, devices) for the whole machine. On a CPU, `predict` divides the cores among the
-    run's processes."""
+    """Search request for the whole machine; on a CPU, `predict` divides the cores among the run's processes."""
     engine: EngineName
     layout: Layout
     is_cpu: bool
@@ -195,10 +194,7 @@ def _observation(run: LoggedRun, hardware: Hardware) -> Observation:
 
 
 def _workload(run: LoggedRun) -> Workload:
-    """Return the training workload that is recorded in a run's MLflow tags.
-
-    For old runs without one, assume one epoch that trains the whole model.
-    """
+    """Return a run's workload from its MLflow tags; of old runs without, one epoch that trains the whole model."""
     if WORKLOAD in run.tags:
         return Workload.from_json(run.tags[WORKLOAD])
     return Workload(

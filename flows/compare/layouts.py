@@ -1,9 +1,9 @@
 """Layouts of a comparison, read from lines such as `fsdp dp_shard=2`, and the stage's config under each.
 
-Omitted fields have the default of a layout, not the value of the recipe, so that a line means the same for every recipe
+Omitted fields have the default of a layout, not the recipe's value, so that a line means the same everywhere
 (`flows/planning/layout_text.py`). A line may also have `global_batch_size`, for weak scaling. A misspelt line stops a
-comparison before it starts. A layout that cannot work with the stage's batch, or with its model's sizes, is a row of
-the comparison, with the reason. Duration and memory are measured by running it.
+comparison before it starts; a layout that cannot work with the stage's batch or its model's sizes is a row with the
+reason.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def read_layouts(texts: Sequence[str], stage: TrainConfig) -> tuple[list[TrainCo
 def without_misfits(
     configs: Sequence[TrainConfig], shape: ModelShape, refused: Sequence[RefusedLayout]
 ) -> tuple[list[TrainConfig], list[RefusedLayout]]:
-    """Return the configs whose parallel layout suits the model's sizes, and the refused layouts.
+    """Return the configs whose layout suits the model's sizes, and `refused` with the others added.
 
-    Unsuitable configs are added to the given refused layouts. Raises RecipeError when no config is left.
+    Raises RecipeError when no config is left.
     """
     reasons = ["; ".join(RULES[config.engine].model_errors(config.layout, shape)) for config in configs]
     misfits = [
@@ -100,10 +100,7 @@ def _bad_layouts(problems: Sequence[str], refused: Sequence[RefusedLayout]) -> R
 
 
 def text_of(config: TrainConfig, recipe_batch: int) -> str:
-    """Return a config's layout as one line that `read_layouts` can parse.
-
-    The line contains the batch size if it is not the recipe's.
-    """
+    """Return a config's layout as a line for `read_layouts`, with the batch size if it is not the recipe's."""
     text = describe_layout(config.engine, config.layout)
     batch = config.global_batch_size
     return text if batch == recipe_batch else f"{text} {BATCH_FIELD}={batch}"

@@ -1,7 +1,7 @@
-"""Comparison rows made from runs that MLflow already has, if they differ in nothing but their layouts.
+"""Comparison rows made from runs that MLflow already has, if they differ in nothing but their layouts. Does no I/O.
 
-A table compares layouts; runs that differ in hardware, in the version of the code or in the work itself would compare
-those instead, so they are refused, with their differences, unless mixing is requested. The module does no I/O.
+Runs that differ in hardware, in the version of the code or in the work itself would compare those instead, so they are
+refused, with their differences, unless mixing is requested.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Descriptions of what changed in the files that a recipe names, such as `train.jsonl 300 → 350 rows`, for the plan.
 
-Files that are copied into artifacts are compared there. Of a `task_folder` or a `chat_template` only a hash is recorded
-in the identity, so a cache of the store keeps what they held by their hash. Lines are kept of tasks and templates only,
-without what may be a key. Of code, into which people write keys, only the hash is kept.
+Files that are copied into artifacts are compared there. Of a `task_folder` or a `chat_template` the identity has only a
+hash, so a cache of the store keeps what they held by their hash: lines of tasks and templates, without what may be a
+key; of code, into which people write keys, only the hash.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ Hashed = dict[str, tuple[str, Path]]
 class Content(StrictModel):
     """Recorded content of a file at one time: its hash, its number of rows or bytes, and the lines of a short text.
 
-    amount: rows or bytes, in words.
-    text: its lines without keys; None of files of rows, which are only counted, and of code.
+    amount: rows or bytes, in words. text: lines without keys; None of files of rows, which are only counted, and of
+    code.
     """
 
     sha256: str
@@ -72,9 +72,8 @@ CONTENTS = TypeAdapter(Contents)
 
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
-    """Record the contents of a file or folder, so that a later plan can describe what changed in it.
+    """Record a file's or folder's contents under `digest` in the cache folder, for later plans to describe changes.
 
-    folder: the cache folder. digest: hash under which the contents of `path` are recorded.
     Nothing is recorded where the folder cannot be written.
     """
     before = kept_contents(folder, digest)
@@ -111,10 +110,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def content_changes(before: Contents, after: Contents) -> Iterator[str]:
-    """Yield a description of each file that is gone, new or changed between two plans, with its first changed line.
-
-    Such as `t.yaml line 3: 'a: 1' → 'a: 2'`.
-    """
+    """Yield each file's change between two plans, such as `t.yaml line 3: 'a: 1' → 'a: 2'`."""
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
         if new is None:
@@ -139,10 +135,7 @@ def amount_of(file: Path) -> str:
 
 
 def rows_of(file: Path) -> int | None:
-    """Return the number of rows in a data file; None for other files, and for files too large to count.
-
-    Raises OSError.
-    """
+    """Return the rows of a data file; None for other files, and ones too large to count. Raises OSError."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -178,10 +171,7 @@ def _kept(name: str, text: str | None) -> str | None:
 
 
 def _without_named_secrets(text: str) -> Iterator[str]:
-    """Yield the lines of a text with `***` in place of each line that names a key or password.
-
-    Lines nested below such a line are replaced, too.
-    """
+    """Yield a text's lines, with `***` for each that names a key or password and for those nested below it."""
     hidden_below = None
     for line in text.splitlines(keepends=True):
         content = line.lstrip()
@@ -212,10 +202,7 @@ def _changed_lines(old: str, new: str) -> str | None:
 
 
 def with_changes(planned: Plan, index: Index, kept: Path) -> Plan:
-    """Return the plan with reasons that say in words how files changed, instead of showing an old and a new hash.
-
-    kept: folder of the contents at earlier plans; the present contents are recorded there.
-    """
+    """Return the plan with reasons that describe how files changed. kept: where contents are recorded by hash."""
     stages = {name: _with_paths(_with_sources(stage, index), kept) for name, stage in planned.stages.items()}
     return replace(planned, stages=stages)
 
@@ -263,10 +250,7 @@ def _with_files(stage: PlannedStage, config: FetchedConfig, index: Index) -> Pla
 
 
 def _with_source(stage: PlannedStage, config: FetchedConfig, index: Index) -> PlannedStage:
-    """Return the planned stage with a reason that names its former and its present model or data source in full.
-
-    A path is no identity, so the differences of identities do not show it.
-    """
+    """Return the planned stage with its former and present source in its reason: paths are no identity."""
     differing = next((one for one in stage.differences if one.field == config.product), None)
     earlier = index.nearest(stage.kind, stage.name, stage.identity) if differing else None
     if differing is None or earlier is None:
@@ -286,10 +270,7 @@ def artifact_changes(old: Artifact, new: Artifact) -> Iterator[str]:
 
 
 def kept_changes(kept: Path, differing: Difference) -> str | None:
-    """Describe what changed in a file or folder between two of its hashes.
-
-    None unless the contents under both hashes were recorded.
-    """
+    """Describe how a file or folder changed between two recorded hashes; None unless both have contents."""
     before, after = (kept_contents(kept, str(digest)) for digest in (differing.old, differing.new))
     changes = [*content_changes(before, after)] if before and after else []
     return _listed(changes) if changes else None

@@ -19,15 +19,11 @@ from stages.serving.engine import NotAsked
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
-"""Prefixes of config fields that trial runs often override. If one of these fields has no effect, that is only a
-warning, not an error."""
+"""Config fields that trial runs often override, so that they may be without effect: only a warning, not an error."""
 
 
 class Problems:
-    """Collector of all problems found in a plan, so that a person can fix them in one go.
-
-    Errors keep the order in which they were found; equal texts count once.
-    """
+    """Collector of all problems found in a plan, in order, so that a person can fix them in one go."""
 
     def __init__(self) -> None:
         self._errors: dict[str, LifecycleError] = {}
@@ -73,7 +69,7 @@ def check_among(recipe: Recipe, chosen: Collection[str]) -> None:
 
 
 def check_idle(recipe: Recipe, chosen: Collection[str]) -> list[str]:
-    """Return warnings about fields without effect, for fields that trial runs often override (`execution.*`, `epochs`).
+    """Return warnings about fields without effect that trial runs often override (`execution.*`, `epochs`).
 
     Raises `RecipeError` that lists all other fields without effect: who set one meant something else.
     """
@@ -115,10 +111,7 @@ def check_limits(recipe: Recipe, chosen: Collection[str], configs: ModelConfigs)
 
 
 def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list[str]:
-    """Return what a stage's config asks for that its model does not allow, such as too long a sequence.
-
-    Empty if the model's config cannot be read, since another check reports that.
-    """
+    """Return what a stage asks for that its model does not allow; nothing if the model's config is unreadable."""
 
     def read_config() -> Mapping[str, Any]:
         facts = configs.of(download_of(recipe, stage))
@@ -131,10 +124,10 @@ def _beyond_the_model(recipe: Recipe, stage: str, configs: ModelConfigs) -> list
 
 
 def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -> list[str]:
-    """Check a recipe's options for inference servers, and note those that cannot be checked on this machine.
+    """Check a recipe's options for inference servers; return notes on those that this machine cannot check.
 
-    Return a note for each stage whose server cannot be asked here. at_once: leave out questions whose answer takes an
-    engine seconds; a run asks them. Raises `RecipeError` that lists the options that the engines do not take.
+    at_once: leave out questions whose answer takes an engine seconds; a run asks them. Raises `RecipeError` that lists
+    the options that the engines do not take.
     """
     given = {
         f"stages.{name}.{path}": serving

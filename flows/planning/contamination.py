@@ -15,16 +15,11 @@ from stages.kinds.registry import kind_of, makes
 
 Find = Callable[[str, str], Artifact | None]
 Task = tuple[str, str, str | None]
-"""Evaluation task: its name, its harness, and the hash of the folder that defines it (None for the harness's own
-tasks)."""
+"""Evaluation task: name, harness, and the hash of the folder that defines it (None for the harness's own)."""
 
 
 def contamination_warnings(identity: Identity, upstream: Mapping[str, UpstreamEntry], find: Find) -> Iterator[str]:
-    """Yield contamination warnings for an evaluation stage; none for stages of other kinds.
-
-    upstream: artifacts that it depends on, by field.
-    find: returns the artifact of a kind and version.
-    """
+    """Yield contamination warnings for an evaluation stage, by its upstream artifacts; none for other kinds."""
     if not makes(str(identity["kind"]), "scores"):
         return
     tasks = _tasks_of(identity, identity["config"], "")

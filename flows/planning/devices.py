@@ -24,8 +24,7 @@ VISIBLE_DEVICES = GPU.visible_devices or ""
 def wanted_slots(config: StageConfig, count: int) -> int:
     """Return how many of the machine's `count` slots a stage occupies while it runs; slots limit parallel stages.
 
-    0 for a stage that needs no GPU on a machine with GPUs, and on a cluster, which queues it. Processes may share
-    cores, but not GPUs.
+    0 for a stage that needs no GPU on a machine with GPUs, and on a cluster. Processes may share cores, but not GPUs.
     """
     if not config.execution.is_local:
         return 0
@@ -35,10 +34,7 @@ def wanted_slots(config: StageConfig, count: int) -> int:
 
 
 def num_devices(config: StageConfig) -> int:
-    """Return the number of devices (GPUs, or processes on a CPU) that a stage keeps busy, over all nodes.
-
-    0 for a stage that does not wait for GPUs.
-    """
+    """Return the devices (GPUs, or processes on a CPU) that a stage keeps busy on all nodes; 0 if it waits for none."""
     return config.devices * config.execution.nodes if config.WAITS_FOR_GPUS else 0
 
 
@@ -78,10 +74,7 @@ def device_notes(recipe: Recipe, chosen: Collection[str]) -> Iterator[str]:
 
 
 def _device_problems(config: StageConfig) -> Iterator[str]:
-    """Yield the reasons why a stage cannot get the GPUs that it needs.
-
-    Each is the end of an error message that begins with the number of GPUs needed.
-    """
+    """Yield why a stage cannot get its GPUs: ends of messages that begin with the number that it needs."""
     execution, count, wanted = config.execution, len(gpus()), _num_gpus(config)
     if not execution.is_local:
         if problem := execution.options.gpu_problem(wanted):
@@ -112,10 +105,7 @@ def _named(config: StageConfig) -> list[str]:
 
 
 def on_devices(planned: PlannedStage, numbers: Sequence[int]) -> PlannedStage:
-    """Return the planned stage limited to the GPUs with these indices, unless its recipe sets `CUDA_VISIBLE_DEVICES`.
-
-    The stage's version does not change.
-    """
+    """Return the stage limited to these GPUs, unless its recipe sets `CUDA_VISIBLE_DEVICES`; same version."""
     execution = planned.config.execution
     if not gpus() or not numbers or VISIBLE_DEVICES in execution.environment:
         return planned
@@ -130,8 +120,5 @@ def _devices(config: StageConfig) -> int:
 
 
 def _num_gpus(config: StageConfig) -> int:
-    """Return how many GPUs a stage needs: as many as slots, or one per process where processes cannot share GPUs.
-
-    Where each process takes a GPU of its own, `execution.slots` does not lower the number.
-    """
+    """Return a stage's GPUs: one per slot or, where processes cannot share them, at least one per process."""
     return max(config.devices, _devices(config)) if config.GPU_FOR_EACH_PROCESS else _devices(config)

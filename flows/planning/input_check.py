@@ -24,8 +24,8 @@ from stages.models.facts import CONFIG_FILE, ModelFacts
 def check_models(recipe: Recipe, outside: Outside, index: Index) -> list[str]:
     """Check whether stages suit their models, where a model's config is on this machine; return notes on oddities.
 
-    Raises RecipeError that lists every model that cannot be trained, every layout that its model does not allow, and
-    every bad chat template.
+    Raises RecipeError that lists every model that cannot be trained, layout that its model does not allow, and bad
+    template.
     """
     problems: list[str] = []
     notes: list[str] = []

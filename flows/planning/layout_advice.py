@@ -75,7 +75,7 @@ class Explained:
 
 
 def search_request(model: str, options: LayoutOptions) -> SearchRequest:
-    """Return the layout search that the command line asks for, from a recipe's stage, a `config.json` or a known model.
+    """Return the layout search for a recipe's stage, a `config.json` or a known model.
 
     Raises RecipeError, ModelError, DownloadError.
     """
@@ -120,10 +120,7 @@ def explained(request: SearchRequest, text: str) -> Explained:
 
 
 def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
-    """Parse a layout given as text, such as `tp=4 pp=2 micro_batch_size=2`.
-
-    Raises LayoutError, also for a layout that does not use all GPUs.
-    """
+    """Parse a layout such as `tp=4 pp=2 micro_batch_size=2`. Raises LayoutError, also if it leaves GPUs unused."""
     if problems := [*line_problems(text, Layout.model_fields)]:
         raise LayoutError(f"reading the layout {text!r}: {'; '.join(problems)}")
     engine, fields = engine_and_fields(text)
@@ -143,10 +140,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
 
 
 def _hardware(options: LayoutOptions) -> Hardware:
-    """Return the hardware that `lifecycle layouts` plans for, by its option `--gpu`.
-
-    With `cpu` it is this machine as calibrated, or the built-in CPU, shared by all processes.
-    """
+    """Return the hardware of option `--gpu`; for `cpu`, this machine as calibrated or the built-in CPU, shared."""
     if options.gpu != "cpu":
         return load_hardware(options.gpu, options.gpus_per_node)
     machine = from_yaml(hardware_file()) if hardware_file().is_file() else built_in("cpu")
@@ -154,10 +148,7 @@ def _hardware(options: LayoutOptions) -> Hardware:
 
 
 def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
-    """Return the LoRA adapter to plan for: the recipe's, or one on all linear layers if only `--lora-rank` is given.
-
-    The option replaces the rank of the recipe's adapter.
-    """
+    """Return the LoRA adapter to plan for: the recipe's, with `--lora-rank`'s rank, or one on all linear layers."""
     if rank is None:
         return of_recipe
     return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)

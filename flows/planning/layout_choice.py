@@ -1,7 +1,7 @@
 """Choice of the layout for `layout: auto`: the one that the planner predicts to be fastest on this machine.
 
-The layout is chosen when a refresh is planned, before versions are computed: the version holds the chosen layout, so
-the same machine finds its artifact again; another machine, or a calibration that changes the choice, trains again.
+It is chosen before versions are computed, and part of the version: the same machine finds its artifact again; another
+machine, or a calibration that changes the choice, trains again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from stages.planner.search import Candidate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
-"""Step time relative to the chosen layout's, below which a layout of another engine is mentioned as much faster.
-
-Choosing another engine is left to people, because it changes the version.
-"""
+"""Relative step time below which another engine's layout is mentioned; people choose, as it changes the version."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,7 @@ def _hardware(name: str, processes: int) -> Hardware:
 
 
 def _process_counts(config: TrainConfig) -> list[int]:
-    """Return the numbers of processes with which layouts are searched for a stage with `layout: auto`.
-
-    This is the recipe's number, else all GPUs without those of a sampling server, else (on a CPU) 1 to all cores.
-    """
+    """Return the numbers of processes to search: the recipe's, all GPUs without a sampler's, or 1 to all cores."""
     execution = config.execution
     if execution.processes:
         return [execution.processes * execution.nodes]

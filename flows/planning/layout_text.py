@@ -1,7 +1,7 @@
 """Parser of parallel layouts written as one line, such as `megatron tp=2 dp_shard=4`, into engine and layout fields.
 
-A line contains what a recipe has under `engine:` and `layout:`, and means the same in every command; omitted fields
-have the default of a layout. Only the engine may be omitted, where the fields show which it is.
+A line contains what a recipe has under `engine:` and `layout:`, with the same defaults. Only the engine may be omitted,
+where the fields show which it is.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def line_problems(line: str, keys: Collection[str]) -> Iterator[str]:
 
 
 def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
-    """Parse a layout written as one line, such as `megatron tp=2`, into its engine and layout fields.
-
-    The line must have passed `line_problems`.
-    Values are read as YAML, and not validated yet.
-    """
+    """Parse a line such as `megatron tp=2` that has passed `line_problems` into engine and unvalidated YAML values."""
     words = _words(line)
     pairs = [word.partition("=") for word in words if word not in ENGINES]
     fields = {name: parse_yaml(text) for name, _, text in pairs}

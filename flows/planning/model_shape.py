@@ -39,8 +39,7 @@ def download_of(recipe: Recipe, stage: str) -> str:
 class ModelConfigs:
     """Facts (config, sizes) of the models that a recipe's stages download; each is asked of its hub only once.
 
-    A download that is not in `outside` has none.
-    limit_s: time for all hubs together; what has not come by then counts as never coming.
+    A download that is not in `outside` has none. limit_s: time for all hubs together.
     """
 
     def __init__(self, recipe: Recipe, outside: Outside, index: Index, limit_s: float | None = None) -> None:
@@ -51,7 +50,7 @@ class ModelConfigs:
         """Pending requests for models' facts: under True those to local files, under False those to a hub."""
 
     def of(self, name: str) -> ModelFacts | None:
-        """Return the facts (config, sizes) of the model that a stage downloads; None if its hub has not responded yet.
+        """Return the facts of the model that a stage downloads; None if its hub has not responded yet.
 
         Raises DownloadError or ModelError when it cannot be read.
         """
@@ -69,10 +68,7 @@ class ModelConfigs:
             return None
 
     def shape_of(self, name: str) -> ModelShape:
-        """Return the shape of the model that a stage downloads.
-
-        Raises also ModelError for a model family unknown to the planner.
-        """
+        """Return the shape of the model that a stage downloads. Raises also ModelError for an unknown model family."""
         facts = self.of(name)
         if facts is not None:
             return facts.shape
@@ -95,7 +91,7 @@ class ModelConfigs:
 def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:
     """Read a model's facts from its source; None if its hub has not responded yet with the revision to read.
 
-    Files on this machine need no revision: the config is read while the weights beside it are still being hashed.
+    Local files need no revision: the config is read while the weights beside it are still being hashed.
     """
     if "revision" not in outside and not HUBS[config.source.hub].is_local:
         return None

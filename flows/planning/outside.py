@@ -21,8 +21,7 @@ from stages.hubs.registry import HUBS
 
 Resolved = dict[str, JsonValue]
 Outside = dict[str, Resolved]
-"""Resolved inputs from outside the store (content hashes, revisions, versions) of each stage, by stage name. Those of a
-stage are kept by field path or name."""
+"""Resolved inputs from outside the store (hashes, revisions, versions): by stage name, then by field path or name."""
 
 
 def resolve_outside(
@@ -33,11 +32,10 @@ def resolve_outside(
 ) -> Outside:
     """Resolve the inputs from outside the store of the named stages (default: all): hash files, ask hubs for revisions.
 
-    unreachable: where given, there is only a plan to be made: each source is asked once, all of the network get
-    `PLANNING_LIMIT_S`, and a stage whose source does not answer by then is noted there with the reason, without inputs.
-    failed: where given, takes the error of each stage that has one, instead of the first being raised; such a stage,
-    and one that is noted there already, has no inputs. Raises `RecipeError` when a path does not exist, and what the
-    stages' own `resolve_outside` raise.
+    unreachable: where given, only a plan is made: each source is asked once, all within `PLANNING_LIMIT_S`, and a stage
+    whose source does not answer is noted there with the reason, without inputs. failed: where given, takes the error of
+    each stage that has one, instead of the first being raised; such a stage, and one that is noted there already, has
+    no inputs. Raises `RecipeError` when a path does not exist, and what the stages' own `resolve_outside` raise.
     """
     chosen = {name: config for name, config in recipe.stages.items() if stages is None or name in stages}
     known = {} if failed is None else failed
@@ -80,10 +78,9 @@ def resolve_outside(
 
 
 def as_built_before(recipe: Recipe, name: str, index: Index) -> Resolved | None:
-    """Return the outside inputs (hashes, versions) of a stage whose programs are not installed on this machine.
+    """Return a stage's outside inputs where its programs are not installed, which a cached artifact does not need.
 
-    Their versions are those of the stage's nearest artifact.
-    A cached artifact needs no program. None for a stage never built.
+    Versions are those of the stage's nearest artifact; None for a stage never built.
     """
     config = recipe.stages[name]
     # Only the config counts here: versions of upstream stages are not known at this point.
@@ -122,10 +119,7 @@ def _is_special(file: Path) -> bool:
 
 @contextmanager
 def _about(recipe: Recipe, name: str, field: str | None = None) -> Iterator[None]:
-    """Prefix errors of the `with` block with the stage and field that they concern.
-
-    Without `field`, it is the source field of a stage that fetches.
-    """
+    """Prefix errors of the `with` block with stage and field, by default the source field of a stage that fetches."""
     config = recipe.stages[name]
     field = field or (config.product if name in recipe.fetched else None)
     where = f"stages.{name}.{field}" if field else f"stages.{name}"

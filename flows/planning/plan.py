@@ -30,11 +30,8 @@ FINDING_CHARACTERS = 300
 class PlannedStage:
     """Stage of a plan: its version, its config, and whether it runs or is cached, with the reason.
 
-    upstream: stages that it refers to.
-    ancestors: all stages that it depends on.
-
-    A stage whose action is `run` may still be found cached when its turn comes: when its version exists and the
-    artifacts that it depends on were rebuilt with the same content.
+    upstream: stages that it refers to. ancestors: all that it depends on. One whose action is `run` may still be found
+    cached when its turn comes: when its version exists and its ancestors were rebuilt with the same content.
     """
 
     recipe: str
@@ -93,10 +90,10 @@ def plan(
     until: str | None = None,
     unreachable: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Decide whether each stage runs or is cached, with the reason.
+    """Decide for each stage, or those up to `until`, whether it runs or is cached, with the reason.
 
-    `until` restricts the plan to that stage and its ancestors. outside, unreachable: of these stages, from
-    `resolve_outside`. Raises `RecipeError` when `force` or `until` names a stage that the recipe lacks.
+    outside, unreachable: of these stages, from `resolve_outside`. Raises `RecipeError` when `force` or `until` names a
+    stage that the recipe lacks.
     """
     _check_names(recipe, force)
     planned: dict[str, PlannedStage] = {}

@@ -55,10 +55,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Facts from which a first recipe is written: its name, data, model and adapter.
-
-    adapter: a key of `ADAPTERS`; None if the whole model is trained.
-    """
+    """Facts from which a first recipe is written: name, data, model and adapter (key of `ADAPTERS`, if any)."""
 
     name: str
     data: Path

@@ -23,10 +23,7 @@ from stages.hubs.registry import HUBS
 
 ADOPTED_RECIPE = "adopted"
 CHAMPION_PROGRAM = "flows.champion.key"
-"""Module that asks MLflow for the champion, run as a separate program.
-
-Named as text, because it lies in a room above this one and imports mlflow, which takes seconds.
-"""
+"""Program that asks MLflow for the champion, named as text: it is in a room above, and its import takes seconds."""
 
 
 def find_stored(
@@ -34,8 +31,8 @@ def find_stored(
 ) -> tuple[Recipe, list[str]]:
     """Return the recipe with sources that name artifacts replaced by their folders, and a note on each.
 
-    failed: where given, takes the error of each stage that has one; other stages are replaced. Raises `RecipeError` for
-    what is not in the store, and what asking for the champion raises, with stage and field.
+    failed: where given, takes the error of each stage that has one; others are replaced. Raises `RecipeError` for what
+    is not in the store, and what asking for the champion raises, with stage and field.
     """
     stages, notes = dict(recipe.stages), []
     for name in chosen:
@@ -83,10 +80,7 @@ def _find(source: Source, product: Product, index: Index) -> Artifact:
 
 
 def _champion(uri: str) -> str:
-    """Ask MLflow for the model that an alias such as `champion` points to; return its `KIND/VERSION`.
-
-    Raises the error of the program that asks MLflow.
-    """
+    """Ask MLflow for the model of an alias such as `champion`; return `KIND/VERSION` or raise the program's error."""
     done = subprocess.run([sys.executable, "-m", CHAMPION_PROGRAM, uri], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return str(json.loads(done.stdout)["model"])

@@ -82,9 +82,7 @@ ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "targe
 class KnownModel:
     """Facts about a model (source, shape, longest text) that are known before it is downloaded.
 
-    shape: None where it is unknown.
-    max_positions: tokens of its longest text.
-    folder: a folder with its tokenizer; None where that is not on this machine.
+    shape: None where unknown. max_positions: tokens of its longest text. folder: its tokenizer, if on this machine.
     """
 
     source: str
@@ -97,9 +95,7 @@ class KnownModel:
 class Survey:
     """Facts about a person's rows (format, splits, number of tokens, bad rows) that decide a first recipe.
 
-    form: their format; `auto` of prompts.
-    num_tokens: of all rows.
-    longest: tokens of the longest row, both answers of a pair together.
+    form: their format; `auto` of prompts. longest: tokens of the longest row, both answers of a pair together.
     is_counted: whether tokens were counted by the model's own tokenizer; else by bytes, which no tokenizer exceeds.
     questions: of rows that are held out.
     """
@@ -146,10 +142,7 @@ class Survey:
 
 
 def find_model(source: str, scratch: Path) -> KnownModel:
-    """Return what this machine, and within seconds the model's hub, know about a model.
-
-    Raises RecipeError for text that is not a model source.
-    """
+    """Return a model's facts on this machine and, within seconds, its hub. Raises RecipeError for a bad source."""
     path = Path(source).expanduser()
     if "://" not in source and path.is_dir() and (path / CONFIG_FILE).is_file():
         source = f"file://{path.absolute()}"
@@ -266,10 +259,7 @@ def _data_suffix(path: Path) -> bool:
 
 
 def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of the dataset's evaluation split, or none if it has no such split.
-
-    The split's name is recorded in `facts`.
-    """
+    """Return the files of the dataset's evaluation split, recorded in `facts`; empty without such a split."""
     for split in HELD_OUT_SPLITS:
         try:
             others = find_files(folder, split)
@@ -282,9 +272,9 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the share of rows to hold out for evaluation: the smallest candidate that holds out enough rows.
+    """Return the smallest candidate share that holds out ten rows, or a fifth of fewer than fifty.
 
-    Enough are ten rows, or a fifth of fewer than fifty. 0 if no rows would be left to learn or to hold out.
+    0 if no rows would be left to learn or to hold out.
     """
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
@@ -296,10 +286,7 @@ def _fraction(folder: Path, files: list[Path]) -> float:
 
 
 def _kind_of(data: Path, folder: Path, files: list[Path], columns: Mapping[str, str], split: str) -> Survey:
-    """Decide the kind (prompts, pairs, …) and format of a dataset's rows from its first rows.
-
-    Rows of no known format are judged by usual column names.
-    """
+    """Decide the kind (prompts, pairs, …) and format of a dataset's first rows, if need be by usual column names."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     objects = [row for row in rows if isinstance(row, dict)]
     if not objects:
@@ -345,10 +332,7 @@ def _reference(row: Mapping[str, Any]) -> bool:
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, str]:
-    """Return new names for a row's question and answer columns, such as `query` and `response`.
-
-    Empty for a row of a known format, and for one without such columns.
-    """
+    """Return new names for a row's question and answer columns (`query`, …); none if its format is known."""
     named = rename_columns(row, {})
     if likeliest_format(named) or (is_prompt_alone(named) and ("messages" in named or _reference(named))):
         return {}
@@ -428,10 +412,7 @@ def _system(document: Document) -> str:
 
 
 def _question(document: Document, reference: str | None) -> dict[str, str] | None:
-    """Return an evaluation question and its answer from a document, or a plain text.
-
-    None if the answer is a tool call.
-    """
+    """Return an evaluation question and its answer, or a plain text; None if the answer is a tool call."""
     if isinstance(document, PlainText):
         if not document.prompt:
             return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
@@ -462,10 +443,7 @@ def _num_bytes(document: Document) -> int:
 
 
 def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | None, bool]:
-    """Return the chat template that renders most documents, or None for the model's own.
-
-    The second value says whether the model has its own.
-    """
+    """Return the chat template that renders most documents (None: the model's), and whether the model has one."""
     from stages.data.tokenizer import DocumentTokenizer
 
     own = DocumentTokenizer(model, None, "assistant")

@@ -29,8 +29,7 @@ OF_OTHERS = {
     "gradient_checkpointing": "recompute",
     "bf16": "precision",
 }
-"""Recipe field that corresponds to a field name of Transformers, TRL and similar libraries, for hints in error
-messages."""
+"""Recipe field that corresponds to a field name of Transformers, TRL and similar libraries, for hints."""
 
 
 def explain(error: ValidationError, stage: str) -> list[str]:

@@ -35,20 +35,18 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "lower-case letters, digits, - and _"
 TOP_LEVEL_FIELDS = ("name", "on_collision", "stages")
 OnCollision = Literal["queue", "skip"]
-"""Policy for a scheduled refresh that is due while another one holds what it needs: wait (`queue`) or be left out
-(`skip`)."""
+"""Policy for a scheduled refresh while another one holds what it needs: wait (`queue`) or be left out (`skip`)."""
 
 AnyStage: Any = Annotated[functools.reduce(operator.or_, KINDS.values()), Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Validated recipe of one complete refresh. Its paths are absolute.
+    """Validated recipe of one complete refresh, with stages in topological order. Its paths are absolute.
 
-    stages: in topological order.
     on_collision: whether a scheduled refresh waits or is left out while another of this recipe runs; `skip` also
-    applies while others hold the devices that it needs (with `queue`, its stages wait for them).
-    text: of the recipe's file, without overrides.
+    applies while others hold the devices that it needs (with `queue`, its stages wait for them). text: without
+    overrides.
     """
 
     name: str
@@ -111,9 +109,9 @@ def load_stages(
 ) -> Recipe:
     """Validate the `stages` block of a recipe whose paths are relative to `folder`.
 
-    problems: those found before, which the error lists too.
-    errors: where given, takes the error instead of it being raised; then the valid stages are returned that refer to
-    valid ones only. Raises `RecipeError` that lists every problem; `LayoutError` if all problems are of layouts.
+    problems: those found before, which the error lists too. errors: where given, takes the error, and the valid stages
+    are returned that refer to valid ones only. Raises `RecipeError` that lists every problem; `LayoutError` if all are
+    of layouts.
     """
     if len(tree) > MAX_STAGES:
         raise RecipeError(f"found {len(tree):,} stages, more than {MAX_STAGES}; split it into several recipes")
@@ -210,8 +208,7 @@ def _stage_adapter() -> TypeAdapter[StageConfig]:
 def _read_stage(tree: Any, folder: Path) -> StageConfig:
     """Validate a stage's config strictly, so that a number in quotes is no number, and return it.
 
-    As in JSON, a list may stand for a tuple and a text for a path. Paths outside the store become absolute; in the
-    recipe they are relative to its folder.
+    As in JSON, a list may stand for a tuple and a text for a path. Paths outside the store become absolute.
     """
     # Through JSON text, since only for JSON does pydantic's strict mode take a list for a tuple.
     return _stage_adapter().validate_json(
@@ -266,9 +263,8 @@ def _reference_problems(stages: Mapping[str, StageConfig], tree: Mapping[str, An
 
 
 def _texts_at(tree: object, path: tuple[str, ...], place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text at a dotted path of a recipe's tree, with its exact path.
+    """Yield every text, or item of a list, at a dotted path of a recipe's tree, with its exact path.
 
-    A list at the path gives each of its items.
     `*` in the path is any name of a mapping, or any index of a list.
     """
     if path and path[0] == "*" and isinstance(tree, list):

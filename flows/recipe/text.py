@@ -47,10 +47,7 @@ class RecipeLoader(BaseLoader):
         return mapping
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Convert a YAML number to int or float, refusing overlong numbers.
-
-        Python converts overlong numbers slowly or not at all. `1:00:00:…` is a number in YAML 1.1.
-        """
+        """Convert a YAML number, refusing long ones (`1:00:00:…` is one), which are slow or impossible to convert."""
         if len(node.value) > MAX_DIGITS:
             problem = f"found a number of {len(node.value):,} characters, expected at most {MAX_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -90,10 +87,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_text(path: Path, what: str = "the recipe") -> str:
-    """Return the text of a file that a person wrote. Raises RecipeError if it cannot be read.
-
-    what: the file in the message.
-    """
+    """Return a file's text; raise RecipeError if it cannot be read. what: the file in the message."""
     try:
         return _read_regular_file(path)
     except (OSError, ValueError) as error:
@@ -202,8 +196,7 @@ def bad_numbers(tree: Any, path: str) -> Iterator[str]:
 def closest(word: str, known: Iterable[str]) -> str:
     """Return a hint `; did you mean …?` with the known word closest to a misspelt one, or a list of the known words.
 
-    Initials count as close: `lr` means `learning_rate`. Long words are not compared, since comparing takes time
-    quadratic in their length.
+    Initials count as close: `lr` means `learning_rate`. Comparing takes time quadratic in the words' length.
     """
     words = [one for one in islice(known, MAX_WORDS) if len(one) <= MAX_WORD_CHARACTERS]
     if not words:

@@ -18,16 +18,12 @@ Identity = dict[str, JsonValue]
 """Identity of an artifact, the JSON object from which its version is hashed. Keys: kind, stage_version, config,
 upstream (version by field path), outside (content hash, revision, … by field path)."""
 DIGEST = re.compile("[0-9a-f]{64}")
-"""Pattern of a content hash (SHA-256). A changed hash is shown as `has changed`, but other values, such as commits, are
-shown themselves."""
+"""Pattern of a SHA-256; a changed one is shown as `has changed`, other values, such as commits, themselves."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Field in which two artifacts' identities differ, with both values; None on the side that lacks the field.
-
-    `str()` gives `field old → new`; of a content hash, that the field has changed.
-    """
+    """Field with different values in two identities; None if absent. `str()`: `field old → new`, or `has changed`."""
 
     field: str
     old: JsonValue
@@ -42,19 +38,14 @@ class Difference:
 def identity_of(config: StageConfig, upstream: Mapping[str, str], outside: Mapping[str, JsonValue]) -> Identity:
     """Return all that decides the content of a stage's artifact: kind, config, upstream versions, outside inputs.
 
-    upstream: stage name → version.
-    outside: resolved inputs from outside the store.
-
-    Stage names are no part of it: renaming a stage builds nothing again.
+    upstream: stage name → version. outside: resolved inputs from outside the store. Stage names are no part of it:
+    renaming a stage builds nothing again.
     """
     return _document(config, config.identity(), upstream, outside)
 
 
 def version_of(identity: Identity) -> str:
-    """Return an artifact's version: 12 hex digits hashed from its identity (all that decides its content).
-
-    They are the first of the SHA-256 of the identity as canonical JSON.
-    """
+    """Return an artifact's version: the first 12 hex digits of the SHA-256 of its identity as canonical JSON."""
     # 48 bits: among a million artifacts two have the same version with a chance of 0.2%.
     return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:12]
 
@@ -68,18 +59,14 @@ def resume_key_of(config: StageConfig, upstream: Mapping[str, str], outside: Map
 
 
 def canonical_json(value: JsonValue) -> str:
-    """Return a value as JSON text that is the same for equal values: sorted keys, no spaces, ASCII.
-
-    Raises ValueError for NaN and infinity.
-    """
+    """Return equal values' same JSON text: sorted keys, no spaces, ASCII. Raises ValueError for NaN and infinity."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def differences(old: Identity, new: Identity) -> list[Difference]:
     """Return the fields in which the identities of two artifacts differ, sorted by their path in the recipe.
 
-    Unset and empty on one side equals absent on the other. Of a mapping that is empty on one side, the other's entries
-    are listed.
+    Unset and empty on one side equals absent on the other. A mapping's entries are listed if the other's is empty.
     """
     before, after = dict(_flatten(old)), dict(_flatten(new))
     empty: tuple[JsonValue, ...] = (None, [], {})

@@ -33,9 +33,9 @@ class _FlowRun(AnswerModel):
 
 
 def settle(api_url: str, password: str) -> list[str]:
-    """Pause all of Prefect's schedules and cancel its unfinished flow runs; return the names of the paused schedules.
+    """Pause Prefect's schedules, cancel its unfinished flow runs, before a worker starts; return the paused names.
 
-    Call it before a worker starts. Raises `ServerError` when Prefect does not do it.
+    Raises `ServerError` when Prefect does not do it.
     """
     import httpx
 

@@ -33,27 +33,21 @@ location.replace(location.origin + page);
 
 
 def origins(hosts: Iterable[str]) -> list[str]:
-    """Return the web origins that requests to a server may name: each of its host names with http and with https.
-
-    A TLS proxy may stand before the server.
-    """
+    """Return the origins that requests may name: each host with http, and https behind a TLS proxy."""
     return [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
 
 
 def content_policy(hosts: Iterable[str]) -> bytes:
-    """Return the Content-Security-Policy for the servers' web pages, which may load only from their own server.
-
-    Prefect's pages would ask amplitude.com.
-    """
+    """Return the Content-Security-Policy: pages load only from their own server; Prefect's would ask amplitude.com."""
     names = [origin.replace("http", scheme, 1) for origin in origins(hosts) for scheme in ("http", "ws")]
     return f"default-src 'self' {' '.join(sorted(names))} 'unsafe-inline' 'unsafe-eval' data: blob:".encode()
 
 
 class Guard:
-    """ASGI middleware that checks host, origin and key of each request before it passes the request to an application.
+    """ASGI middleware that checks each request's host, origin and key before it passes it to an application.
 
-    hosts: names of the server, as browsers and clients use them: `NAME:PORT`.
-    password: required on every path except that of health, by basic authentication; None when the application does so.
+    hosts: the server's names for clients: `NAME:PORT`. password: required by basic authentication on every path except
+    that of health; None when the application does so.
     """
 
     def __init__(self, application: Any, hosts: Collection[str], password: str | None = None):

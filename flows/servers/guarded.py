@@ -1,11 +1,11 @@
 """Program that runs the Prefect or MLflow server with access control and limits on slow connections.
 
-    python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
-    python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
+python -m flows.servers.guarded prefect|mlflow --descriptor DESCRIPTOR
+python -m flows.servers.guarded prefect|mlflow --listen ADDRESS:PORT --host NAME:PORT …
 
-Their own commands do not let anything be put in front of their applications; what those commands do beyond starting
-them (ports, daemons, worker processes) is done by `local.py`. DESCRIPTOR is a socket that listens already. The second
-form is for servers of a team (`deploy/compose.yaml`), which answer to the names given.
+Their own commands do not let anything be put in front of their applications; `local.py` does what else those commands
+do (ports, daemons, worker processes). DESCRIPTOR is a socket that listens already. The second form is for servers of a
+team (`deploy/compose.yaml`).
 
 Settings come from the environment (`programs.py`): the key as LIFECYCLE_SERVERS_KEY or, in a file, as
 LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as LIFECYCLE_DATABASE_PASSWORD_FILE.
@@ -44,15 +44,14 @@ BODY_TIMEOUT_S = 300.0
 LOOK_EVERY_S = 1.0
 RESOLUTION = timedelta(seconds=1)
 SWEEP = timedelta(seconds=30)
-"""Interval at which Prefect's server looks for automations that another server changed. It also looks for events that
-wait for earlier events."""
+"""Interval of Prefect's searches for automations that another server changed, and events that wait for earlier ones."""
 
 
 class BoundedProtocol(H11Protocol):
     """HTTP connection, as the server sees it, that is closed when the client sends a request too slowly.
 
-    uvicorn closes a connection that had an answer and sends nothing more. It would hold a connection forever that never
-    sends a request, or sends it byte by byte; with some hundreds of those, no one else would get an answer.
+    uvicorn closes only connections that had an answer. One that never sends a request, or sends it byte by byte, would
+    stay forever; with some hundreds of those, no one else would get an answer.
     """
 
     _awaited: tuple[str, Any] | None = None
@@ -91,9 +90,8 @@ class BoundedProtocol(H11Protocol):
 def look_rarely() -> None:
     """Patch Prefect's server in this process so that its background loops poll less often, which saves CPU time.
 
-    No setting exists for it. Its loops (`SERVICES` in `programs.py`) are run by Docket, in memory. Docket looks for due
-    work four times a second and, through another thread, ten times a second for messages between its workers, of which
-    there is only one.
+    No setting exists for it. Docket runs its loops (`SERVICES` in `programs.py`) in memory. It looks for due work four
+    times a second and, in another thread, ten times a second for messages between its workers, of which there is one.
     """
     from burner_redis.pubsub import PubSub
     from prefect.server.api import background_workers
@@ -106,7 +104,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of Prefect's task queue (Docket), or None; wait for a second first if the queue is empty.
+    """Return the next message of Prefect's task queue (Docket), or None, after a second's wait if it is empty.
 
     With a `timeout_s` of 0, do not wait.
     """
@@ -116,10 +114,7 @@ async def _next_message(self: Any, timeout_s: float | None) -> Any:
 
 
 def prefect(hosts: list[str], password: str) -> Guard:
-    """Return Prefect's server application behind access control.
-
-    Its API checks the key itself; its pages are public.
-    """
+    """Return Prefect's application behind access control; its API checks the key itself, its pages are public."""
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{password}"
     os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins(hosts))
     _complete(PREFECT_DATABASE)

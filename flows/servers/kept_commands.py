@@ -45,8 +45,7 @@ def open_log(path: Path) -> BinaryIO:
 def rotate(path: Path) -> None:
     """Rotate a log file of more than 10 MiB: it is moved to `.1`, `.1` to `.2` and so on, and the fifth is deleted.
 
-    It is copied and cut, since a program may be writing to it: it appends, and goes on at the new end. Lines that it
-    writes between the two are lost.
+    It is copied and cut, since a program may be appending to it. Lines written between the two are lost.
     """
     with contextlib.suppress(OSError):  # a full disk, say: the log stays, and so does the program
         if path.stat().st_size <= LOG_BYTES:
@@ -74,21 +73,16 @@ def say(text: str) -> None:
 class Kept:
     """Command that a supervisor keeps running: its process, listening socket, health check and log.
 
-    command: `{descriptor}` in it becomes the number of the inherited descriptor of the socket, which listens already.
-    environment: the whole environment, with a token of its own as TOKEN_VARIABLE.
-    folder: where the command runs; empty: where the supervisor does.
-    port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive.
-    needs: name of another command. While that does not answer, or is not kept here, an answer of 500 and above counts
-        as alive, too: the worker says 503 while Prefect is away.
-    hung_after_s: seconds without an answer after which a command that has answered once is killed; it is asked six
-        times in them.
-    start_timeout_s: seconds until its first answer.
-    log: file for stdout and stderr, which grows and is rotated; empty: those of the supervisor.
-    spares_children: whether processes that the command started outlive its death and go on.
-    dies_with_us: whether the kernel kills the command when the supervisor dies.
-    descriptor: its listening socket in this process; None: none yet.
-    pid, started_ticks: its living process, as `/proc` shows it; None: it is to be started.
-    deaths: how often it died in a row.
+    command: `{descriptor}` in it becomes the descriptor number of the socket, which listens already. environment: the
+    whole environment, with a token of its own as TOKEN_VARIABLE. folder: where the command runs; empty: where the
+    supervisor does. port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive. needs: name
+    of another command. While that does not answer, or is not kept here, answers of 500 and above count as alive, too:
+    the worker says 503 while Prefect is away. hung_after_s: seconds without an answer, with six requests, after which a
+    command that has answered once is killed. start_timeout_s: seconds until its first answer. log: file for stdout and
+    stderr, which is rotated; empty: those of the supervisor. spares_children: whether processes that the command
+    started go on after its death. dies_with_us: whether the kernel kills it when the supervisor dies. descriptor: its
+    listening socket in this process, if any yet. pid, started_ticks: its living process, as `/proc` shows it; None: it
+    is to be started. deaths: how often it died in a row.
     """
 
     name: str
@@ -141,10 +135,7 @@ class Kept:
             os.kill(self.pid, signal.SIGKILL)
 
     def relatives(self) -> list[int]:
-        """Return the ids of processes that must end before the supervised command is restarted.
-
-        Children that outlive the command are left out.
-        """
+        """Return the processes that must end before the command is restarted, without children that outlive it."""
         marked = marked_processes(self.environment[TOKEN_VARIABLE])
         return [pid for pid in marked if not self.spares_children or self._runs(pid)]
 
@@ -172,8 +163,7 @@ class Kept:
 class Plan:
     """Commands that a supervisor keeps running, with their sockets and the supervisor's lock.
 
-    home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says.
-    lock: the descriptor of the home's lock.
+    home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says. lock: descriptor.
     """
 
     kept: list[Kept] = field(default_factory=list)

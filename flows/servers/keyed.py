@@ -1,9 +1,8 @@
 """Key for access to the local Prefect and MLflow servers, in a file that only its owner can read.
 
-Also the key of servers elsewhere that the user names; then the user names its file, too (`KEY_FILE_VARIABLE`). For
-programs that read their settings when they are loaded, such as the worker and Prefect's own command, this module is a
-program that runs another one with that key: `python -m flows.servers.keyed PROGRAM ARGUMENT…`. `lifecycle` does the
-same for itself.
+Also the key of servers elsewhere that the user names, with its file (`KEY_FILE_VARIABLE`). Programs that read their
+settings when they are loaded, such as the worker and Prefect's own command, are run with that key by `python -m
+flows.servers.keyed PROGRAM ARGUMENT…`. `lifecycle` does the same for itself.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def read_key() -> str | None:
 
 
 def read_named_key() -> str | None:
-    """Return the password in the key file that the environment names; None if none is named.
-
-    Raises `ServerError` for a bad file.
-    """
+    """Return the password in the key file that the environment names, or None. Raises `ServerError` for a bad file."""
     named = os.environ.get(KEY_FILE_VARIABLE)
     if not named:
         return None
@@ -76,10 +72,7 @@ def _read(path: Path, of: str, remedy: str) -> str:
 
 
 def make_key() -> str:
-    """Return the local servers' password, creating the key file if there is none.
-
-    Call it under the lock of the servers.
-    """
+    """Return the local servers' password, from a new file if there is none. Call it under the servers' lock."""
     password = read_key()
     if password is None:
         password = secrets.token_urlsafe(32)
@@ -103,9 +96,9 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def named_settings() -> dict[str, str]:
-    """Return the environment variables for clients of the user's own servers, if their key file is named.
+    """Return clients' unset variables for the user's own servers, if their key file is named.
 
-    Variables that are set already are left out. Raises `ServerError` when the file cannot be used.
+    Raises `ServerError` when the file cannot be used.
     """
     named = [name for name, variable in NAMED_BY.items() if os.environ.get(variable)]
     password = read_named_key() if named else None

@@ -60,10 +60,9 @@ ANSWER_BYTES = 2**20
 class ServerStatus:
     """Status of the Prefect server, the MLflow server or the worker, as `lifecycle status` prints it.
 
-    ours: started here, so that `down` stops it.
-    needed: a refresh cannot do without it; the worker is needed once it was started.
-    host: where it runs, if that cannot be seen from here.
-    trouble: what a person should know although it may be healthy at the moment; empty: nothing.
+    ours: started here, so that `down` stops it. needed: a refresh cannot do without it; the worker, once it was
+    started. host: where it runs, if that cannot be seen from here. trouble: what a person should know even if it is
+    healthy now.
     """
 
     name: str
@@ -78,10 +77,7 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses and password of the Prefect and MLflow servers that refreshes use.
-
-    local: those that run under LIFECYCLE_HOME, and require its key's `password`.
-    """
+    """Addresses of Prefect and MLflow for refreshes. local: those under LIFECYCLE_HOME, which require `password`."""
 
     prefect_api_url: str
     mlflow_tracking_uri: str
@@ -103,8 +99,8 @@ class Endpoints:
 def up(*, worker: bool = False) -> Endpoints:
     """Start the Prefect and MLflow servers, and if asked to the worker, unless they run; return their addresses.
 
-    The worker comes with the supervisor, which restarts what dies. If a supervisor runs, it is given a minute for that.
-    Raises `ServerError` when a server that the user named does not answer, or one of ours does not start.
+    The worker comes with the supervisor, which restarts what dies and, if it runs, is given a minute for that. Raises
+    `ServerError` when a server that the user named does not answer, or one of ours does not start.
     """
     named = {program.name: url for program in SERVERS if (url := program.named())}
     for program in SERVERS:
@@ -162,8 +158,8 @@ def up(*, worker: bool = False) -> Endpoints:
 def down() -> list[str]:
     """Stop all servers and the worker, with their child processes; return their names.
 
-    The supervisor goes first, or it would restart what ends. Then the worker: its refreshes can still report to the
-    servers that they were stopped.
+    The supervisor goes first, or it would restart what ends; then the worker, whose refreshes still report to the
+    servers.
     """
     with _lock():
         _refuse_elsewhere(read_records())
@@ -181,19 +177,13 @@ def down() -> list[str]:
 
 
 def supervise() -> NoReturn:
-    """Turn this process into the supervisor of the running servers, which restarts them when they die.
-
-    Raises `ServerError`.
-    """
+    """Turn this process into the running servers' supervisor, which restarts them. Raises `ServerError`."""
     with _lock():
         supervisor.become(_take(Lock(home())))
 
 
 def revive_supervisor() -> None:
-    """Restart the servers' supervisor if it has died.
-
-    The worker calls this, since it has the supervisor's environment.
-    """
+    """Restart the servers' supervisor if it has died; the worker does this, since it has its environment."""
     if Lock(home()).holder() is not None:
         return
     # Without waiting: `up` or `down` may hold it, which see to the supervisor themselves.
@@ -254,7 +244,7 @@ def _trouble(program: ServerProgram, record: ServerRecord) -> str:
 
 
 def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
-    """Raise `ServerError` when a server of this lifecycle home runs on another host or in another container.
+    """Raise `ServerError` when a server of this home runs on another host or in another container.
 
     They would write to the same databases of SQLite, and could not be stopped from here.
     """
@@ -307,10 +297,7 @@ def _refuses_us(url: str) -> bool:
 
 
 def _named_answers(program: ServerProgram, url: str) -> bool:
-    """Return whether the user's own Prefect or MLflow server answers.
-
-    An address that is not HTTP counts as answering.
-    """
+    """Return whether the user's own server answers; an address that is not HTTP counts as answering."""
     if not url.startswith(("http://", "https://")):
         return True
     return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
@@ -346,9 +333,8 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> Plan:
-    """Take the lock of the local servers' supervisor, if need be from a running one.
+    """Take the supervisor's lock and the commands that a running one supervised.
 
-    Return the commands that it supervised.
     Raises `ServerError` when another machine holds it.
     """
     plan = lock.take()
@@ -367,10 +353,7 @@ def _close(kept: Collection[Kept]) -> None:
 
 
 def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
-    """Start the worker, unless it already runs and uses the current servers.
-
-    A refresh that a dead worker started goes on.
-    """
+    """Start the worker, unless it runs with the current servers. A refresh that a dead worker started goes on."""
     if not _runs_with(WORKER, records, settings):
         # One that lives, but has other settings, is stopped with its refreshes, which would ask the former servers.
         dead = WORKER.name in records and not records[WORKER.name].process.alive()
@@ -407,8 +390,8 @@ def _launch(
 ) -> ServerRecord:
     """Start one local server or the worker and return its record.
 
-    before: its last record; it keeps the token and, if possible, the port, since other processes know both.
-    kept: what a supervisor has handed over, such as the listening socket; the started server is added.
+    before: its last record; it keeps the token and, if possible, the port, since other processes know both. kept: what
+    a supervisor has handed over, such as the listening socket; the started server is added.
     """
     token = before.token if before else os.urandom(16).hex()
     former = kept.get(program.name)
@@ -457,10 +440,7 @@ def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str
 
 
 def _inherited(program: ServerProgram) -> dict[str, str]:
-    """Return this process's environment for a server, without the settings that are meant for clients of servers.
-
-    The worker is a client, and may need credentials.
-    """
+    """Return this process's environment for a server, without clients' settings, which only the worker may need."""
     clients = ("PREFECT_", "MLFLOW_") if program in SERVERS else ()
     return {name: value for name, value in os.environ.items() if not name.startswith(clients)}
 

@@ -46,8 +46,7 @@ class Lock:
     def take(self) -> Plan | None:
         """Take over from the previous supervisor, which ends; return its lock and the commands that it supervised.
 
-        The holder hands them over and ends; one that hangs is killed. None when the lock is held on another machine or
-        in another container.
+        One that hangs is killed. None when the lock is held on another machine or in another container.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Not truncated: the file names the holder.

@@ -1,7 +1,7 @@
 """Browser login to the local servers' web pages, through a private file that passes the key to the browser.
 
-Only they can read the file. A browser is started with the file's name on its command line, which everybody on the
-machine can see; never with the key.
+A browser is started with the file's name on its command line, which everybody on the machine can see; never with the
+key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-
 def open_pages(mlflow_page: str = "") -> Iterator[str]:
     """Open the local servers' web pages in a browser; yield a line about each, with the file to open by hand.
 
-    mlflow_page: which of MLflow's, from its `#` on; default: its first. Raises `ServerError` when none of them runs.
+    mlflow_page: which of MLflow's, from its `#` on. Raises `ServerError` when none of them runs.
     """
     password = read_key()
     found = [one for one in status() if one.ours and one.healthy and one.url and one.name in ADDRESSES]

@@ -24,8 +24,7 @@ NO_TELEMETRY = {
 }
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
-"""Environment variable with the URL of MLflow's database, such as PostgreSQL; default: an SQLite file. It is no
-argument, because URLs contain passwords."""
+"""Variable with the URL of MLflow's database (default: an SQLite file); no argument, since URLs contain passwords."""
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_FILE = "mlflow.db"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
@@ -59,8 +58,7 @@ class ServerProgram:
     """Command, port and environment of a local server or the worker.
 
     variable: names another server, if the user sets it. health_path, client_path: relative to the server's address.
-    command: the descriptor of its listening socket replaces `{descriptor}`.
-    environment: (its folder, port) → variables.
+    command: with its listening socket as `{descriptor}`. environment: (its folder, port) → variables.
     """
 
     name: str
@@ -79,9 +77,9 @@ class ServerProgram:
 def listener(*preferred: int | None) -> socket.socket:
     """Return a socket that listens on the first preferred port that is free, else on a free port that the kernel picks.
 
-    The server inherits it. A server takes seconds before it answers; another program that listened there meanwhile, of
-    another user or of another `lifecycle up`, would be taken for it and receive the key. Binding alone is not enough:
-    with SO_REUSEADDR others bind the port too, and the first that listens gets it.
+    The server inherits it, seconds before it answers: another program that listened there meanwhile would be taken for
+    it and receive the key. Binding alone is not enough: with SO_REUSEADDR others bind the port too, and the first that
+    listens gets it.
     """
     for port in (*filter(None, preferred), 0):
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """Records of the local servers in `$LIFECYCLE_HOME/servers.json`: process, port and token of each.
 
-A copy of a home has the file, too; there the records are void, since the processes are the original's.
+They are void in a copy of a home, since the processes are the original's.
 
-    python -m flows.servers.records NAME PID DEATHS
+python -m flows.servers.records NAME PID DEATHS
 
 records the new process of a server, or that it died (PID 0); the supervisor calls it.
 """
@@ -33,10 +33,9 @@ ACTIVE = """
 class ServerRecord(StrictModel):
     """Record of a local server or the worker, such as its process and port.
 
-    All its processes have `token` in their environment, by which they are found.
-    settings: digest of the rest of its environment, such as the servers' addresses for the worker.
-    deaths: how often it died in a row.
-    home: path by which its processes know the home; None in old records.
+    All its processes have `token` in their environment, by which they are found. settings: digest of the rest of its
+    environment, such as the servers' addresses for the worker. deaths: how often it died in a row. home: path by which
+    its processes know the home; None in old records.
     """
 
     process: ProcessIdentity
@@ -59,8 +58,7 @@ class ServerRecord(StrictModel):
 class ServerRecords(StrictModel):
     """Contents of `servers.json`: the records of all local servers of a lifecycle home.
 
-    home: where it was written; None in old files.
-    is_copy: the home is a copy that was not settled yet: its schedules must be paused before a worker starts.
+    home: where it was written; None in old files. is_copy: its schedules must be paused before a worker starts.
     """
 
     servers: dict[str, ServerRecord] = Field(default_factory=dict)
@@ -74,18 +72,12 @@ def read_records() -> dict[str, ServerRecord]:
 
 
 def is_unsettled_copy() -> bool:
-    """Return whether this lifecycle home is a copy whose servers have not been started yet.
-
-    Raises what `read_records` raises.
-    """
+    """Return whether this home is a copy whose servers were never started. Raises what `read_records` raises."""
     return _read().is_copy
 
 
 def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False) -> None:
-    """Replace the records of all local servers. Raises what `read_records` raises.
-
-    settled: this home is no copy any more.
-    """
+    """Replace all servers' records. settled: this home is no copy any more. Raises what `read_records` raises."""
     is_copy = is_unsettled_copy() and not settled
     # The copy's own identity is written: from here on only `is_copy` says that it is one.
     written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy)
@@ -113,7 +105,8 @@ def server_heartbeat() -> Heartbeat:
 def missing_worker() -> str | None:
     """Return a warning when recipes are scheduled but no worker runs to start them; None otherwise.
 
-    Prefect need not run: its database of this home is read. If the user names a Prefect, its workers are elsewhere.
+    It reads the database of this home's Prefect, which need not run. A Prefect that the user names has workers
+    elsewhere.
     """
     import sqlite3
 
@@ -155,10 +148,7 @@ def _heartbeat_file() -> Path:
 
 
 def main() -> None:
-    """Update the record of a local server from the command line: its process id, and how often it died in a row.
-
-    A process that has ended is not recorded.
-    """
+    """Update a server's deaths in a row, and its process unless that has ended, in its record."""
     name, pid, deaths = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     records = read_records()
     try:

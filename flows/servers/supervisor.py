@@ -1,12 +1,12 @@
 """Program that restarts commands when they die or hang: the local servers and the worker, or a served champion.
 
-    python -m flows.servers.supervisor DESCRIPTOR
+python -m flows.servers.supervisor DESCRIPTOR
 
 DESCRIPTOR is a file in memory that holds a `Plan` as JSON: environments hold secrets, which must lie on no disk. The
 supervisor imports the standard library alone, since it stays for as long as the machine runs.
 
-It holds the listening socket of each command (`kept_commands.py`). When a command dies, clients wait in the socket's
-queue until its successor answers, instead of being refused. A command that lives, but does not answer, is killed.
+It holds the listening socket of each command (`kept_commands.py`): when a command dies, clients wait in the socket's
+queue until its successor answers. A command that lives, but does not answer, is killed.
 
 The supervisor of a home holds a lock (`lock.py`) that the kernel releases when it dies; `lifecycle up` and `down` ask
 it to hand over what it keeps, and to end. `keep` turns a process into the supervisor of one command.
@@ -32,8 +32,7 @@ from stages.core.process_tree import TOKEN_VARIABLE, end_processes, send
 
 LOOK_EVERY_S = 1.0
 MAX_FAILURES = 6
-"""Number of failed health checks in a row after which a command is restarted. A time limit would also count the
-supervisor's own delays."""
+"""Failed health checks in a row before a restart; a time limit would also count the supervisor's own delays."""
 ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 0.2
 LIVED_S = 60.0
@@ -45,9 +44,9 @@ def keep(kept: Kept, public: socket.socket) -> NoReturn:
     """Turn this process into the foreground supervisor of one command, whose listening socket is `public`.
 
     The command ends when this process does, however that ends. After SIGTERM and SIGINT it gets a SIGTERM, and all the
-    time that it wants to end; the exit code is its own. So it is when the command ends before it has ever answered.
-    Otherwise, what dies or does not answer is started again, with the same socket and environment. To systemd it says
-    that it is ready (`Type=notify`) with the first answer, and that it lives (`WatchdogSec=`).
+    time that it wants; the exit code is its own. So it is when the command ends before it has ever answered. Later, one
+    that dies or hangs is started again with the same socket and environment. systemd hears that it is ready
+    (`Type=notify`) with the first answer, and that it lives (`WatchdogSec=`).
     """
     kept.descriptor, kept.dies_with_us = public.detach(), True
     become(Plan([kept]))
@@ -101,10 +100,7 @@ def notify(state: str) -> None:
 
 
 class Supervisor:
-    """Event loop that restarts supervised commands, such as the local servers, when they die or hang.
-
-    It ends when it is stopped or another supervisor takes over.
-    """
+    """Event loop that restarts supervised commands when they die or hang, until it is stopped or replaced."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -161,10 +157,7 @@ class Supervisor:
         return {**inherited, "LIFECYCLE_HOME": self.plan.home}
 
     def _wait(self, timeout_s: float) -> None:
-        """Sleep until a signal, a hand-over request or the timeout.
-
-        Then report to systemd's watchdog that the supervisor lives.
-        """
+        """Sleep until a signal, a hand-over request or the timeout; then tell systemd's watchdog that it lives."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         if "WATCHDOG_USEC" in os.environ:
@@ -229,10 +222,7 @@ class Supervisor:
 
 
 class _Running:
-    """State of one supervised command: its process, health checks and next restart.
-
-    has_answered: since it was started last.
-    """
+    """State of a supervised command: process, health checks (`has_answered`: since its start) and next restart."""
 
     def __init__(self, kept: Kept, supervisor: Supervisor):
         self.kept = kept

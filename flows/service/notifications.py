@@ -39,8 +39,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "promoted": ("Promoted",),
     "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
 }
-"""Names of the Prefect states that cause a notification, by its occasion, such as `failed`. The occasion `ran`, only
-for pings, is every end but a failure."""
+"""Prefect states that cause a notification, by its occasion. `ran`, only for pings, is every end but a failure."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {
     "webhook": ("http://", "https://"),
     "slack": ("https://hooks.slack.com/services/",),
@@ -70,8 +69,7 @@ LATE = (
 LINK = "{% if flow_run|ui_url %}\nPrefect: {{ flow_run|ui_url }}{% endif %}"
 BODY = f"{{% if flow_run.state.name == 'Late' %}}{LATE}{{% else %}}{{{{ flow_run.state.message }}}}{{% endif %}}{LINK}"
 ONCE_WITHIN = timedelta(minutes=1)
-"""Time within which one state of a refresh, even if repeated, causes a single notification. Prefect repeats a final
-state when the disk is full."""
+"""Time for a single notification of a refresh's state; Prefect repeats a final state when the disk is full."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ def notify(channel: Channel, address_variable: str, occasions: Sequence[Occasion
 
     address_variable: the environment variable that holds the address: the URL of a webhook (it gets a JSON object with
     `subject` and `body`), of a Slack webhook, mailto://USER:PASSWORD@HOST?to=ADDRESS, as Apprise reads it, or the URL
-    that a ping requests (GET) after each refresh that ran, whatever became of its model. A ping has no occasions.
-    Raises `RecipeError` for an address of another kind; `ServerError` when Prefect does not answer.
+    that a ping requests (GET) after each refresh that ran; a ping has no occasions. Raises `RecipeError` for an address
+    of another kind; `ServerError` when Prefect does not answer.
     """
     if channel == "ping" and occasions:
         raise RecipeError("a ping is sent after each refresh that ran and did not fail; leave out `--on`")
@@ -130,10 +128,7 @@ def remove(channel: str) -> None:
 
 
 def send_test(channel: Channel) -> None:
-    """Send a test notification to a channel now.
-
-    Raises `RecipeError` if none is configured, `ServerError` on failure.
-    """
+    """Send a test notification to a channel. Raises `RecipeError` if none is configured, `ServerError` on failure."""
     with prefect_client() as client:
         if not client.read_automations_by_name(PREFIX + channel):
             raise RecipeError(f"there are no notifications by {channel}; `lifecycle notify add {channel}` adds them")

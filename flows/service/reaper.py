@@ -1,7 +1,6 @@
 """Reaper of refreshes that died, or whose end Prefect missed: it records their end in event logs and in Prefect.
 
-A process of this machine is identified by number and start time, so this needs no heartbeat and no patience with a busy
-machine.
+A process is identified by number and start time, so this needs no heartbeat and no patience with a busy machine.
 """
 
 from __future__ import annotations
@@ -39,15 +38,13 @@ from stages.core.errors import StoreError
 from stages.core.process_tree import marked_processes
 
 ASK_INTERVAL_S = 60.0
-"""Seconds between queries to Prefect for refreshes that died unnoticed, while no refresh ends on this machine. Each
-query costs Prefect 10 ms of CPU time."""
+"""Seconds between queries to Prefect, 10 ms of its CPU time each, while no refresh ends on this machine."""
 START_TIMEOUT_S = 60.0
 """Seconds that a worker may take to start the process of a flow run that it has claimed."""
 NEVER_STARTED = "its process ended twice before the refresh began and could not say why; the worker's log may"
 DUE_AGAIN = "its process ended, or never started, before the refresh began; it is due again"
 ENDED_WITHIN = timedelta(minutes=10)
-"""Time after a refresh's end within which a notification that Prefect's server lost is still sent. The server loses a
-notification when it is killed; its restart takes seconds."""
+"""Time after a refresh's end to send a notification that a killed Prefect lost; its restart takes seconds."""
 STORED_WITHIN_S = 10.0
 """Seconds within which Prefect's server stores an event, unless the disk is full; twice the server's own interval."""
 FULL_BELOW_BYTES = 16 << 20
@@ -70,7 +67,7 @@ class Reaper:
         self._announced_ends: set[UUID] = set()
 
     def reap(self) -> list[str]:
-        """Set the final state of dead or ended refreshes in Prefect; record dead ones as failed and return their ids.
+        """Set dead or ended refreshes' final state in Prefect; record dead ones as failed and return their ids.
 
         Raises when Prefect is away. Prefect is updated first: a refresh is closed here only once that was done.
         """
@@ -104,8 +101,8 @@ class Reaper:
     def _never_started(self, client: SyncPrefectClient) -> list[UUID]:
         """Return flow runs that a worker claimed a while ago, but that have neither a process nor an event log.
 
-        The worker may have been killed before it started one. It reports the early death of a process to Prefect once,
-        as the process does its own failure; a full disk may keep both from being recorded.
+        The worker may have been killed before it started one. It reports a process's early death to Prefect once, as
+        the process does its own failure; a full disk may keep both from being recorded.
         """
         states = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
         found = client.read_flow_runs(
@@ -139,9 +136,9 @@ class Reaper:
     def _ended_without_event(self, client: SyncPrefectClient) -> list[FlowRun]:
         """Return flow runs that ended lately without a notification, because Prefect lost the event of their end.
 
-        Prefect's server hands on a state's event in memory as it commits the state, and stores the event within 5 s,
-        unless the disk is full; a server that is killed in between never does. An end is returned after
-        `STORED_WITHIN_S`, and announced once: if the event had been handled, that is one notification too many.
+        Prefect's server hands on a state's event in memory as it commits the state, and stores it within 5 s, unless
+        the disk is full or it is killed in between. An end is returned after `STORED_WITHIN_S`, and announced once: if
+        the event had been handled, that is one notification too many.
         """
         ended = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),

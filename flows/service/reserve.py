@@ -13,14 +13,11 @@ from pathlib import Path
 from flows.ledger.home import home
 
 RESERVE_BYTES = 32 << 20
-"""Size in bytes of the file that holds disk space in reserve, far more than event logs and databases need to record one
-failure."""
+"""Size of the file of reserved disk space, far more than event logs and databases need to record one failure."""
 LOW_BYTES = 4 << 20
-"""Free disk space in bytes below which the file that holds space in reserve is deleted. SQLite's log and database need
-some MiB together."""
+"""Free bytes below which the reserve is deleted; SQLite's log and database need some MiB together."""
 PLENTY_BYTES = 512 << 20
-"""Free disk space in bytes from which the file that holds space in reserve is made again. A disk with less free space
-never has one."""
+"""Free bytes from which the reserve is made again; a disk with less free space never has one."""
 
 
 def keep_reserve() -> None:

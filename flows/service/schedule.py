@@ -67,10 +67,7 @@ class ScheduleSpec:
 
 
 def schedule_spec(recipe: Path, cron: str, timezone: str, overrides: tuple[str, ...] = ()) -> ScheduleSpec:
-    """Return the checked settings of a recipe's schedule, without asking a server.
-
-    Raises `RecipeError` for a mistake.
-    """
+    """Return a schedule's settings, checked without a server. Raises `RecipeError` for a mistake."""
     name = load_recipe(recipe, overrides).name
     check_parameters(RefreshRequest(str(recipe), overrides))
     return ScheduleSpec(name, recipe.absolute(), overrides, _cron_schedule(name, cron, timezone))
@@ -104,8 +101,7 @@ def schedules() -> list[Schedule]:
 def pause(name: str) -> Schedule:
     """Pause a schedule, and delete its planned and late runs that no worker has claimed.
 
-    A run that a worker has just taken notices that the schedule is paused (`flows/running/due.py`). Raises
-    `RecipeError` when there is no schedule of this name.
+    A run just taken notices the pause (`flows/running/due.py`). Raises `RecipeError` when there is no such schedule.
     """
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
@@ -126,7 +122,7 @@ def resume(name: str) -> Schedule:
 
 
 def remove(name: str) -> None:
-    """Remove a schedule, and cancel runs that a worker has claimed but not begun; a running refresh goes on.
+    """Remove a schedule, and cancel claimed runs that have not begun; a running refresh goes on.
 
     Raises `RecipeError` when there is none of this name.
     """
@@ -193,10 +189,7 @@ def _planned(client: SyncPrefectClient, deployment_id: UUID) -> Schedule:
 
 
 def _runs_in(client: SyncPrefectClient, deployment_id: UUID, state: StateType) -> list[FlowRun]:
-    """Return a schedule's flow runs that are in a given Prefect state, the earliest first.
-
-    SCHEDULED: no worker has taken the run; PENDING: it has not begun.
-    """
+    """Return a schedule's runs in a state, earliest first. SCHEDULED: no worker has it; PENDING: it has not begun."""
     return client.read_flow_runs(
         flow_run_filter=filters.FlowRunFilter(
             deployment_id=filters.FlowRunFilterDeploymentId(any_=[deployment_id]),

@@ -1,9 +1,9 @@
 """Worker process that runs scheduled refreshes when due (of missed ones only the latest), and reports dead refreshes.
 
-    python -m flows.service.worker [DESCRIPTOR]
+python -m flows.service.worker [DESCRIPTOR]
 
-`lifecycle up` starts it with a socket that listens already, on which it answers health checks; without one it listens
-where Prefect's settings say. It ends on SIGTERM. A refresh runs in a process of its own, which survives the worker.
+`lifecycle up` starts it with a socket that listens already, on which it answers health checks (default: as Prefect's
+settings say). It ends on SIGTERM. A refresh runs in a process of its own, which survives the worker.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ POLL_INTERVAL_S = 1.0
 class DueRuns:
     """Query for due flow runs that is cheaper than the Prefect worker's own, and replaces it.
 
-    It first asks whether there are any: the server needs 5 ms for that, and 17 ms for the whole query, by which it also
-    records that the worker lives.
+    Whether there are any costs the server 5 ms, the whole query 17 ms; that one also records that the worker lives.
     """
 
     def __init__(self, worker: ProcessWorker):
@@ -66,7 +65,7 @@ class DueRuns:
         self._asks_whole_at_s = 0.0
 
     async def get(self) -> list[WorkerFlowRunResponse]:
-        """Return the flow runs that are due; when a schedule has missed several, only the latest of them.
+        """Return the due flow runs; of several that a schedule has missed, only the latest.
 
         Each of the others would be a process for some seconds, all at once, only to find out the same.
         """
@@ -118,8 +117,8 @@ def _announce(flow_run: FlowRun) -> None:
 class Clock:
     """Detector of a machine clock that was set back, which plans scheduled runs while Prefect's server does not.
 
-    When the clock was set back, the server plans nothing until the old time comes again, because its loops are due at
-    clock times. Planned runs begin at their new time; late ones are not reported as late.
+    The server plans nothing until the old time comes again, because its loops are due at clock times. Planned runs
+    begin at their new time; late ones are not reported as late.
     """
 
     def __init__(self, plan: Callable[[], object], wall_s: Callable[[], float] = time.time):
@@ -129,10 +128,7 @@ class Clock:
         self._behind_until_s = 0.0
 
     def look(self) -> None:
-        """Check whether the machine's clock was set back; print that once, and then plan scheduled runs for Prefect.
-
-        Prefect's server plans no runs until its old time is reached again.
-        """
+        """Plan scheduled runs for Prefect while the machine's clock is behind an earlier time; print that once."""
         # Wall clock minus monotonic clock: it changes only when the wall clock is set.
         offset_s = self._read_offset_s()
         behind_s = self._offset_s - offset_s
@@ -163,10 +159,7 @@ def plan_schedules() -> None:
 
 @dataclass(frozen=True)
 class Duty:
-    """Task that the worker repeats in the background, such as reporting dead refreshes.
-
-    `name` completes the error message "could not …".
-    """
+    """Task that the worker repeats in the background. name: completes the error message "could not …"."""
 
     name: str
     interval_s: float
@@ -214,10 +207,7 @@ def end_if_moved(here: HomeIdentity) -> None:
 
 
 def remove_left_folders(folder: Path) -> None:
-    """Remove the working directories that a killed worker left, unless a process still works in them.
-
-    A refresh outlives a killed worker, and goes on in its own directory.
-    """
+    """Remove the working directories that a killed worker left, except those of refreshes that outlive it."""
     in_use = {folder for directory in working_directories() for folder in (directory, *directory.parents)}
     for left in folder.resolve().glob("tmp*prefect"):  # Prefect's worker names its folders so
         if left not in in_use:
@@ -225,7 +215,7 @@ def remove_left_folders(folder: Path) -> None:
 
 
 def apply_retention() -> None:
-    """Remove the refreshes and artifacts that the retention policy does not keep; without a policy, do nothing.
+    """Remove the refreshes and artifacts that the retention policy, if any, does not keep.
 
     Runs in a process of its own, so that the memory of its imports is freed. Its output is in the worker's log.
     """

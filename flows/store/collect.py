@@ -80,11 +80,10 @@ def find_garbage(
     """Return the artifacts, work folders and cache entries that may be removed.
 
     That is: superseded artifacts and leftovers of removals; and, if unused for `older_than_days`, leftovers of crashes,
-    work folders that no process works in, and cache entries.
-
-    Kept are, of each stage name of each recipe, the artifact that was built or used last; artifacts whose version is in
-    `protected` (promoted models); those that unfinished work builds on; all that these were built from; and cache
-    entries used since the oldest running refresh began, at `refreshing_since_s`. rooms: of caches outside the store.
+    work folders that no process works in, and cache entries. Kept are, of each stage name of each recipe, the artifact
+    that was built or used last; artifacts whose version is in `protected` (promoted models); those that unfinished work
+    builds on; all that these were built from; and cache entries used since the oldest running refresh began, at
+    `refreshing_since_s`. rooms: of caches outside the store.
     """
     index = store.index()
     before_s = time.time() - older_than_days * SECONDS_PER_DAY
@@ -161,10 +160,7 @@ def size_bytes(path: Path) -> int:
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Yield the file status of a path and of everything below it.
-
-    Links are not followed, vanished files are left out.
-    """
+    """Yield the status of a path and all below it, without following links; vanished files are left out."""
     for one in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
         with suppress(OSError):
             yield one.lstat()

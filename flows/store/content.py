@@ -47,10 +47,7 @@ Files = dict[str, FileEntry]
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the relative POSIX path and the full path of every file of an artifact, logs excluded.
-
-    A server goes on writing to its log after the commit.
-    """
+    """Yield the relative POSIX path and full path of an artifact's files, without logs: servers write on to them."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if name.parts[0] not in NOT_OF_THE_ARTIFACT and path.suffix != ".log" and not path.is_dir():
@@ -73,10 +70,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def hash_path(path: Path, limit_s: float | None = None) -> str:
-    """Return the sha256 of a file, or one sha256 over the relative paths and contents of a folder's files.
-
-    The location does not count. limit_s: as for `sha256_of_files`.
-    """
+    """Return the sha256 of a file, or one over the relative paths and contents of a folder. limit_s: of all hashing."""
     hashes = sha256_of_files(outside_files(path), limit_s)
     return _digest(hashes) if path.is_dir() else hashes[path.name]
 
@@ -84,8 +78,8 @@ def hash_path(path: Path, limit_s: float | None = None) -> str:
 def outside_files(path: Path) -> dict[str, Path]:
     """Return the files of an input outside the store, by relative path: a single file, or all files of a folder.
 
-    Logs, records and compiled Python are left out.
-    Raises `OSError` when the folder cannot be read, or has more than `MAX_OUTSIDE_FILES` files, as no input has.
+    Logs, records and compiled Python are left out. Raises `OSError` when the folder cannot be read, or has more than
+    `MAX_OUTSIDE_FILES` files, as no input has.
     """
     if not path.is_dir():
         return {path.name: path}
@@ -122,10 +116,7 @@ def is_pending(artifact: Path) -> bool:
 
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
-    """Return a sentence for each file of an artifact that is missing or has another size than recorded.
-
-    Reads no content.
-    """
+    """Return a sentence for each file that is missing or has another size than recorded, without reading content."""
     return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))
 
 

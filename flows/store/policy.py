@@ -37,9 +37,8 @@ WholeNumber = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Keep(StrictModel):
-    """Limits on the refreshes to keep of each recipe: the latest `refreshes`, and those of the last `days`.
+    """Limits on the refreshes to keep of each recipe: the latest `refreshes`, and those of the last `days`, if set.
 
-    If one of the two is unset, the other decides.
     champions: number of versions; what an alias points to is kept in any case.
     """
 
@@ -78,10 +77,7 @@ def policy_file() -> Path:
 
 
 def read_policy() -> Policy | None:
-    """Return this lifecycle home's retention policy; None without one.
-
-    Raises RecipeError that names a wrong field and its allowed values.
-    """
+    """Return this home's retention policy, or None. Raises RecipeError with a wrong field and its allowed values."""
     path = policy_file()
     if not path.exists():
         return None

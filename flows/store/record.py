@@ -29,11 +29,8 @@ class UpstreamEntry(StrictModel):
 class Record(StrictModel):
     """Contents of `record.json`, whose complete presence makes a folder an artifact; the file is written last.
 
-    upstream: artifacts it was built from, by field path.
-    digest: of the content, whatever it was built from.
-    attempt: the ledger's key of the attempt that built it, `REFRESH/STAGE-NUMBER`, if one did.
-
-    Final metrics are in `result.json`.
+    upstream: artifacts it was built from, by field path. digest: of the content alone. attempt: the ledger's key of the
+    attempt that built it, `REFRESH/STAGE-NUMBER`, if one did. Final metrics are in `result.json`.
     """
 
     # Earlier versions recorded more than is needed; their artifacts are still good.
@@ -65,10 +62,7 @@ class Record(StrictModel):
         return finding_of(self.tags)
 
     def refusal(self, folder: Path) -> LifecycleError | None:
-        """Return the error for building on an artifact that its own stage judged unusable; None for a good one.
-
-        It names the folder and a remedy.
-        """
+        """Return the error for building on an artifact that its stage judged unusable, with its folder and a remedy."""
         finding = self.finding
         if finding is None:
             return None
@@ -79,10 +73,7 @@ class Record(StrictModel):
         )
 
     def stale_field(self, digests: Mapping[str, str]) -> str | None:
-        """Return a config field whose upstream artifact has other content now than when it was used; else None.
-
-        digests: field path → content digest of the upstream artifact that is there now.
-        """
+        """Return a config field whose upstream artifact has other content (`digests`) than when used; else None."""
         return next((field for field, entry in self.upstream.items() if digests.get(field) != entry.digest), None)
 
 
@@ -90,9 +81,8 @@ class Record(StrictModel):
 class Artifact:
     """Finished artifact in the store: its folder and record, its last use, and which of its files are damaged.
 
-    used_s: when it was built or last found cached, in seconds since the epoch.
-    damage: files that are missing or have another size than recorded.
-    pending: its follow-up program (`flows/launch/hook.py`) has yet to succeed.
+    used_s: when it was built or last found cached, in seconds since the epoch. damage: files that are missing or have
+    another size than recorded. pending: its follow-up program (`flows/launch/hook.py`) has yet to succeed.
     """
 
     folder: Path
@@ -132,10 +122,7 @@ class Index:
         return nearest_base(record.upstream) if record.product == "adapter" else None
 
     def nearest(self, kind: str, stage: str, identity: Identity) -> Artifact | None:
-        """Return the stage's artifact whose cache key has the config that differs in the fewest fields from `identity`.
-
-        Of equally near artifacts, return the newest.
-        """
+        """Return the stage's artifact whose config differs least from `identity`; the newest of equally near ones."""
         return min(
             self.of_stage(kind, stage),
             key=lambda one: (len(differences(one.record.identity, identity)), -one.record.finished.timestamp()),

@@ -59,10 +59,7 @@ def remove_tree(path: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder and all folders below it writable for their owner, so that they can be removed.
-
-    Folders of other users stay as they are.
-    """
+    """Make a folder and all below it writable for their owner, to remove them; other users' folders stay."""
     if folder.is_symlink() or not folder.is_dir():
         return
     with suppress(OSError):
@@ -123,9 +120,8 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock for building one artifact, so that no other process builds it at the same time.
+        """Hold the lock for building one artifact, named by the stage's resume key.
 
-        Its name is the stage's resume key.
         waiting: called every 0.2 s while another process holds it; may raise.
         """
 
@@ -160,8 +156,8 @@ class Store:
     def commit(self, work: Path, record: Record) -> Artifact:
         """Move a finished work folder into the store as the artifact that `record` describes.
 
-        It replaces an older artifact of the same version.
-        Scratch is removed last, so that a crash before then costs no work.
+        It replaces an older artifact of the same version. Scratch is removed last, so that a crash before costs no
+        work.
         """
         folder = self.folder_of(record.kind, record.stage, record.version)
         with self.explained(f"commit {folder.name}"):
@@ -188,10 +184,7 @@ class Store:
         return artifact
 
     def recover(self, kind: str, version: str) -> None:
-        """Complete an artifact that a crash left without a record after its work folder had been moved into the store.
-
-        Call it under the lock.
-        """
+        """Complete an artifact, under its lock, that a crash left without a record in the store."""
         for folder in (self.root / kind).glob(f"*-{version}"):
             if (folder / PENDING_RECORD_FILE).exists() and not (folder / RECORD_FILE).exists():
                 _finish_commit(folder)
@@ -242,10 +235,7 @@ class Store:
 
 
 class _StoreIndex(Index):
-    """Index of a store that reads the record of an artifact when it is asked for.
-
-    A plan needs those of its own stages, and a home that is refreshed every night has a thousand others after a year.
-    """
+    """Index that reads records on demand: a plan needs few of the thousand artifacts of a home after a year."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Progress of copying a refresh's ledger (event log) to MLflow, kept with its MLflow run ids in `mlflow.json`.
 
-Only the shipper writes it. An attempt's run is looked up here when something is displayed, and recorded nowhere else.
+Only the shipper writes it. An attempt's run is recorded nowhere else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ LAYOUTS = "layouts"
 
 
 class ShippedAttempt(StrictModel):
-    """Progress of copying one attempt's metrics to MLflow.
-
-    next_byte: position in its `metrics.jsonl` of the first line that MLflow does not have.
-    """
+    """Progress of copying one attempt's metrics to MLflow. next_byte: of its `metrics.jsonl`, not copied yet."""
 
     run_id: str
     next_byte: int
@@ -59,10 +56,7 @@ def write_shipped(ledger: Ledger, shipped: Shipped) -> None:
 
 
 def run_id_of(attempt: str | None) -> str | None:
-    """Return the MLflow run id of a stage's attempt, or None while MLflow does not have it.
-
-    attempt: its key, `REFRESH/STAGE-NUMBER`.
-    """
+    """Return the MLflow run id of an attempt by its key, `REFRESH/STAGE-NUMBER`; None while MLflow lacks it."""
     if attempt is None:
         return None
     refresh, _, name = attempt.partition("/")

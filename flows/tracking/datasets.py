@@ -31,8 +31,7 @@ TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
 class ReadDataset:
     """Dataset that a run has read, in the form in which MLflow stores it as an input.
 
-    source, profile: JSON objects.
-    columns: MLflow's schema, from the first row; None where there is no row.
+    source, profile: JSON objects. columns: MLflow's schema, from the first row; None where there is no row.
     """
 
     name: str
@@ -116,10 +115,7 @@ def _column(named: tuple[str, object]) -> dict[str, Any]:
 
 
 def _source(record: Record) -> tuple[str, dict[str, str]]:
-    """Return type and description of a dataset's source as MLflow stores them, such as a Hugging Face repository.
-
-    MLflow knows sources in the Hugging Face hub and local files.
-    """
+    """Return type and description of a dataset's source for MLflow, which knows Hugging Face's hub and local files."""
     source, revision = record.tags.get("source"), record.tags.get("revision", "")
     if source is None:
         return record.kind, {"uri": f"{record.kind}/{record.stage}-{record.version}"}

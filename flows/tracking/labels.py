@@ -27,10 +27,7 @@ def params_of(planned: PlannedStage) -> dict[str, str]:
 
 
 def tags_of(planned: PlannedStage) -> dict[str, str]:
-    """Return the MLflow tags of a stage's run (recipe, kind, version, …), for searching in MLflow.
-
-    `upstream.FIELD` is the version of the artifact at that field.
-    """
+    """Return the tags to find a stage's run by in MLflow: recipe, kind, version, …, upstream versions by field."""
     config = _mapping(planned.identity.get("config"))
     tags = {
         "recipe": planned.recipe,
@@ -54,10 +51,7 @@ def layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested mappings as a flat dict from dotted names to texts.
-
-    Lists are joined by commas, None is left out.
-    """
+    """Return nested mappings as a flat dict of dotted names to texts; lists joined by commas, without None."""
     flat: dict[str, str] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

@@ -22,10 +22,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Run measured earlier, with its parameters, tags and final metrics.
-
-    A metric logged at every step counts by its median.
-    """
+    """Run measured earlier, with parameters, tags and final metrics (of one logged at every step, the median)."""
 
     run_id: str
     name: str
@@ -38,8 +35,7 @@ class LoggedRun:
 def find_runs(experiment: str, where: str = "") -> list[LoggedRun]:
     """Return an experiment's runs that match MLflow's search expression `where`, oldest first.
 
-    Raises RecipeError for an unknown experiment, or an expression that MLflow refuses; ServerError when MLflow does not
-    answer.
+    Raises RecipeError for an unknown experiment or a refused expression; ServerError when MLflow does not answer.
     """
     os.environ.update(CLIENT_ENVIRONMENT)
     from mlflow import MlflowClient
@@ -77,10 +73,7 @@ def _logged(run: object) -> LoggedRun:
 
 
 def measured_runs(file: Path) -> list[LoggedRun]:
-    """Return the measurements of this project's engines in a benchmark's `gpu.json`, as runs in the file's order.
-
-    Raises RecipeError when the file is not what `tests/benchmarks/gpu.py` writes.
-    """
+    """Return the measurements of our engines in a `gpu.json` of `tests/benchmarks/gpu.py`, else raise RecipeError."""
     try:
         rows = [row for row in json.loads(file.read_text()) if row["status"] == "measured"]
         runs = [

@@ -17,10 +17,7 @@ from stages.core.errors import ServerError
 
 
 def delete_runs(run_ids: Collection[str], *, purge: bool) -> None:
-    """Delete runs from the MLflow at MLFLOW_TRACKING_URI, skipping those that it does not know.
-
-    purge: whether it is this home's own. Raises ServerError when MLflow does not delete them.
-    """
+    """Delete runs that the MLflow at MLFLOW_TRACKING_URI knows; `purge` if it is this home's. Raises ServerError."""
     os.environ.update(CLIENT_ENVIRONMENT)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -51,10 +48,7 @@ def _unless_unknown() -> Iterator[None]:
 
 
 def _purge(run_ids: Collection[str]) -> None:
-    """Remove deleted runs completely from this lifecycle home's MLflow: its database and files.
-
-    SQLite reuses their disk pages.
-    """
+    """Remove deleted runs completely from this home's MLflow, database and files; SQLite reuses their pages."""
     from mlflow.store.tracking.dbmodels.models import SqlDataset, SqlInput, SqlInputTag
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

@@ -76,9 +76,8 @@ def acceptable(name: str) -> str:
 
 
 def final_rows(metrics: dict[str, float], folder: Path, last_byte: int | None, ended_ms: int) -> list[MetricRow]:
-    """Return a stage's final metrics, to log at its last step.
+    """Return a stage's final metrics, to log at its last step, without values already logged there.
 
-    Values that were already logged at that step are left out.
     The median of what every step measures has a name of its own: as a second value of the last step, a chart would draw
     it as another point of the curve.
     """
@@ -119,10 +118,7 @@ def parent_tags(record: RefreshRecord) -> dict[str, str]:
 
 
 def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[str, str]:
-    """Return MLflow tags `stage.NAME`, each with the state, version and MLflow run of one stage of a refresh.
-
-    For a cached stage it is the run that built it.
-    """
+    """Return MLflow tags `stage.NAME`: each stage's state, version, and the MLflow run that built it."""
     return {
         f"stage.{name}": " ".join(filter(None, [entry.state, entry.version, runs[name]]))
         for name, entry in record.stages.items()
@@ -130,10 +126,7 @@ def stage_tags(record: RefreshRecord, runs: Mapping[str, str | None]) -> dict[st
 
 
 def scores_text(kind: str, metrics: Mapping[str, float]) -> str:
-    """Return an evaluation's scores without standard errors as text such as `addition.exact_match 0.98`.
-
-    Empty for stages of other kinds.
-    """
+    """Return an evaluation's scores as text such as `addition.exact_match 0.98`; empty for other kinds."""
     metrics = metrics if makes(kind, "scores") else {}
     scores = {name: value for name, value in metrics.items() if "." in name and not name.endswith("_stderr")}
     return ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
@@ -149,8 +142,7 @@ def score_tags(record: RefreshRecord) -> dict[str, str]:
 def stage_rows(record: RefreshRecord, ended_ms: int) -> list[MetricRow]:
     """Return metrics `NAME.METRIC` of all stages for a refresh's run: final values, and curves of stages built in it.
 
-    Cached stages are included, so that refreshes can be compared. The run of a resumed attempt has only its part of a
-    curve.
+    Cached stages are included, so that refreshes can be compared. A resumed attempt's run has only part of a curve.
     """
     rows = []
     for name, entry in record.stages.items():

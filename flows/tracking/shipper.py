@@ -1,12 +1,10 @@
 """Program that copies the ledgers (event logs) of refreshes to MLflow while they run, and the code that starts it.
 
-    python -m flows.tracking.shipper LEDGER_FOLDER
+python -m flows.tracking.shipper LEDGER_FOLDER
 
-It brings MLflow up to date with the ledger until stdin ends (the refresh ended, or died), then ships the rest of this
-refresh, and of earlier ones for which MLflow was away.
-
-Nothing is shipped twice: `mlflow.json` records the progress and is written after every batch. If this process dies in
-between, MLflow drops what it has already (equal run, key, step, time and value).
+It ships until stdin ends (the refresh ended, or died), then the rest of this refresh, and of earlier ones for which
+MLflow was away. `mlflow.json` records the progress after every batch. If this process dies in between, MLflow drops
+what it has already (equal run, key, step, time and value).
 """
 
 from __future__ import annotations
@@ -104,10 +102,7 @@ class Shipper:
         return True
 
     def note_trouble(self, error: Exception) -> None:
-        """Record in `mlflow.json` the error with which copying to MLflow failed.
-
-        An MLflow run may have been created nevertheless.
-        """
+        """Record a failure to copy in `mlflow.json`; an MLflow run may have been created nevertheless."""
         self._recovering = True
         self._save(trouble=shortened(f"{type(error).__name__}: {error}", LONGEST_TROUBLE))
 
@@ -130,10 +125,7 @@ class Shipper:
         return self.shipped.parent_run_id
 
     def _ship_attempt(self, attempt: AttemptRecord, parent: str) -> bool:
-        """Copy a stage attempt's new metric values to MLflow.
-
-        Return whether the attempt is over and MLflow has all of its values.
-        """
+        """Copy an attempt's new metrics to MLflow; return whether it is over and MLflow has all of them."""
         known = self.shipped.attempts.get(attempt.name) or self._begin_attempt(attempt, parent)
         if known.done:
             return True
@@ -157,10 +149,7 @@ class Shipper:
         return self._save_attempt(attempt, ShippedAttempt(run_id=run, next_byte=began.first_byte))
 
     def _ship_layout(self, record: RefreshRecord, number: int, parent: str) -> None:
-        """Create the MLflow run of a compared layout, once the comparison is over.
-
-        Its last values are those of the comparison's table.
-        """
+        """Create a compared layout's MLflow run once the comparison is over; its last values are the table's."""
         name = f"{LAYOUTS}/{number}"
         if record.comparison is None or name in self.shipped.attempts:
             return
@@ -241,10 +230,7 @@ class Shipper:
 
 
 def main() -> None:
-    """Copy a refresh's ledger (event log) to MLflow until stdin ends, then what MLflow lacks of other refreshes.
-
-    The ledger's folder is the program's first argument.
-    """
+    """Copy a ledger (folder: first argument) to MLflow until stdin ends, then what MLflow lacks of other refreshes."""
     collect_rarely()
     # Before mlflow is imported, which starts its telemetry then.
     os.environ.update(CLIENT_ENVIRONMENT)
@@ -322,10 +308,7 @@ def experiment_id(client: MlflowClient) -> str:
 
 
 def _folder(attempt: AttemptRecord) -> Path:
-    """Return the folder that holds an attempt's files now: the work folder, or the artifact after success.
-
-    The work folder of a failed attempt becomes the artifact of a later one.
-    """
+    """Return the folder of an attempt's files: its work folder, or the artifact that this became, perhaps later."""
     artifact = store_root() / attempt.tags["kind"] / f"{attempt.began.stage}-{attempt.tags['version']}"
     return attempt.folder if attempt.folder.exists() else artifact
 
@@ -333,8 +316,8 @@ def _folder(attempt: AttemptRecord) -> Path:
 class Tracker:
     """Handle of the separate process that copies one refresh to MLflow, on a best-effort basis.
 
-    Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; in a process of its own
-    neither delays a stage. Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
+    Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; neither delays a stage.
+    Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
     """
 
     def __init__(self, ledger: Ledger):
@@ -343,10 +326,7 @@ class Tracker:
         self._environment: dict[str, str] = {}
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start the copying process, which ends after `close`, or after this process has died.
-
-        environment: where MLflow is, added to the process's own.
-        """
+        """Start the copying process, which ends after `close` or this process's death. environment: where MLflow is."""
         self._environment = environment
         with (self._folder / "tracking.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -359,10 +339,7 @@ class Tracker:
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the process that copies to MLflow finish, for at most `timeout_s`. The next refresh copies anything left.
-
-        A process that was killed meanwhile is replaced first.
-        """
+        """Wait up to `timeout_s` for the copying process (restarted if killed); the next refresh copies the rest."""
         if self._process and self._process.poll():
             self.start(self._environment)
         if self._process and self._process.stdin:

@@ -70,8 +70,7 @@ def log_datasets(client: MlflowClient, run: str, datasets: Iterable[ReadDataset]
 def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]) -> None:
     """Upload those of a stage folder's named files that exist, and its plots, to an MLflow run.
 
-    JSON-lines files are uploaded as tables, too. MLflow's own `log_table` needs pandas, and appends to what an earlier
-    try has logged.
+    JSON-lines files also become tables. MLflow's own `log_table` needs pandas, and appends to an earlier try's.
     """
     # A stage may list its plots among its files as well; `dict.fromkeys` keeps each once.
     plots = [str(plot.relative_to(folder)) for plot in sorted((folder / "plots").glob("*"))]
@@ -87,7 +86,7 @@ def log_files(client: MlflowClient, run: str, folder: Path, files: Iterable[str]
 
 
 def table_of(file: Path) -> dict[str, list[Any]]:
-    """Convert a JSON-lines file to the form in which MLflow stores a table: `columns` and `data`, a list of rows.
+    """Convert a JSON-lines file to MLflow's form of a table: `columns` and `data`, a list of rows.
 
     At most `MOST_ROWS` rows, evenly spaced. The values of an object have columns of their own: `rewards.right`.
     """
