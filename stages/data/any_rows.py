@@ -76,9 +76,8 @@ class PromptReader:
     ) -> None:
         """Create the reader of prompts for the rows of one dataset.
 
-        - reference_column: column of the right answer, as the recipe's field `named_in` says; None for the usual
-          columns
-        - columns: name in the rows → name that formats have
+        reference_column: of the right answer, as the recipe's field `named_in` says; None for the usual ones. columns:
+        name in the rows → name that formats have.
         """
         self._column = reference_column
         self._columns = columns or {}
@@ -87,10 +86,7 @@ class PromptReader:
         self._pairs: RowReader | None = None
 
     def read(self, row: object) -> Prompt:
-        """Return the prompt in a dataset row, with the right answer where the row has one.
-
-        Raises RowError for a bad row, DataError when the format of the first row is unknown.
-        """
+        """Return a row's prompt and right answer; raise RowError for a bad row, DataError for one of unknown format."""
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
         row = rename_columns(row, self._columns)
@@ -130,10 +126,8 @@ def is_prompt_alone(row: dict[str, Any]) -> bool:
 class ReadRow:
     """Row of a dataset in any supported format, with the documents (conversations or plain texts) that it holds.
 
-    - content: the row as the file has it
-    - documents: one; two of a preference pair (chosen, rejected); for a prompt alone, the question
-    - label: label of a labelled answer
-    - reference: right answer of a prompt alone, where the row has one
+    documents: one; two of a preference pair (chosen, rejected); for a prompt alone, the question. reference: right
+    answer of a prompt alone, where the row has one.
     """
 
     content: dict[str, Any]
@@ -180,10 +174,7 @@ class AnyRowReader:
         """Description of the format of the dataset's rows, shown to users; None until the first row has been read."""
 
     def read(self, content: object) -> ReadRow:
-        """Return a dataset row with its documents (conversations or plain texts).
-
-        Raises RowError for a bad row, DataError when the format of the first row is unknown.
-        """
+        """Return a row with its documents; raise RowError for a bad row, DataError for an unknown format."""
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if not self._prompts and not self._answers:
@@ -212,10 +203,9 @@ class AnyRowReader:
 
 
 def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind) -> None:
-    """Raise DataError if no training method could learn from all datasets of a mixture.
+    """Raise DataError if no method could learn from all datasets, naming two of them, their formats and methods.
 
-    The message names two datasets, their formats and the methods for each. Problems of a single dataset are left to its
-    preparation. inputs: folders of artifacts by stage.
+    Problems of a single dataset are left to its preparation. inputs: folders of artifacts by stage.
     """
     formats = {
         name: found
@@ -227,10 +217,7 @@ def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind)
 
 
 def not_to_be_mixed(formats: Mapping[str, str], rows: RowKind) -> Iterator[str]:
-    """Yield an error sentence for each dataset of a mixture that the training method cannot learn from.
-
-    formats: format by name of the dataset, of those whose format is known.
-    """
+    """Yield an error for each mixture dataset that the method cannot learn from. formats: by dataset, if known."""
     suitable = next((name for name, form in formats.items() if FORMATS[form].rows == rows), None)
     for name, form in formats.items():
         kind = FORMATS[form].rows
@@ -272,10 +259,7 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
 
 
 def _ordered(messages: list[Message]) -> list[Message]:
-    """Check that an assistant's answer may follow a conversation, and return the messages. Raises RowError if not.
-
-    Raises RowError unless the next message may be an assistant's answer.
-    """
+    """Return the messages; raise RowError unless an assistant's answer may follow them."""
     return ordered([*messages, make_message("assistant", "an answer")])[:-1]
 
 
@@ -309,7 +293,6 @@ def _num_prompt_texts(document: Document) -> int:
 
 
 def _text(message: Message) -> str:
-    """Return a message's text, together with its reasoning and tool calls."""
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if "tool_calls" in message else []
     return "\n".join(
         text for text in (*(message.get(name, "") for name in THOUGHTS), message["content"], *calls) if text

@@ -25,13 +25,11 @@ class BadRows:
     """Collector of bad rows, which keeps counts and the first few in memory and writes all to a file."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Create a collector that writes each bad row to `stream` as a JSON line: place of the row, and reason."""
         self._stream = stream
         self._first: list[BadRow] = []
         self.num_rows = 0
 
     def add(self, bad: BadRow) -> None:
-        """Count a row that cannot be learned from, and write it to the file of bad rows."""
         self.num_rows += 1
         if len(self._first) < NUM_NAMED:
             self._first.append(bad)
@@ -42,10 +40,7 @@ class BadRows:
     def check(
         self, policy: Literal["fail", "drop"], max_fraction: float, num_source_rows: int, *, is_whole: bool = True
     ) -> str | None:
-        """Return a warning if any row is bad. Raises DataError when there are more bad rows than the recipe allows.
-
-        is_whole: all rows were seen, and not only the first.
-        """
+        """Return a warning if any row is bad, or raise DataError if too many are. is_whole: all rows were seen."""
         if not self.num_rows:
             return None
         problem = f"{self.num_rows} of {'' if is_whole else 'the first '}{num_source_rows} rows cannot be learned from"
@@ -93,10 +88,7 @@ SECONDS = 0.5
 def check_first_rows(
     folder: Path, files: list[Path], config: DataConfig, rows: RowKind, read: Callable[[object], object] | None = None
 ) -> None:
-    """Check the first rows of a split while a refresh is planned, so that bad data fails before training.
-
-    Raises DataError for rows that the method does not learn from, and for bad rows as training would.
-    """
+    """Raise DataError, while a refresh is planned, for first rows that training would refuse."""
     read_learned = read or RowReader(config.format, rows, config.columns).read
     bad, kinds, num_read, is_whole = BadRows(io.StringIO()), set[RowKind | None](), 0, True
     deadline_s = time.monotonic() + SECONDS

@@ -1,7 +1,4 @@
-"""Micro-batch of packed documents: the inputs of the model's forward pass, and the inputs of the loss.
-
-Independent of files and parallelism.
-"""
+"""Micro-batch of packed documents: inputs of the model's forward pass and of the loss, on any files and parallelism."""
 
 from __future__ import annotations
 
@@ -17,14 +14,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Data of sampled completions for policy-gradient losses: advantages, and log-probabilities of the sampled tokens.
-
-    All but the advantages are in nats, and 0 where no target is.
-    """
+    """Sampled completions' advantages and, in nats (0 where no target is), log-probabilities, for policy gradients."""
 
     advantages: torch.Tensor
-    """Advantage of each completion, from its reward and those of the same prompt's completions, float32
-    [num_documents]."""
+    """Advantage of each completion over those of the same prompt, float32 [num_documents]."""
     old_log_probabilities: torch.Tensor
     """Log-probabilities that the training engine gives with the weights used for sampling, float32 [rows, sequence]."""
     server_log_probabilities: torch.Tensor | None = None
@@ -42,8 +35,7 @@ class Candidates:
     """Candidate tokens at each target position with the teacher's log-probabilities, for distillation."""
 
     tokens: torch.Tensor
-    """Token ids of the candidates, int64 [rows, sequence, k], the teacher's most likely first; arbitrary at positions
-    without loss."""
+    """Token ids of the candidates, int64 [rows, sequence, k], likeliest first; arbitrary where there is no loss."""
     log_probabilities: torch.Tensor
     """Teacher's log-probabilities of the k candidate tokens: float32 [rows, sequence, k], in nats."""
     is_whole_vocabulary: bool = False
@@ -54,10 +46,9 @@ class Candidates:
 class Documents:
     """Boundaries of a batch's packed documents; a document is a text whose tokens attend only to each other.
 
-    `count` counts real documents. What is left at the end of a row is one more "document" of padding, so that attention
-    stays well-formed: those are numbered from `count` on, have no targets and no reference.
-
-    Documents of preference data come in pairs in the same row: 2k is chosen, 2k + 1 rejected.
+    What is left at the end of a row is one more "document" of padding, so that attention stays well-formed: those are
+    numbered from `count` on, have no targets and no reference. Preference pairs lie in one row: 2k is chosen, 2k + 1
+    rejected.
     """
 
     ids: torch.Tensor
@@ -112,11 +103,9 @@ class Signal:
     targets: torch.Tensor
     """Target token at each position, int64 [rows, sequence]: the next token, or `IGNORED` where there is no loss."""
     target_weights: torch.Tensor | None = None
-    """Weight of each target token in its document's summed log-probability, float32 [rows, sequence]. None means that
-    all weights are 1."""
+    """Weight of each target token in its document's log-probability, float32 [rows, sequence]; None: all 1."""
     reference_log_probabilities: torch.Tensor | None = None
-    """Log-probability that the reference model gives to each document's target tokens, summed, in nats, float32
-    [documents]."""
+    """Reference model's log-probability of each document's targets, summed, in nats, float32 [documents]."""
     is_good: torch.Tensor | None = None
     """Label of each answer in labelled data (KTO), bool [documents]: True for a good answer."""
     margins: torch.Tensor | None = None
@@ -132,8 +121,7 @@ class Signal:
     member: int = 0
     """Index of the mixture's dataset from which all rows of the batch come; 0 without a mixture."""
     temperature: float = 1.0
-    """Temperature with which the completions were sampled. Logits are divided by it, so that log-probabilities match
-    the sampled distribution."""
+    """Temperature of sampling, by which logits are divided to match the sampled distribution."""
 
     @property
     def has_target(self) -> torch.Tensor:
@@ -167,10 +155,7 @@ class Batch:
         documents: Documents,
         **signal: Any,
     ) -> Batch:
-        """Return a batch made from token ids, target tokens, positions and document boundaries.
-
-        signal: further inputs of the loss (fields of `Signal`).
-        """
+        """Return a batch from ids, targets, positions and document boundaries. signal: further fields of `Signal`."""
         return cls(ModelInputs(input_ids, position_ids, documents), Signal(documents, targets, **signal))
 
     @property
@@ -191,7 +176,6 @@ class Batch:
         return self.with_signal(reference_log_probabilities=log_probabilities)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy of the batch with all tensors on `device`."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:

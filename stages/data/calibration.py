@@ -28,12 +28,8 @@ def calibration_samples(
 ) -> list[Tokens]:
     """Return the first usable rows of a dataset as tokens, cut to `sequence_length`, to calibrate a quantizer with.
 
-    Conversations are rendered with the model's chat template; the chosen answer of preference pairs counts. There may
-    be fewer than `num_samples`.
-
-    - train_on: which tokens the masks mark
-    - passed_over: receives place and reason of each bad row, which is left out
-
+    Conversations are rendered with the model's chat template; of pairs the chosen answer counts. There may be fewer
+    than `num_samples`. train_on: which tokens the masks mark. passed_over: receives place and reason of each bad row.
     Raises DataError when there are none, ModelError for a folder without a usable tokenizer.
     """
     tokenizer = DocumentTokenizer(tokenizer_folder, None, train_on)

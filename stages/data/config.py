@@ -34,8 +34,7 @@ DataFormat = Literal[
 ]
 
 OF_MIXTURE = ("weight", "max_epochs")
-"""Config fields of a mixture's dataset that decide how much of it is trained on; all other fields decide how its rows
-are read."""
+"""Fields of a mixture's dataset that decide how much of it is trained on; the others decide how rows are read."""
 
 
 class MixturePart(StrictModel):
@@ -44,13 +43,11 @@ class MixturePart(StrictModel):
     dataset: DatasetReference
     weight: PositiveFp32 | None = Field(
         None,
-        description="Share of this dataset, relative to the weights of the others. Default: shares follow the "
-        "datasets' sizes (see `mixing`).",
+        description="Share of this dataset relative to other weights; default: by size (see `mixing`).",
     )
     max_epochs: PositiveFp32 | None = Field(
         None,
-        description="Largest number of passes over this dataset's rows; a training that would make more is "
-        "refused before it starts.",
+        description="Largest number of passes over this dataset's rows; a training that would make more is refused.",
     )
     split: SplitName | None = Field(None, description="Split of this dataset to train on; default: `split` of `data`.")
     evaluation_split: SplitName | None = Field(
@@ -60,8 +57,7 @@ class MixturePart(StrictModel):
         None,
         ge=0,
         lt=1,
-        description="Fraction of this dataset's split that is held out for evaluation; default: "
-        "`evaluation_fraction` of `data`.",
+        description="Fraction of this dataset's split held out; default: `evaluation_fraction` of `data`.",
     )
     format: DataFormat | None = Field(None, description="Format of this dataset's rows; default: `format` of `data`.")
     columns: Annotated[dict[str, str] | None, AddedLater()] = Field(
@@ -69,8 +65,7 @@ class MixturePart(StrictModel):
     )
     chat_template: OutsidePath | None = Field(
         None,
-        description="Jinja file of the chat template for this dataset's rows; the trained model keeps the chat "
-        "template of `data`.",
+        description="Jinja chat template for this dataset's rows; the trained model keeps that of `data`.",
     )
     train_on: Literal["assistant", "all"] | None = Field(
         None, description="Tokens of this dataset that carry loss; default: `train_on` of `data`."
@@ -78,10 +73,7 @@ class MixturePart(StrictModel):
 
     @property
     def own(self) -> dict[str, object]:
-        """Config fields that a mixture's dataset sets itself; it takes all others from `data`.
-
-        An `evaluation_fraction` of its own replaces a split named in `data`.
-        """
+        """Fields that a mixture's dataset sets itself; its `evaluation_fraction` replaces a split named in `data`."""
         own = {name: value for name, value in vars(self).items() if name not in OF_MIXTURE and value is not None}
         return {"evaluation_split": None, **own} if "evaluation_fraction" in own else own
 
@@ -100,9 +92,8 @@ class Mixing(StrictModel):
 
     strategy: Literal["interleave", "concat"] = Field(
         "interleave",
-        description="Order of a mixture's rows. interleave: at any time each dataset has contributed the share that "
-        "its weight says; a dataset that ends begins again. concat: all rows of all datasets once an "
-        "epoch, shuffled together.",
+        description="Order of a mixture's rows. interleave: each dataset always has its weight's share, and begins "
+        "again at its end. concat: all rows of all datasets once an epoch, shuffled together.",
     )
     weight_by: Literal["rows", "tokens"] = Field(
         "rows",
@@ -110,19 +101,12 @@ class Mixing(StrictModel):
     )
     temperature: PositiveFp32 = Field(
         1.0,
-        description="Temperature of mixing: without weights, a dataset's share is proportional to its size to the "
-        "power of 1/temperature.",
+        description="Temperature of mixing: without weights, shares are proportional to sizes^(1/temperature).",
     )
 
 
 RowKind = Literal["examples", "pairs", "labelled", "prompts"]
-"""Kind of data that a training method learns from: examples, preference pairs, labelled answers or prompts.
-
-- examples: a text to imitate
-- pairs: a chosen and a rejected answer
-- labelled: an answer that is good or bad
-- prompts: a prompt that the model answers itself
-"""
+"""Kind of data to learn from: texts to imitate, answer pairs, answers labelled good or bad, or prompts to answer."""
 
 METHODS_FOR: dict[RowKind, str] = {
     "examples": "`method: sft` learns from them, and distill",
@@ -168,58 +152,53 @@ class DataConfig(StrictModel):
         0.0,
         ge=0,
         lt=1,
-        description="Fraction of the rows of `split` that is held out for evaluation, unless "
-        "`evaluation_split` is set; default 0.",
+        description="Fraction of rows of `split` held out for evaluation, without an `evaluation_split`; default 0.",
     )
     format: DataFormat = Field(
         "auto", description="Format of the dataset's rows; auto: recognise it by the columns of the first row."
     )
     columns: Annotated[dict[str, str], AddedLater()] = Field(
         {},
-        description="Columns of the rows to rename: a map from a column of the dataset to the name that the format "
-        "expects, such as `{question: query}`.",
+        description="Columns to rename: from the dataset's name to the format's, such as `{question: query}`.",
     )
     chat_template: OutsidePath | None = Field(
         None, description="Jinja file of the chat template; default: the model's own template."
     )
     template_date: Annotated[date, BeforeValidator(_as_date), AddedLater()] = Field(
         DEFAULT_DATE,
-        description="Date that chat templates see as today's (`strftime_now`); fixed by default, so "
-        "that runs are reproducible.",
+        description="Date that chat templates see as today's (`strftime_now`); fixed, so that runs are reproducible.",
     )
     train_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens that carry loss. assistant: only the assistant's answers; all: every token."
     )
     turns: Annotated[Literal["together", "separately"], AddedLater()] = Field(
         "together",
-        description="Treatment of reasoning (thoughts) in earlier turns, which many chat templates drop. together: "
-        "one document with the reasoning that the template keeps; separately: a further document for each "
-        "turn that would lose its reasoning, which ends with that turn.",
+        description="Treatment of thoughts in earlier turns, which many chat templates drop. together: one document "
+        "with those that the template keeps; separately: a further document for each turn that would lose "
+        "them, ending with that turn.",
     )
     special_tokens_in_content: Annotated[SpecialTokensPolicy, AddedLater()] = Field(
         "text",
-        description="Treatment of special tokens such as `<|im_end|>` written in questions or answers. text: encode "
-        "their letters; refuse: count the row as bad; allow: encode the special token.",
+        description="Treatment of special tokens such as `<|im_end|>` in questions or answers: text encodes their "
+        "letters, refuse makes the row bad, allow takes them as special.",
     )
     sequence_length: int = Field(
         2048, ge=2, description="Tokens in a packed row; the first one is only context, never a target."
     )
     packing: bool | Literal["cut"] = Field(
         True,
-        description="Packing of documents into rows of `sequence_length`. true: several documents in a row, attention "
-        "stays within each; false: one document in a row; cut: texts joined, each ended by the "
-        "end-of-text token, and cut into full rows as in pre-training; attention covers the whole row, "
-        "and tokens that do not fill a last row are dropped.",
+        description="Packing of documents into rows of `sequence_length`. true: several in a row, attention within "
+        "each; false: one in a row; cut: texts, each ended by the end-of-text token, are joined and cut "
+        "into full rows as in pre-training, with attention over the whole row; the rest is dropped.",
     )
     over_long: Literal["truncate", "drop", "fail"] = Field(
         "fail",
-        description="Treatment of documents longer than `sequence_length`: cut them at the end, leave them "
-        "out, or stop with an error.",
+        description="Treatment of documents longer than `sequence_length`: cut their end, leave them out, or stop "
+        "with an error.",
     )
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
-        description="Treatment of rows that cannot be learned from. fail: stop with an error; drop: train "
-        "without them and list them in a file.",
+        description="Treatment of bad rows. fail: stop with an error; drop: leave out and list in a file.",
     )
     max_bad_row_fraction: float = Field(
         0.01, ge=0, le=1, description="Largest fraction of rows that `on_bad_rows: drop` may drop; more is an error."
@@ -227,10 +206,7 @@ class DataConfig(StrictModel):
 
     @property
     def parts(self) -> dict[str, DataConfig]:
-        """Config of each dataset of a mixture, by the path of its fields in the recipe, such as `datasets.0.`.
-
-        A single dataset has an empty prefix and this config.
-        """
+        """Config of each dataset of a mixture, by its path in the recipe, such as `datasets.0.` (single: "")."""
         if not self.datasets:
             return {"": self}
         whole = self.model_copy(update={"datasets": (), "mixing": Mixing()})
@@ -244,15 +220,11 @@ class DataConfig(StrictModel):
 
     @property
     def is_mixture(self) -> bool:
-        """Return whether the training data is a mixture of several datasets."""
         return len(self.parts) > 1
 
     @property
     def names(self) -> list[str]:
-        """Names of a mixture's datasets, for messages and file names.
-
-        Each is its stage's name, followed by the split where the stage occurs twice.
-        """
+        """Names of a mixture's datasets: their stages', followed by the split where a stage occurs twice."""
         parts = list(self.parts.values())
         stages = [part.dataset_stage for part in parts]
         return [
@@ -262,7 +234,6 @@ class DataConfig(StrictModel):
 
     @property
     def holds_out(self) -> bool:
-        """Return whether the recipe holds out some rows of the training data for evaluation."""
         return any(part.evaluation_split or part.evaluation_fraction for part in self.parts.values())
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:

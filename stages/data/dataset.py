@@ -1,10 +1,9 @@
 """Reader of packed, tokenized documents on disk (memory-mapped), which returns them as batches.
 
-A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool: the token is learned) of all documents one after
-the other, `document_starts.bin` and `row_starts.bin` (int64, one more than there are documents and rows: where each
-begins, the latter counted in documents), and `about.json` (`Description`). Of labelled answers there is
-`labels.bin` (bool: it is a good one) as well, and of pairs whose rows say so `margins.bin` (float32: by how much the
-chosen answer is better).
+A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool) of all documents, `document_starts.bin` and
+`row_starts.bin` (int64, one more than there are documents and rows; the latter counted in documents), and `about.json`
+(`Description`); of labelled answers `labels.bin` (bool: good), of pairs with margins `margins.bin` (float32: by how
+much the chosen answer is better).
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ MARGINS = "margins"
 class Description(StrictModel):
     """Description of a folder of packed documents, stored in `about.json`, with counts of the rows that were left out.
 
-    - conversations: whether a chat template rendered the documents
-    - num_good: number of labelled answers that are good; None for other rows
-    - bytes_per_token: UTF-8 bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes
-    - tool_prompts: one prompt with tools, where rows have tools; in a mixture one per such dataset
+    conversations: whether a chat template rendered the documents. num_good: of labelled answers. bytes_per_token: UTF-8
+    bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
+    with tools per dataset that has them.
     """
 
     sequence_length: PositiveInt
@@ -103,7 +101,6 @@ class PackedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents in all rows; a preference pair counts as two."""
         return self.about.num_documents
 
     @property
@@ -135,7 +132,6 @@ class PackedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in all rows, without padding."""
         return self.about.num_tokens
 
     @property
@@ -145,10 +141,9 @@ class PackedDataset:
 
     @property
     def padding_fraction(self) -> float | None:
-        """Fraction of the positions in all packed rows that is padding; None if rows are not packed.
+        """Fraction of the positions in all packed rows that is padding; None without packing.
 
-        Without packing a batch is only as wide as its longest row, so the share depends on which rows meet: training
-        measures it.
+        There a batch is only as wide as its longest row, so the share depends on which rows meet: training measures it.
         """
         if not self.about.packing:
             return None
@@ -184,7 +179,7 @@ class PackedDataset:
     def batch(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """Return the rows as a micro-batch on the CPU, padded with empty rows up to `num_rows`.
 
-        The batch is `sequence_length` wide with packing, else as wide as the longest of the rows.
+        It is `sequence_length` wide with packing, else as wide as its longest row.
         """
         batch = self._batch([self._row(row) for row in row_indices], num_rows)
         if self.about.has_margins:
@@ -198,8 +193,8 @@ class PackedDataset:
     def mismatched(self, row_indices: Sequence[int], num_rows: int | None = None) -> Batch:
         """Return the rows as a batch in which each prompt is followed by another prompt's answer, for KTO.
 
-        So the same answers are there, and a row is as long as before. A document that is alone in its row gets the
-        answer of one in the row before, cut to fit. Each document has the tokens of one answer as targets.
+        The same answers are there as targets, and a row is as long as before. A document that is alone in its row gets
+        the answer of one in the row before, cut to fit.
         """
         return self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
 
@@ -275,9 +270,6 @@ class _Segments:
 
 
 def row_order(num_rows: int, seed: int, epoch: int, number: int = 0) -> NDArray[np.int64]:
-    """Return the shuffled order in which a training epoch visits the rows, int64 [num_rows].
-
-    number: number of the dataset in a mixture; each has an order of its own. Parallel layouts do not change it.
-    """
+    """Return an epoch's shuffled order of rows, int64 [num_rows], in all layouts. number: of the mixture's dataset."""
     # The first dataset has the seed of a training without a mixture, and so the same order.
     return np.random.default_rng([seed, epoch, *([number] if number else [])]).permutation(num_rows)

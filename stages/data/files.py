@@ -1,7 +1,7 @@
 """Readers of dataset files: they find the files of a split and yield the rows, without interpreting them.
 
-Finds the files of a split, opens them (compressed, or remote behind a pointer file) and reads JSON Lines, JSON lists,
-CSV and Parquet in pieces, so that memory stays flat. `Portion` selects the rows that are trained on or held out.
+Files may be compressed, or remote behind a pointer file; JSON Lines, JSON lists, CSV and Parquet are read in pieces, so
+that memory stays flat. `Portion` selects the rows that are trained on or held out.
 """
 
 from __future__ import annotations
@@ -84,10 +84,9 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a data file that one process reads: row groups of Parquet, or a byte range of JSON Lines, [begin, end).
+    """Part of a data file that one process reads: row groups of Parquet, or bytes [begin, end) of JSON Lines.
 
-    - name: the file's name in messages
-    - num_before: number of lines, or of Parquet rows, before the part
+    name: the file's, in messages. num_before: number of lines, or of Parquet rows, before the part.
     """
 
     path: Path
@@ -102,11 +101,10 @@ class Part:
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
-    """Return the data files of a split in the order of their names.
+    """Return the data files of a split in the order of their names; raise DataError, with all files, if there are none.
 
     These are `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder `SPLIT/`, any of these in `data/`,
-    or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is. Raises DataError that lists the
-    files.
+    or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is.
     """
     there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
     paths = _matching(there, folder, split) or (there if split == "train" and len(there) == 1 else [])
@@ -131,7 +129,7 @@ def name_of(path: Path, folder: Path) -> str:
 
 
 def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
-    """Yield all rows of the files in order. Raises DataError for an unreadable file.
+    """Yield all rows of the files in order; raise DataError for an unreadable file.
 
     A good row can be written as UTF-8 and walked recursively; its meaning is not checked here.
     """
@@ -157,10 +155,7 @@ def read_part(part: Part) -> Iterator[Row | BadRow]:
 
 
 def num_places(path: Path) -> int:
-    """Return the number of rows of a Parquet file, or an estimate of the number of lines of a text file.
-
-    A large text file is extrapolated from its beginning: counting all lines would take minutes.
-    """
+    """Return a Parquet file's number of rows, or a text file's estimated lines, as counting would take minutes."""
     if format_suffix(path) == ".parquet":
         with open_parquet(path) as parquet:
             return int(parquet.metadata.num_rows)
@@ -183,10 +178,7 @@ class Portion:
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield the rows that were chosen for training or for evaluation; equal rows are always chosen together.
-
-        Unreadable rows count as training data.
-        """
+        """Yield the chosen rows, equal ones always together; unreadable rows count as training data."""
         if self.fraction is None:
             yield from rows
             return
@@ -255,8 +247,7 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 def _all_files(folder: Path) -> list[Path]:
     """Return all files in a dataset's folder except hidden ones.
 
-    Raises DataError for a name that is not UTF-8, and for what is named like data and is no file: a link that leads
-    nowhere or to a folder, a FIFO.
+    Raises DataError for a name that is not UTF-8, a dangling link, a link to a folder, a FIFO.
     """
     paths = [
         path
@@ -407,10 +398,10 @@ def _check_columns(columns: list[str], name: str) -> None:
 
 
 def as_row(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return a Parquet row without the null fields that Parquet adds to nested objects.
+    """Return a Parquet row without the null fields that Parquet adds to nested objects, as TRL's `remove_none_values`.
 
     In a table every object has a field that one of them has: a call of one tool would be learned with the arguments of
-    all others, each null. TRL's `remove_none_values` does the same; original nulls are lost.
+    all others, each null. Original nulls are lost.
     """
     return {name: _without_nulls(value) for name, value in columns.items()}
 
@@ -423,10 +414,7 @@ def _without_nulls(value: Any) -> Any:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Open a Parquet file, which is local, or remote if the path is a pointer file with its address.
-
-    Raises pyarrow's errors and those of `open_file`.
-    """
+    """Open a local Parquet file, or a remote one by its pointer file; raises pyarrow's errors and `open_file`'s."""
     from pyarrow.parquet import ParquetFile
 
     if not is_pointer(path):

@@ -1,8 +1,7 @@
 """Table of the row formats of datasets, and the readers that turn rows into documents or say why a row is bad.
 
-`FORMATS` is the one table of formats: rows are read by it, `lifecycle init` asks it, and the page on recipes shows
-it. Where some of `prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages
-too.
+`FORMATS` is the one table: rows are read by it, `lifecycle init` and the page on recipes use it. Where some of
+`prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages too.
 """
 
 from __future__ import annotations
@@ -69,12 +68,8 @@ OF_PAIRS = ("margin", *OF_CONVERSATIONS)
 class Format:
     """Format of a dataset's rows: the columns that identify it, and the function that reads a row.
 
-    - columns: columns that a row must have
-    - read: reads a row into one document, or into chosen and rejected
-    - described: the columns, in words for the page on recipes
-    - optional: columns that a row may have
-    - rows: kind of row that methods learn from
-    - suits: a further condition on a row with these columns
+    read: reads a row into one document, or into chosen and rejected. described: the columns, in words for the page on
+    recipes. rows: kind of row that methods learn from. suits: a further condition on a row.
     """
 
     columns: tuple[str, ...]
@@ -105,10 +100,7 @@ def choose_format(wanted: DataFormat, first_row: Columns, rows: RowKind, columns
 
 
 def fitting_formats(row: Columns) -> list[str]:
-    """Return the names of all formats whose columns a row has, in the order in which `auto` tries them.
-
-    Tables have every column in every row: null columns count only where no format fits without them.
-    """
+    """Return all formats whose columns a row has, in `auto`'s order; null columns count if nothing else fits."""
     for has in (lambda column: row.get(column) is not None, row.__contains__):
         names = [
             name
@@ -121,7 +113,7 @@ def fitting_formats(row: Columns) -> list[str]:
 
 
 def likeliest_format(row: Columns) -> str | None:
-    """Return the fitting format with the most columns, which decides the kind of rows; None if no format fits.
+    """Return the fitting format with the most columns, or None.
 
     A `label` that is neither true nor false is a class of something, and not of an answer.
     """
@@ -201,10 +193,7 @@ class RowReader:
         return parse_label(rename_columns(content, self._columns)["label"]) if self._rows == "labelled" else None
 
     def margin(self, content: Any) -> float | None:
-        """Return the margin of a preference pair (how much better the chosen answer is); None if the data has none.
-
-        Raises RowError where only some rows have one.
-        """
+        """Return how much better a pair's chosen answer is, or None; raise RowError if only some rows have a margin."""
         value = rename_columns(content, self._columns).get("margin") if self._rows == "pairs" else None
         if (value is not None) != self.has_margins:
             raise RowError(
@@ -288,10 +277,7 @@ def _read_sharegpt_preference(row: Columns) -> tuple[Document, ...]:
 
 
 def _has_answer_messages(row: Columns) -> bool:
-    """Return whether column `chosen` of a preference row is a single message.
-
-    A list would be a whole conversation, which the column `messages` repeats (UltraFeedback).
-    """
+    """Return whether `chosen` is a single message; a list is a conversation, repeated by `messages` (UltraFeedback)."""
     return isinstance(row["chosen"], dict)
 
 
@@ -493,8 +479,7 @@ FORMATS: dict[str, Format] = {
         "labelled",
     ),
 }
-"""Supported row formats by name, in the order in which `auto` tries them. Rows with `messages` may also have a `prompt`
-or `text` column, so that format comes first."""
+"""Supported row formats by name, in the order of `auto`: rows with `messages` may also have `prompt` or `text`."""
 COLUMN_NAMES = frozenset(
     {name for form in FORMATS.values() for name in form.columns + form.optional}
     | {"answer", "solution", "ground_truth"}  # the right answer of a prompt alone

@@ -1,7 +1,7 @@
 """Strict JSON decoding for data files, and a reader that yields the elements of one large JSON list.
 
-Where Python's decoder is silent (a key that is there twice) or gives up (a number of 5,000 digits), the value is
-replaced by `Unusable`, and `flaw_of` says which field of the row is bad.
+Where Python's decoder is silent (repeated keys) or gives up (a number of 5,000 digits), the value becomes `Unusable`,
+and `flaw_of` says which field of the row is bad.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ AHEAD_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Unusable:
-    """Placeholder for a JSON value that a dataset row may not hold, such as an integer that is too long.
-
-    `reason` ends the error message that begins "train.jsonl:17 ".
-    """
+    """Placeholder for an unusable JSON value; `reason` ends the error message that begins "train.jsonl:17 "."""
 
     reason: str
 
@@ -66,10 +63,7 @@ class JsonList:
         self._line_start = 0  # of the line at the position; negative once that part of the text is gone
 
     def elements(self) -> Iterator[tuple[int, object]]:
-        """Yield each element of the JSON list with the line where it begins.
-
-        Raises DataError with line and column for invalid JSON.
-        """
+        """Yield each element with the line where it begins; raise DataError with line and column for invalid JSON."""
         self._expect("[")
         if self._next_character() == "]":
             self._expect("]")

@@ -39,9 +39,9 @@ from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
 
 CHECK_SECONDS = 20.0
-"""Limit of CPU seconds for checking one split while a refresh is planned. CPU time is counted so that a busy machine
-checks as much. A split of more than `LARGE_BYTES` is not finished by then, and hashing it for the cache would be
-slow."""
+"""Limit of CPU seconds for checking one split while a refresh is planned, so that a busy machine checks as much.
+
+A split of more than `LARGE_BYTES` is not finished by then, and hashing it for the cache would be slow."""
 LARGE_BYTES = 1 << 30
 
 
@@ -123,10 +123,7 @@ NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", 
 class Visits:
     """First rows that a training will visit, and each dataset's share and number of epochs, for the data preview.
 
-    - rows: rows of the first step
-    - shares: dataset of a mixture → its share of all that is learned
-    - epochs: dataset of a mixture → number of passes through its rows
-    - problems: reasons why the training will be refused
+    rows: of the first step. shares: of all that is learned. epochs: passes. problems: why the training will be refused.
     """
 
     rows: Sequence[int]
@@ -147,11 +144,8 @@ def look_at(
 ) -> DataLook:
     """Return a preview of training data: the rows of the first training step, and counts for each dataset.
 
-    - inputs: folders of artifacts by stage
-    - visits: returns the visits for the training rows
-    - scratch: a folder for temporary files
-
-    Other arguments and errors as of `prepare`.
+    inputs: folders of artifacts by stage. visits: returns the visits for the training rows. scratch: for temporary
+    files. Other arguments and errors as of `prepare`.
     """
     if config.is_mixture:
         check_formats(inputs, config, rows)
@@ -289,10 +283,7 @@ def shown_document(
 
 
 def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
-    """Yield the text of each run of tokens that have the same loss flag and are all special or all ordinary tokens.
-
-    Decoded alone, some tokenizers would drop a run's first space.
-    """
+    """Yield runs of tokens of equal loss and kind as text; alone, some tokenizers would drop a run's first space."""
     marks = [(flag, token in tokenizer.special_ids) for token, flag in zip(ids, learned, strict=True)]
     ends = [end for end in range(1, len(ids) + 1) if end == len(ids) or marks[end] != marks[end - 1]]
     begin, before = 0, ""

@@ -1,10 +1,9 @@
 """Checked messages, tool calls and tool definitions of a conversation, in the form that chat templates expect.
 
-A message has a `role` and `content`. An assistant's message may also have thoughts (`reasoning_content` or `thinking`,
-a string) and `tool_calls`, a list of {type: function, function: {name, arguments}} with or without the outer object.
-Then it may have no content, and messages of the role `tool` hold the results of the calls.
-
-A row's documents are a `Conversation`, which a chat template renders, or `PlainText`.
+A message has a `role` and `content`. An assistant's may also have thoughts (`reasoning_content` or `thinking`, a
+string) and, even without content, `tool_calls`, a list of {type: function, function: {name, arguments}} with or without
+the outer object; messages of the role `tool` hold the results. A row's documents are a `Conversation`, which a chat
+template renders, or `PlainText`.
 """
 
 from __future__ import annotations
@@ -56,18 +55,15 @@ Span = tuple[int, int]
 
 
 class RowError(ValueError):
-    """Raised for a bad row; the message says what was expected, and is shown after the row's place.
-
-    Both together are one sentence: "train.jsonl:17 …".
-    """
+    """Raised for a bad row; the message follows the row's place to one sentence: "train.jsonl:17 …"."""
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Conversation of a dataset row, with its tools and the messages that carry loss, ready for a chat template.
 
-    - num_prompt_messages: number of first messages that carry no loss, in whatever role
-    - unlearned: positions, from 0, of further messages without loss, as the row says
+    num_prompt_messages: number of first messages that carry no loss, in whatever role. unlearned: positions, from 0, of
+    further messages without loss, as the row says.
     """
 
     messages: list[Message]
@@ -113,10 +109,7 @@ def answers_of(document: Document) -> Iterator[str]:
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
-    """Return a column's value as checked messages; a plain string becomes one message of the given role.
-
-    Raises RowError.
-    """
+    """Return a column's value as checked messages, a string as one of the given role; raise RowError."""
     return [make_message(role, parse_text(value, column))] if isinstance(value, str) else parse_messages(value, column)
 
 
@@ -136,10 +129,9 @@ def parse_messages(
 
 
 def ordered(messages: list[Message]) -> list[Message]:
-    """Return the messages if roles alternate: an optional `system`, then `user` and `assistant` in turn.
+    """Return the messages if roles alternate: an optional `system`, then `user` and, last, `assistant` in turn.
 
-    The last one is from the assistant. After an assistant's tool calls come answers of the role `tool`, and then the
-    assistant again. Raises RowError.
+    After an assistant's tool calls come answers of the role `tool`, and then the assistant again. Raises RowError.
     """
     first = int(messages[0]["role"] == "system")
     if not any(message["role"] == "assistant" for message in messages[first:]):
@@ -185,8 +177,8 @@ def decoded(value: object) -> object:
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
     """Return the tool definitions of a row's column `tools`, in the form that a server gives to the chat template.
 
-    The column has a list of objects, or the same as JSON text: {type: function, function: {name, description,
-    parameters}}, or the inner object alone.
+    The column has objects, or the same as JSON text: {type: function, function: {name, description, parameters}}, or
+    the inner object alone.
     """
     return tuple(_tool(tool, f"tool {number} of `tools`") for number, tool in enumerate(listed_tools(row), 1))
 
@@ -275,11 +267,10 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
 
 
 def _tool(tool: dict[str, Any], name: str) -> Tool:
-    """Return a tool definition in the form that vLLM passes to chat templates.
+    """Return a tool definition in the form that vLLM passes to chat templates: fields in order, null if missing.
 
-    It has the outer object and a fixed order of fields; missing fields are null and unknown ones removed.
-    A template writes definitions as JSON: with another order of fields, or without the outer object, the model would
-    be asked with another prompt than it was trained with.
+    Templates write definitions as JSON: with another order of fields, or without the outer object, the model would be
+    asked with another prompt than it was trained with.
     """
     function = decoded(tool.get("function", tool))
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
@@ -306,8 +297,8 @@ def _next_roles(message: Message) -> tuple[str, ...]:
 def _without_parts(item: object, content_key: str, name: str) -> object:
     """Return the message with its list of content parts (OpenAI's form) joined into one text.
 
-    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, where thoughts and calls are parts as well. Raises
-    RowError for parts that are pictures or sound.
+    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, also of thoughts and calls. Raises RowError for
+    pictures or sound.
     """
     parts = item.get(content_key) if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(parts, list):
@@ -335,10 +326,7 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:
-    """Return a chat message's reasoning, tool calls and tool-result fields, checked against its role.
-
-    Raises RowError for those of a wrong role.
-    """
+    """Return a message's reasoning, tool calls and tool-result fields; raise RowError for those of a wrong role."""
     extras = {key: item[key] for key in (*THOUGHTS, "tool_calls") if item.get(key)}
     if extras and role != "assistant":
         raise RowError(f"has {listed(extras)} in {name}, of the role `{role}`; expected it from the assistant only")

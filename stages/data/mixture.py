@@ -15,11 +15,10 @@ from stages.data.dataset import Description, PackedDataset, Row, row_order
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
-"""Factor that turns a number in a mixture's order into a pseudo-random place, 2**64 divided by the golden ratio. The
-places spread each dataset's rows evenly over the order.
+"""Factor that turns a number in a mixture's order into a place, 2**64 divided by the golden ratio.
 
-Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem S.
-"""
+The places spread each dataset's rows evenly (Knuth 1998, The Art of Computer Programming, vol. 3, section 6.4, theorem
+S)."""
 
 
 class MixedDataset(PackedDataset):
@@ -106,10 +105,7 @@ class MixtureOrder:
     """Order in which a training visits the rows of a mixture; any stretch is computed from the seed and its position.
 
     In any stretch of slots each dataset has its share, within a few rows, and takes its rows in its own order, epoch
-    after epoch.
-
-    - sizes: number of rows of each dataset
-    - shares: share of the slots of each dataset; they add up to 1
+    after epoch. sizes: rows of each dataset. shares: of the slots; they add up to 1.
     """
 
     sizes: tuple[int, ...]
@@ -158,7 +154,7 @@ class MixtureOrder:
 
 
 def _num_below(border: int, num_slots: int, begin: int) -> int:
-    """Count the mixture's first `num_slots` rows that come from the leading datasets, whose shares add up to `border`.
+    """Count the mixture's first rows of the leading datasets, whose shares add up to `border`.
 
     Each row at place x counts ⌊x⌋ - ⌊x - border⌋: 1 if x lies below the border, else 0.
     """
@@ -168,9 +164,9 @@ def _num_below(border: int, num_slots: int, begin: int) -> int:
 
 
 def _floor_sum(count: int, factor: int, offset: int, modulus: int = WHEEL) -> int:
-    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count in logarithmic time, to count rows of a mixture.
+    """Return Σ ⌊(factor · t + offset) / modulus⌋ over 0 ≤ t < count, in as many steps as Euclid's algorithm.
 
-    Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5; as many steps as Euclid's algorithm.
+    Graham, Knuth, Patashnik 1994, Concrete Mathematics, section 3.5.
     """
     total = 0
     while True:

@@ -1,7 +1,7 @@
-"""Detection and masking of personal data in texts by regular expressions: `[EMAIL]`, `[PHONE]`, ….
+"""Detection and masking of personal data by regular expressions and check digits: `[EMAIL]`, `[PHONE]`, ….
 
-Regular expressions, with the check digits that numbers have. The libraries for this (presidio, scrubadub) bring
-language models or are no longer kept; names and addresses, which only those find, are not looked for here.
+The libraries for this (presidio, scrubadub) bring language models or are no longer kept; names and addresses, which
+only those find, are not looked for here.
 """
 
 from __future__ import annotations

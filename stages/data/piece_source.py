@@ -1,8 +1,8 @@
 """Source of a dataset's tokenized data, read from a store or tokenized now by several processes.
 
 Files are cut into parts: JSON Lines at line ends, Parquet at row groups; a JSON list, CSV and compressed files are one
-part each. A part's digest depends on its content alone, so equal rows are found again in another file or place. Of a
-remote file only the end of a Parquet file is read to know its parts: their digest is of the pointer and the position.
+part each. A part's digest depends on its content alone, so equal rows are found again in another file or place; that of
+a remote file is of the pointer and the position, since only the end of a Parquet file is read to know its parts.
 
 Each tokenizing process is a new interpreter (multiprocessing's `spawn`): a fork of this process would have its locks
 without its threads, and multiprocessing's `forkserver` stays for as long as training, and leaves a folder when this
@@ -55,11 +55,9 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 2 << 20
-"""Size in bytes of the parts into which local files are divided for tokenizing processes. JSON Lines are cut at the
-next line end, Parquet (uncompressed size) after a row group."""
+"""Size in bytes of parts of local files: JSON Lines up to the next line end, Parquet (uncompressed) a row group's."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
-"""Size in bytes of the parts into which remote JSON Lines files are divided. It is larger than for local files, since
-up to one more buffer is fetched to find the end of the last line."""
+"""Size in bytes of parts of remote JSON Lines, larger as up to one more buffer is fetched for a last line's end."""
 MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
 """Smallest number of bytes to tokenize for which a further process is started, since starting takes a while."""
@@ -89,10 +87,7 @@ class PieceSource:
     ) -> None:
         """Create the source of a dataset's tokenized data, and load the tokenizer.
 
-        - folder: the dataset's folder
-        - kept: folder of stored pieces; it may not exist yet
-        - time_limit_s: CPU time from the first tokenized row on; default: no limit
-
+        kept: folder of stored pieces, which may not exist yet. time_limit_s: CPU time from the first tokenized row on.
         Raises ModelError for a folder without a usable tokenizer.
         """
         self.tokenizer = PartTokenizer(task)
@@ -224,8 +219,8 @@ def tokenize(
 ) -> Generator[tuple[KeyedPart, int]]:
     """Tokenize file parts in several processes; yield each stored part, in order, with its number of rows.
 
-    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. When the iterator is
-    closed, no process is left.
+    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. No process outlives
+    the iterator.
     """
     context = multiprocessing.get_context("spawn")
     # Children that are not the pool's, which has no public list of its own.
@@ -278,10 +273,7 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
 
 
 def _end_with(process: BaseProcess) -> None:
-    """Exit this worker process as soon as its parent process has ended.
-
-    The kernel's signal (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
-    """
+    """Exit this worker when its parent process ends (PR_SET_PDEATHSIG comes when the starting thread ends)."""
     process.join()
     os._exit(1)
 
@@ -343,10 +335,7 @@ class DataPart:
 
 
 def parts_of(path: Path, name: str) -> Iterator[DataPart]:
-    """Yield the parts of a data file that are tokenized separately, in order, each with its hash.
-
-    There is at least one. A part is hashed only when it is reached.
-    """
+    """Yield a data file's parts for tokenizing, at least one, each hashed only when it is reached."""
     if format_suffix(path) in JSON_LINES and not is_compressed(path):
         yield from _of_bytes(path, name) if is_pointer(path) else _of_lines(path, name)
     elif format_suffix(path) == ".parquet":

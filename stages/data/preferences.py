@@ -75,7 +75,6 @@ def _check_transcript(shared: str, chosen: str, rejected: str) -> None:
 
 
 def _begins_with(answer: str, prompt: str) -> bool:
-    """Return whether an answer repeats the prompt at its beginning, as whole words."""
     answer, prompt = answer.lstrip(), prompt.strip()
     rest = answer.removeprefix(prompt)
     return answer != rest and not (prompt[-1].isalnum() and rest[:1].isalnum())
@@ -147,6 +146,5 @@ def _visible(text: str) -> list[str]:
 
 
 def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,8 +1,7 @@
 """Preparation of training data: rows of a dataset become packed rows of tokens on disk, cached by content.
 
-Every step is a generator over the one before it, so that memory does not grow with the number of rows. What is found in
-the rows of each part is stored with its pieces, and judged when all rows were seen. The datasets of a mixture are
-prepared as if each were alone.
+Every step is a generator over the one before it, so that memory stays flat. What is found in the rows of each part is
+stored with its pieces, and judged when all rows were seen. A mixture's datasets are prepared each alone.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class PreparedData:
 
     @property
     def longest_document(self) -> int:
-        """Number of tokens of the longest document in training and held-out rows."""
         return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
 
 
@@ -74,13 +72,10 @@ def prepare(
 ) -> PreparedData:
     """Read, check, render, tokenize and pack the rows of a dataset, or reuse the result in the cache.
 
-    - folder: the dataset artifact's `data/`
-    - model: that is trained, whose tokenizer makes the tokens
-    - rows: kind of row that the training method learns from
-    - bad_rows_file: JSONL list of the rows that `on_bad_rows: drop` leaves out; not written when there are none
-
-    Safe when several processes prepare the same: one works, the others wait. Raises DataError for data that cannot be
-    learned from, ModelError for a folder without a usable tokenizer and ResourceError for a full disk.
+    folder: the dataset artifact's `data/`. rows: kind of row that the training method learns from. bad_rows_file: JSONL
+    list of the rows that `on_bad_rows: drop` leaves out, if any. Safe when several processes prepare the same: one
+    works, the others wait. Raises DataError for data that cannot be learned from, ModelError for a folder without a
+    usable tokenizer and ResourceError for a full disk.
     """
     datasets = [
         prepare_portion(
@@ -115,13 +110,10 @@ def prepare_mixture(
     report: Report,
     work: Path,
 ) -> PreparedData:
-    """Prepare the dataset of a training, or each dataset of a mixture: read, check, tokenize and pack its rows.
+    """Prepare the dataset of a training, or each dataset of a mixture, as `prepare` does.
 
-    - inputs: folders of artifacts by stage
-    - work: folder for `bad_rows.jsonl`; in a mixture `bad_rows.NAME.jsonl` per dataset
-
-    Raises DataError also where no method learns from the rows of all together, and where all rows that one dataset
-    holds out are learned from another one.
+    inputs: folders of artifacts by stage. work: folder for `bad_rows.jsonl`; in a mixture `bad_rows.NAME.jsonl`. Raises
+    DataError also where no method learns from all together, and as `check_together`.
     """
     names, is_mixture = config.names, config.is_mixture
     if is_mixture:
@@ -185,9 +177,8 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
 class Preprocessing:
     """Task of preparing the training or the held-out rows of a dataset, with all inputs that decide the result.
 
-    - pieces: folder of stored tokenized pieces; it may not exist yet
-    - time_limit_s: CPU time from the first row on; default: no limit
-    - part: folder for the rows so far when the time is over, as if they were all
+    pieces: folder of stored tokenized pieces; it may not exist yet. time_limit_s: CPU time from the first row on. part:
+    folder for the rows so far when the time is over, as if they were all.
     """
 
     portion: Portion
@@ -277,7 +268,6 @@ class _Run:
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
     def _counted(self) -> Iterator[Piece]:
-        """Yield the dataset's tokenized data in order, and add up the counts of its rows."""
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -307,10 +297,7 @@ class _Run:
             self._over_long.check(self._num_tokenized_rows)
 
     def _check(self) -> tuple[str, ...]:
-        """Return warnings about the dataset's rows.
-
-        Raises DataError for faults that the recipe forbids, or if no row is left.
-        """
+        """Return warnings about the rows; raise DataError for faults that the recipe forbids, or if no row is left."""
         config, portion = self._config, self._task.portion
         if not self._num_source_rows:
             cause = f"evaluation_fraction {portion.fraction} leaves" if portion.fraction else "there are"
@@ -361,8 +348,8 @@ class OutOfTimeError(Exception):
 def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
     """Return warnings about rows that one dataset of a mixture trains on while another one holds them out.
 
-    Raises DataError for a copy of another dataset, in whatever order, and where all rows that one holds out are learned
-    from another one.
+    Raises DataError for a copy of another dataset in any order, and where all held-out rows of one are learned from
+    another.
     """
     known: dict[tuple[int, ...], str] = {}
     for name, dataset in training.items():
@@ -434,10 +421,7 @@ class DatasetWriter:
         self.write_rows(Units.of(units, is_labelled=self._is_labelled, has_margins=has_margins), [len(units)])
 
     def write_rows(self, units: Units, units_of_rows: Sequence[int]) -> None:
-        """Append several packed rows, given their training units (documents or pairs) and the number of units per row.
-
-        Raises ResourceError for a full disk.
-        """
+        """Append packed rows, given their units and the number of units per row; ResourceError for a full disk."""
         # units_of_rows [2, 1] -> rows [0, 2, 3]: where each row begins, in units
         rows = np.concatenate([[0], np.cumsum(units_of_rows)]).astype(np.int64)
         documents_before = np.concatenate([[0], np.cumsum(units.num_documents)])

@@ -1,13 +1,12 @@
 """Renderer of conversations with an untrusted chat template, which proves which part of a text the assistant says.
 
 Templates that mark the assistant's part with `{% generation %}` are believed; all others are rendered turn by turn
-(`turns`). Before the first conversation is learned from, one with known words proves that a template's masks hold what
-the assistant says and nothing that others say.
+(`turns`). A first conversation of known words proves that masks hold what the assistant says and nothing that others
+say.
 
-A template comes with a model and is untrusted code. It runs in Jinja's immutable sandbox, on a fixed date, with what
-Transformers gives it (`raise_exception`, `strftime_now`, `tojson`, `{% generation %}`, loop controls) and nothing else.
-This module runs in the process of `template_program`, which limits time and memory; everything else asks `templates`.
-Imports Jinja and little else.
+A template runs in Jinja's immutable sandbox, on a fixed date, with what Transformers gives it (`raise_exception`,
+`strftime_now`, `tojson`, `{% generation %}`, loop controls) and nothing else. This module runs in the process of
+`template_program`, which limits time and memory; everything else asks `templates`. Imports Jinja and little else.
 """
 
 from __future__ import annotations
@@ -54,12 +53,10 @@ class ProvedTemplate:
     def __init__(
         self, source: str, special_tokens: dict[str, str], markers: Sequence[str], name: str, today: date
     ) -> None:
-        """Compile the chat template. Raises jinja2.TemplateSyntaxError.
+        """Compile the chat template; raise jinja2.TemplateSyntaxError.
 
-        - special_tokens: the template's variables (`bos_token`, …)
-        - markers: strings of all special tokens
-        - name: the template's name in errors
-        - today: the date that it writes
+        special_tokens: the template's variables (`bos_token`, …). markers: strings of all special tokens. name: the
+        template's, in errors. today: the date that it writes.
         """
         self._variables = special_tokens
         self._markers = tuple(markers)
@@ -76,24 +73,20 @@ class ProvedTemplate:
 
     @property
     def wrote_date(self) -> bool:
-        """Return whether the template wrote the current date into a text since `forget_date`."""
         return self._sandbox.wrote_date
 
     def documents(self, conversation: Conversation, *, together: bool) -> list[Document]:
         """Return a conversation's rendered texts with the spans that carry loss; the longest text comes last.
 
-        More than one where the template rewrites earlier turns, each turn being learned once. Not `together`: also
-        where it only drops their thoughts. Raises RowError when the template refuses the messages, leaves a part of
-        them out or does not show the assistant's turns, UnprovedError when it never does that.
+        More than one where the template rewrites earlier turns; not `together`: also where it only drops their
+        thoughts. Raises RowError when the template refuses the messages, leaves a part of them out or does not show the
+        assistant's turns, UnprovedError when it never does that.
         """
         _ = self._proof
         return self._documents(conversation, together=together)
 
     def text(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return a whole conversation, rendered by the chat template as one text.
-
-        Raises RowError when the template refuses the messages.
-        """
+        """Return a whole conversation as one text; raise RowError when the template refuses the messages."""
         messages, write = self._known(conversation), self._write(conversation)
         text = write(messages, add_generation_prompt=add_generation_prompt)
         check_shown(write, messages, text, self._name)
@@ -141,7 +134,7 @@ class ProvedTemplate:
     def _marked(self, messages: list[Message], conversation: Conversation, *, together: bool) -> list[Document]:
         """Return rendered texts with the spans that carry loss, which the template marks by `{% generation %}`.
 
-        Unless `together`, turns whose thoughts the whole text drops are learned each at the end of a text of its own.
+        Unless `together`, turns whose thoughts the whole text drops are learned each in a text of its own.
         """
         text, spans = self._marked_spans(messages, conversation)
         documents: list[Document] = []
@@ -176,10 +169,7 @@ class ProvedTemplate:
         return text, dict(zip(turns, spans, strict=True))
 
     def _known(self, conversation: Conversation) -> list[Message]:
-        """Return a conversation's messages with the field names that this chat template reads.
-
-        Raises RowError for fields that it ignores.
-        """
+        """Return messages with the field names that the template reads; raise RowError for fields that it ignores."""
         self._check_variables(conversation)
         messages = conversation.messages
         parts = {field for message in messages for field in (*THOUGHTS, "tool_calls") if field in message}
@@ -213,10 +203,9 @@ class ProvedTemplate:
 
     @cached_property
     def _form(self) -> tuple[bool, bool]:
-        """Two flags, found by trial, that say in which form the chat template can render tool calls.
+        """Two flags of how the template renders a probe's tool calls: arguments as JSON text; missing text as null.
 
-        The first: arguments are JSON text; the second: missing text is null.
-        Found by rendering a probe call: some templates put the arguments into a string and fail, or write Python.
+        Some templates put the arguments into a string and fail, or write Python.
         """
         question, call = (
             make_message("user", "qprobe"),
@@ -263,10 +252,7 @@ class ProvedTemplate:
 
 
 class UnprovedError(Exception):
-    """Raised when a chat template's loss mask is wrong for every conversation.
-
-    parts: the message in parts, as in `QuotingError`.
-    """
+    """Raised when a template's loss mask is wrong for every conversation. parts: as in `QuotingError`."""
 
     def __init__(self, *parts: str) -> None:
         super().__init__("".join(parts))
@@ -294,10 +280,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._template = self.from_string(source)
         self._template.globals = dict(self._template.globals)  # a chain of them is slow to read, for each rendering
         self.read_variables = meta.find_undeclared_variables(self.parse(source)) - self.globals.keys()
-        """Names of the variables that the chat template reads."""
 
     def run(self, variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """Return the rendered text, and the spans of the text in `{% generation %}` blocks.
+        """Return the rendered text and the spans of its `{% generation %}` blocks.
 
         Raises jinja2.TemplateError, and what a mistake in the template raises (TypeError, …).
         """
@@ -310,7 +295,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces), self._marked
 
     def mark(self, text: str) -> str:
-        """Record the span of a text that is written in a `{% generation %}` block, and return the text."""
         self._marked.append((self._num_characters, self._num_characters + len(text)))
         return text
 

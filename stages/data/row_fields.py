@@ -50,8 +50,7 @@ from stages.data.messages import (
 
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
-"""Values of fields such as `loss` or `train`, as lower-case text, that exclude an assistant's turn from the loss. They
-are compared as text because CSV has nothing else."""
+"""Lower-case texts (CSV has nothing else) of `loss`, `train`, … that exclude an assistant's turn from the loss."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
@@ -66,10 +65,7 @@ RESULTS = ("tool_response", "observation")
 
 
 def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
-    """Raise RowError for an unsupported field that changes the meaning of a row, such as `images`.
-
-    Looks at the row's fields and at those of messages in the columns `read`.
-    """
+    """Raise RowError for an unsupported field of a row, or of messages in the columns `read`, such as `images`."""
     _check_fields(row, "")
     if unlearned := [mark for mark in LEARNED_MARKS if str(row.get(mark)).lower() in NOT_LEARNED]:
         raise RowError(f"has {listed(unlearned)} {row[unlearned[0]]!r}: it is not to be learned; leave this row out")
@@ -86,8 +82,7 @@ def with_tool_calls(messages: object, role_key: str = "role", content_key: str =
     """Return the messages with separate tool-call messages merged into the assistant's turn before them.
 
     A call's content is {name, arguments}, or a list of them, as it is or as JSON text. Raises RowError for anything
-    else, and for calls of one turn of which some are to be learned and some are not. What is no list of messages is
-    returned unchanged.
+    else, and for calls of one turn of which only some are learned. What is no list is returned unchanged.
     """
 
     def role(message: object) -> str:
@@ -200,7 +195,6 @@ class Unread:
         """Number of rows in which each ignored field has a value."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
-        """Count the fields of a row that have a value but are ignored. read: columns that the format reads."""
         self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
         self.counts.update(
             {
@@ -252,10 +246,7 @@ def _unread_of_tool(tool: dict[str, Any]) -> Iterator[str]:
 
 
 def _with_calls(turn: dict[str, Any], message: dict[str, Any], calls: list[Any], number: int) -> dict[str, Any]:
-    """Return an assistant's turn extended by the tool calls of the message after it.
-
-    Raises RowError if loss marks differ.
-    """
+    """Return an assistant's turn with the next message's tool calls; raise RowError if loss marks differ."""
     if _marks(message) and _is_learned(turn) != _is_learned(message):
         raise RowError(
             f"has a call in message {number} that is {'' if _is_learned(message) else 'not '}to be learned, unlike the "

@@ -1,7 +1,6 @@
 """Detection of repeated rows, contradicting rows, and training rows that are also held out.
 
-Of each row, 16 bytes are kept, of a pair or a labelled answer 24: on disk, and compared by shares that fit in memory,
-however many there are.
+Of each row 16 bytes are kept on disk, of a pair or a labelled answer 24, and compared by shares that fit in memory.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ ROW_DIGESTS = "rows.bin"
 """Name of the file, in a folder of packed rows, with a digest of each row's training content: uint64 [rows read]."""
 # An odd number of backslashes before the escape: in pairs they stand for backslashes themselves.
 CONTROL_CHARACTER = re.compile(r"\\(?<!\\\\)(?:\\\\)*(u00[0189][0-9a-f]|u007f|u202[a-e]|u206[6-9]|[bf])")
-"""Pattern of control characters as JSON text writes them, and of characters that change the writing direction. Line
-ends and tabs, which JSON writes as `\\n` and `\\t`, do not match."""
+"""Pattern of JSON-escaped control characters and changes of writing direction; not of line ends and tabs."""
 MEDIA = re.compile(r"<(?:image|video|audio)>")
 """Pattern of the placeholders `<image>`, `<video>` and `<audio>`, which show that a row refers to missing media."""
 SHARE_ROWS = 1 << 22
@@ -49,18 +47,13 @@ class RowDigests:
     def __init__(self) -> None:
         self.digests = array("Q")
         self.swapped = array("Q")
-        """Digests of the rows that would contradict the rows read: pairs with swapped answers, or answers with the
-        other label."""
+        """Digests of rows that would contradict: pairs with swapped answers, or answers with the other label."""
         self.numbers = array("Q")
         self.remarkable: dict[str, tuple[int, int, str]] = {}
-        """Number of rows, first row number and an example for each kind of suspicious content (control characters,
-        media placeholders)."""
+        """Number of rows, first row and an example of suspicious content (control characters, media placeholders)."""
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
-        """Add the digest of a dataset row, to find repeated rows.
-
-        is_good: label of a labelled answer; None for other rows.
-        """
+        """Add the digest of a dataset row, to find repeated rows. is_good: label of a labelled answer."""
         texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
         digest = _digest(texts)
@@ -83,7 +76,6 @@ class SeenRows:
     """Collector of the digests of all rows of a dataset, to find repeated and contradicting rows."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
-        """Create the collector of row digests, which keeps them as files in the folder of packed rows."""
         self._contradiction = CONTRADICTING_LABELS if is_labelled else CONTRADICTING_PAIRS
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
@@ -102,7 +94,6 @@ class SeenRows:
         numbers: NDArray[np.uint64],
         remarkable: Mapping[str, tuple[int, int, str]],
     ) -> None:
-        """Append the digests of the rows in the next part of a data file to the files on disk."""
         self._begins.append((self._num_rows, part))
         self._num_rows += len(digests)
         for path, values in ((self._digests, digests), (self._swapped, swapped), (self._numbers, numbers)):
@@ -153,10 +144,7 @@ class _Found:
 
 
 def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
-    """Return counts of the rows that repeat an earlier row, and of the rows that contradict another row.
-
-    digests, swapped: uint64 [rows]; `swapped` is empty for rows that cannot contradict each other.
-    """
+    """Return counts of rows that repeat an earlier row, and that contradict another, from uint64 [rows] or []."""
     repeated, contradicting = _Found(), _Found()
     for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):  # rounded up
         rows, values = _share(digests, share, num_shares)
@@ -181,10 +169,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return one share of the rows, to compare share by share in limited memory: row numbers int64, digests uint64.
-
-    A share has the digests with one remainder, so equal ones are in the same share.
-    """
+    """Return one share of the rows, those of one remainder, for limited memory: row numbers int64, digests uint64."""
     blocks = range(0, len(digests), SHARE_ROWS)
     rows = [
         begin + np.flatnonzero(digests[begin : begin + SHARE_ROWS] % np.uint64(num_shares) == share) for begin in blocks
@@ -194,10 +179,7 @@ def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[ND
 
 
 def check_held_out(training: Path, evaluation: Path) -> str | None:
-    """Return a warning if rows that the model is trained on are also among the held-out rows.
-
-    Raises DataError when every held-out row is learned.
-    """
+    """Return a warning if training rows are among the held-out rows; raise DataError when all of the latter are."""
     learned, held_out = (_mapped(folder / ROW_DIGESTS) for folder in (training, evaluation))
     is_learned = np.zeros(len(held_out), bool)
     for begin in range(0, len(learned), SHARE_ROWS):

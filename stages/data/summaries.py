@@ -29,8 +29,7 @@ class Piece(StrictModel):
 class ShownDocument(StrictModel):
     """Document as the data preview shows it, with its tokens as text.
 
-    - name: its part in the row, such as `chosen`
-    - num_hidden_tokens: number of tokens at its end that are not shown
+    name: its part in the row, such as `chosen`. num_hidden_tokens: at its end.
     """
 
     name: str
@@ -41,11 +40,7 @@ class ShownDocument(StrictModel):
 
 
 class ShownRow(StrictModel):
-    """Packed row as the data preview shows it, with its documents.
-
-    - name: its number, or where it stands
-    - num_padding_tokens: None without packing
-    """
+    """Packed row as the data preview shows it. name: its number or place. num_padding_tokens: None without packing."""
 
     name: str
     documents: tuple[ShownDocument, ...]
@@ -71,11 +66,8 @@ class Dropped(StrictModel):
 class ShownPortion(StrictModel):
     """Counts of the training rows or of the held-out rows of a dataset, shown in the data preview.
 
-    - unread_after: place of the last row read, where the time was too short for all
-    - share: share of a mixture's dataset in all that the training learns from
-    - epochs: number of passes of the training through these rows
-
-    Share and epochs are None where not all rows of the mixture were read.
+    unread_after: place of the last row read in the time. share: in all that the training learns from. epochs: passes of
+    the training through these rows. Both are None where not all rows of the mixture were read.
     """
 
     name: str
@@ -98,15 +90,11 @@ class ShownPortion(StrictModel):
 
     @property
     def target_fraction(self) -> float:
-        """Fraction of the tokens in the data that carry loss."""
         return self.num_target_tokens / max(1, self.num_tokens)
 
 
 class DataLook(StrictModel):
-    """Preview of the training data of a stage, which `lifecycle data` shows.
-
-    rows: packed rows of the first training step, or the first prompts.
-    """
+    """Preview of a stage's training data (`lifecycle data`): counts, and rows of the first step or prompts."""
 
     what: str
     portions: tuple[ShownPortion, ...]
@@ -117,8 +105,8 @@ class DataLook(StrictModel):
 class Lengths(StrictModel):
     """Histogram of document lengths for each dataset of a training, stored in `lengths.json`.
 
-    - bin_tokens: width of a bin; bin k holds lengths from `k × bin_tokens` (exclusive) to `(k + 1) × bin_tokens`
-    - counts: dataset (of a mixture by name, else an empty name) → number of documents in each bin
+    bin_tokens: bin k holds lengths from `k × bin_tokens` (exclusive) to `(k + 1) × bin_tokens`. counts: by dataset (one
+    alone: an empty name), number of documents in each bin.
     """
 
     bin_tokens: int

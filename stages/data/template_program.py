@@ -1,8 +1,8 @@
 """Process that renders conversations with untrusted chat templates, within limits of CPU time and memory.
 
-A question has many conversations; each has limits of its own. Where one is beyond them in Python, its answer says so.
-One that is beyond them within a single step of C (`tojson` of lists that share lists, a power of huge integers) ends
-the process, which is then asked for each conversation alone.
+Each of a question's conversations has limits of its own. One beyond them in Python gets an answer that says so; one
+beyond them within a single step of C (`tojson` of lists that share lists, a power of huge integers) ends the process,
+which is then asked for each conversation alone.
 """
 
 from __future__ import annotations
@@ -26,30 +26,23 @@ ANSWER_CHARACTERS = 1 << 22
 ANSWER_CPU_S = 5.0
 """CPU seconds after which the process returns what is rendered so far; the client requests the others again."""
 QUOTED_CHARACTERS = 1 << 17
-"""Largest number of characters of a template or row that an error quotes, before the caller redacts and shortens the
-error."""
+"""Largest number of characters of a template or row in an error, before the caller redacts and shortens it."""
 BYTES_PER_CHARACTER = 64
-"""Bytes of memory that rendering may use per character of a conversation, beyond the fixed limit. A character takes
-four bytes in the messages, in several renderings and in the answer."""
+"""Bytes of memory per character beyond the fixed limit: four in the messages, several renderings and the answer."""
 TEXT_CHARACTERS = 1 << 18
 CHARACTERS_PER_CHARACTER = 16
 """Largest length of a rendered text, as a multiple of the conversation's length. Templates add some 20 KiB, and JSON
 with indents and escapes is several times as long as its content."""
 CPU_S_PER_MESSAGE = 3e-5
-"""CPU seconds allowed per rendered message on a slow core, beyond the fixed limit. The number of renderings grows with
-the square of the number of turns, which is not the template's fault."""
+"""CPU seconds per rendered message on a slow core, beyond the fixed limit; messages grow with the turns squared."""
 GRACE_CPU_S = 1
-"""CPU seconds between the limit that raises an error in Python code and the one that kills the process, since long
-calls in C notice only the latter."""
+"""CPU seconds between the limit that raises an error in Python and the one that kills, which long calls in C notice."""
 
 Answered = TypeVar("Answered")
 
 
 class _LimitError(Exception):
-    """Raised when a chat template exceeds a limit of time, memory or text length.
-
-    The message continues the words "the model's chat template ".
-    """
+    """Raised when a template exceeds a limit of time, memory or length; continues "the model's chat template "."""
 
 
 class _Templates:
@@ -64,10 +57,9 @@ class _Templates:
     def answer(self, question: dict[str, Any]) -> Any:
         """Return the rendered texts of a request's conversations (at least the first one), and the CPU seconds used.
 
-        Return None if the template is not cached; the caller then sends the request again with its source.
-
-        An answer has `texts`, each with spans and dropped thoughts, and `date`; or `row`: what is wrong with it, or
-        `template`: what is wrong with every row, each as parts (`QuotingError`); or `limit`.
+        None if the template is not cached; the caller then sends its source. An answer has `texts`, each with spans and
+        dropped thoughts, and `date`; or `row`: what is wrong with it, or `template`: what is wrong with every row, each
+        as parts (`QuotingError`); or `limit`.
         """
         begin_s = time.process_time()
         answers = self._answers(question)
@@ -119,10 +111,7 @@ class _Templates:
         return None
 
     def _limited(self, cpu_s: float, memory_bytes: int, work: Callable[..., Answered], *arguments: Any) -> Answered:
-        """Call `work` within limits of CPU seconds and memory, and return its result.
-
-        Raises _LimitError beyond the limits.
-        """
+        """Call `work` within limits of CPU seconds and memory; raise _LimitError beyond them."""
         # The first number is the size of the address space, in pages.
         num_pages = int(os.pread(self._memory, 32, 0).split(maxsplit=1)[0])
         self._lower(resource.RLIMIT_AS, num_pages * self._page_bytes + memory_bytes)

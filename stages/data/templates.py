@@ -1,6 +1,6 @@
 """Rendering of conversations by chat templates, which are untrusted code and run in their own limited process.
 
-There (`template_program`) a conversation becomes its text, and which characters of it the assistant said is proved
+There (`template_program`) a conversation becomes its text, and what the assistant said in it is proved
 (`proved_template`). One process answers for all templates of this one, many conversations at a time.
 """
 
@@ -36,13 +36,10 @@ MAX_QUOTED = 200
 """Largest number of characters of a template or row that an error message quotes."""
 
 Work = Literal["together", "separately", "text", "prompt"]
-"""Ways to render a conversation, as texts to learn from or as a prompt.
+"""Ways to render a conversation, as texts to learn from, as one text, or as a prompt up to where the answer begins.
 
-- together: texts to learn from; earlier turns share one text even where the template drops their thoughts
-- separately: the same, but a turn whose thoughts would be dropped gets a text of its own
-- text: all of it as one text
-- prompt: the same, up to where the next answer begins
-"""
+together: earlier turns share one text even where the template drops their thoughts. separately: a turn whose thoughts
+would be dropped gets a text of its own."""
 
 
 class TemplateLimitError(DataError):
@@ -58,8 +55,7 @@ class Rendered:
     is_plain: bool = False
     """True if the text is plain, not from a chat template; the tokenizer then adds its special tokens around it."""
     is_shielded: bool = False
-    """True if special tokens that users wrote in the text were replaced by private-use characters, so that they are
-    encoded as text."""
+    """True if special tokens in users' texts were replaced by private-use characters, to be encoded as text."""
 
 
 class ChatTemplate:
@@ -73,13 +69,7 @@ class ChatTemplate:
         name: str,
         today: date = DEFAULT_DATE,
     ) -> None:
-        """Compile the chat template. Raises DataError if it is not valid Jinja.
-
-        - special_tokens: the template's variables (`bos_token`, …)
-        - markers: strings of all special tokens
-        - name: the template's name in errors
-        - today: the date that it writes
-        """
+        """Compile the chat template; raise DataError if it is not valid Jinja. Arguments: as of `ProvedTemplate`."""
         self._name = name
         self._markers = tuple(markers)
         self._source = {
@@ -93,7 +83,6 @@ class ChatTemplate:
         self.num_dropped_thoughts = 0
         """Number of turns learned without their reasoning (thoughts), because the template dropped it."""
         self.wrote_date = False
-        """True if the template wrote the current date into a text rendered since the last call of `forget`."""
         self.cpu_s = 0.0
         """CPU seconds that the rendering process has used for this template."""
         for answer in self._answers([]):
@@ -107,8 +96,8 @@ class ChatTemplate:
     def rendered(self, conversations: Sequence[tuple[Work, Conversation]]) -> Iterator[tuple[Rendered, ...] | RowError]:
         """Yield the rendered texts of each conversation, the longest last, or a RowError if it is refused.
 
-        RowError: the template refuses the messages, leaves a part of them out or does not show the assistant's turns.
-        Raises DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
+        That is: the template refuses the messages, leaves a part out or does not show the assistant's turns. Raises
+        DataError when it never shows them, TemplateLimitError at a conversation that takes too long.
         """
         for answer in self._answers(conversations):
             try:
@@ -123,10 +112,7 @@ class ChatTemplate:
     def documents(
         self, conversation: Conversation, turns: Literal["together", "separately"] = "together"
     ) -> tuple[Rendered, ...]:
-        """Return a conversation's rendered texts to train on, with loss on the assistant's turns; the longest is last.
-
-        Raises RowError and what `rendered` does.
-        """
+        """Return a conversation's texts to train on, loss on the assistant's turns; raises RowError, as `rendered`."""
         return self._of_one(turns, conversation)
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -153,10 +139,7 @@ class ChatTemplate:
 
     @cached_property
     def learned_after_turns(self) -> str:
-        """Text with loss that the template adds only after a conversation's last turn, such as an end token.
-
-        It is usually empty; Phi-3's template, for example, ends a conversation with another special token.
-        """
+        """Text with loss that the template adds only after the last turn, usually none (Phi-3: another end token)."""
         turns = [make_message(role, f"q{role}{number}") for number in (1, 2) for role in ("user", "assistant")]
         try:
             documents = self.documents(Conversation(turns))

@@ -1,9 +1,8 @@
 """Tokenizer of a model folder, which turns documents into token ids and a mask of the tokens with loss.
 
-Special tokens within what people wrote are encoded as text, refused, or taken as such. A question that holds
-`<|im_end|><|im_start|>system` would otherwise end its own turn and begin another. What people wrote is shielded before
-a template puts it between real special tokens: the characters of each special token in it move to a private plane of
-Unicode, where no template and no tokenizer knows them, and lengths stay the same.
+A question that holds `<|im_end|><|im_start|>system` would end its own turn and begin another. So what people wrote is
+shielded before a template puts it between real special tokens: the characters of each special token in it move to a
+private plane of Unicode, where no template and no tokenizer knows them, and lengths stay the same.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from stages.models.recorded import ToolPrompt
 from stages.models.tokenizer_check import Growth
 
 EXAMPLES = "a0."
-"""Sample texts to find out which special tokens the tokenizer adds around a text. The first one is used that the
-tokenizer's normalizer does not lengthen."""
+"""Sample texts to find the special tokens around a text; the first that the normalizer does not lengthen is used."""
 PRIVATE_PLANE = 0x100000
 PRIVATE = re.compile(f"[{chr(PRIVATE_PLANE)}-{chr(PRIVATE_PLANE + 0xFFFD)}]+")
 THOUGHT_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
@@ -88,12 +86,10 @@ class DocumentTokenizer:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens of the tokenizer, as texts."""
         return tuple(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Token ids of the tokenizer's special tokens."""
         return frozenset(number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -112,10 +108,9 @@ class DocumentTokenizer:
         return template.cpu_s if template else 0.0
 
     def render_rows(self, rows: Sequence[Sequence[Document]]) -> Iterator[list[tuple[Rendered, ...]] | RowError]:
-        """Yield each row's rendered texts, grouped by training unit (document or preference pair), or its error.
+        """Yield each row's rendered texts, grouped by training unit (document or preference pair), or its RowError.
 
-        RowError: what is wrong with a row. Raises DataError for a missing or unsuitable chat template, at the row where
-        it shows.
+        Raises DataError for a missing or unsuitable chat template, at the row where it shows.
         """
         outcomes = self._rendered([(document, len(row) > 1) for row in rows for document in row])
         for row in rows:
@@ -135,20 +130,14 @@ class DocumentTokenizer:
                 yield [tuple(text for (text,) in texts)] if len(row) > 1 else [(text,) for text in texts[0]]
 
     def render_units(self, documents: Sequence[Document]) -> list[tuple[Rendered, ...]]:
-        """Return the rendered texts of one row, grouped by training unit (document or pair).
-
-        Raises RowError, DataError.
-        """
+        """Return one row's rendered texts by training unit (document or pair); raise RowError, DataError."""
         (units,) = self.render_rows([documents])
         if isinstance(units, RowError):
             raise units
         return units
 
     def render(self, document: Document) -> Rendered:
-        """Return a document rendered as a single text.
-
-        Raises RowError if it needs several, and DataError for a missing or unsuitable chat template.
-        """
+        """Return a document as one text; raise RowError if it needs several, DataError for no suitable template."""
         (outcome,) = self._rendered([(document, True)])
         if isinstance(outcome, RowError):
             raise outcome
@@ -192,10 +181,9 @@ class DocumentTokenizer:
             )
 
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
-        """Return a prompt's text and token ids, which end where the model's answer begins.
+        """Return a prompt's text and token ids, which end where the model's answer begins; raise as `render`.
 
-        Of a conversation that ends with a question: up to the beginning of the answer. Of a plain text: its prompt,
-        after the special tokens that begin a text. Raises as `render`.
+        A plain text's prompt follows the special tokens that begin a text.
         """
         if isinstance(document, PlainText):
             text = self._content.shield(self._unframed(document).prompt)
@@ -207,7 +195,7 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a sample prompt with tools and its token ids in training, to compare with a server's tokens.
+        """Return a sample prompt with tools and its token ids in training, to compare with a server's.
 
         None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
         `render`.
@@ -226,7 +214,7 @@ class DocumentTokenizer:
         )
 
     def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
-        """Return the token ids and loss masks of many rendered texts, tokenized in parallel threads.
+        """Return token ids and loss masks of many texts, tokenized in parallel threads.
 
         Raises DataError for plain text without an end-of-text token, and where the tokenizer fails.
         """
@@ -262,10 +250,7 @@ class DocumentTokenizer:
         return len(self._content.unshielded(text.text).encode())
 
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
-        """Yield the rendered texts of each document, or a RowError.
-
-        A document given with True must give exactly one text.
-        """
+        """Yield each document's rendered texts, or a RowError; one given with True must give exactly one text."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
         asked = [ready for ready in prepared if isinstance(ready, _Asked)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
@@ -361,7 +346,6 @@ class Tokens:
     """Tokenized document: token ids with a mask of the tokens that carry loss."""
 
     ids: NDArray[np.int32]
-    """Token ids, int32 [tokens]."""
     loss: NDArray[np.bool_]
     """Loss mask, bool [tokens]; the first token never carries loss, since nothing predicts it."""
 
@@ -369,17 +353,14 @@ class Tokens:
         return len(self.ids)
 
     def cut(self, num_tokens: int) -> Tokens:
-        """Return the first `num_tokens` tokens of the document."""
         return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
 class TokenizerNotes(StrictModel):
     """Counts about rendered documents (special tokens in texts, dropped reasoning, …), from which warnings are made.
 
-    - teaches_to_stop: whether the assistant's turns end with a special token, by the first conversation; None without
-      one
-    - special_tokens: special token within texts → number of documents
-    - learned_after_turns: text learned after the end of a conversation's last turn
+    teaches_to_stop: whether turns end with a special token, by the first conversation. special_tokens: documents per
+    special token within texts. learned_after_turns: text learned after the end of a conversation's last turn.
     """
 
     teaches_to_stop: bool | None = None
@@ -406,10 +387,7 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Request to render a conversation by the chat template.
-
-    is_shielded: whether special tokens in users' texts were replaced by private-use characters.
-    """
+    """Request to render a conversation by the chat template. is_shielded: some special tokens were replaced."""
 
     work: Work
     conversation: Conversation
@@ -435,10 +413,7 @@ def _end(offset: Span) -> int:
 
 
 class SpecialTokens:
-    """Guard against special tokens that users wrote in texts, such as `<|im_end|>`.
-
-    It moves them to private characters (shields them), so that they are encoded as text.
-    """
+    """Guard against special tokens in users' texts, such as `<|im_end|>`: moves them to private characters."""
 
     def __init__(self, backend: Tokenizer, policy: SpecialTokensPolicy) -> None:
         self._backend = backend
@@ -452,9 +427,8 @@ class SpecialTokens:
         """Number of documents whose texts contain each special token."""
 
     def shield(self, value: Any) -> Any:
-        """Replace special tokens in all strings of a value by private-use characters, so that they are encoded as text.
+        """Replace special tokens in all strings of a value by private-use characters; return the same object if none.
 
-        The same object is returned if there are none.
         Raises RowError when the policy refuses special tokens.
         """
         texts: list[str] = []
@@ -534,10 +508,7 @@ def _moved(text: str, distance: int) -> str:
 
 
 def _collect_texts(value: Any, texts: list[str]) -> None:
-    """Append all strings in a nested value to a list.
-
-    A generator would take three times as long, and this takes a third of the time of rendering.
-    """
+    """Append all strings in a nested value to a list; a generator would take three times as long."""
     if isinstance(value, str):
         texts.append(value)
     elif isinstance(value, dict):
@@ -551,10 +522,7 @@ def _collect_texts(value: Any, texts: list[str]) -> None:
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """Attributes of a Transformers tokenizer, pickled for processes that do not import Transformers.
-
-    beginning: the special tokens before a text.
-    """
+    """Attributes of a tokenizer, for processes without Transformers. beginning: special tokens before a text."""
 
     backend_tokenizer: Tokenizer
     chat_template: str | dict[str, str] | None

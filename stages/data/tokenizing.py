@@ -1,8 +1,7 @@
 """Tokenization of one part of a data file: rows are read, checked, rendered and tokenized, and the result is stored.
 
-Every step is a generator over the one before it, so that memory does not grow with the number of rows. A piece is a
-safetensors file named by the digest of what was read. It does not know where its part lies: its row numbers count from
-the part's beginning.
+Every step is a generator over the one before it, so that memory stays flat. A piece is a safetensors file named by the
+digest of what was read; its row numbers count from its part's beginning.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ NOTES, DIGEST = "notes", "digest"
 UNIT_ARRAYS = tuple(Units.__dataclass_fields__)
 ROW_ARRAYS = ("digests", "swapped", "numbers")
 PREPARATION_VERSION = 10
-"""Version of the code that prepares data, part of cache keys. It is raised when the same input gives other tokens,
-masks or rows."""
+"""Version of data preparation in cache keys, raised when the same input gives other tokens, masks or rows."""
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer*",
@@ -79,10 +77,7 @@ RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Options of a recipe that decide how dataset rows become tokens.
-
-    reader: row reader that knows the dataset's format from its first row.
-    """
+    """Options that decide how rows become tokens. reader: knows the dataset's format from its first row."""
 
     portion: Portion
     config: DataConfig
@@ -172,7 +167,6 @@ class PartTokenizer:
         self.tokenizer.take_notes()
 
     def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
-        """Yield each good row rendered to text, and record the bad rows."""
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -217,10 +211,7 @@ class PartTokenizer:
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
     def _fit(self, units: list[Unit], place: Place) -> None:
-        """Add a row's training units (documents or pairs); those longer than a packed row are shortened or dropped.
-
-        A unit that teaches nothing makes the row a bad one.
-        """
+        """Add a row's units (documents or pairs), shortened or dropped if too long; one that teaches nothing is bad."""
         piece = self._found
         piece.num_tokenized_rows += 1
         kept = []
@@ -282,10 +273,7 @@ def over_long_of(config: DataConfig) -> OverLong:
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
-    """Let a row reader determine the dataset's format from the first good row, and return the reader.
-
-    Raises DataError for a row of no suitable format.
-    """
+    """Determine a row reader's format by the first good row, and return it; DataError for no suitable format."""
     for row in portion.select(rows):
         try:
             if isinstance(row, Row):
@@ -304,12 +292,10 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
 class PieceNotes(StrictModel):
     """Counts and warnings about a group of tokenized rows, stored with its arrays.
 
-    - num_earlier: number of pieces of the same part before this one, if this is the last
-    - num_source_rows: rows of the portion, bad ones included
-    - num_tokenized_rows: rows to which `over_long` was applied
-    - num_text_tokens, num_text_bytes: size of texts that are cut into rows
-    - unread: columns and fields that are not read → number of rows
-    - tool_prompt: prompt of the first row with tools that a server can be asked with
+    num_earlier: pieces of the part before this one, if this is the last. num_source_rows: rows of the portion, bad ones
+    included. num_tokenized_rows: rows to which `over_long` was applied. num_text_tokens, num_text_bytes: size of texts
+    cut into rows. unread: columns and fields that are not read → number of rows. tool_prompt: of the first row with
+    tools that a server can be asked with.
     """
 
     num_earlier: int | None = None

@@ -1,9 +1,9 @@
 """Search for the assistant's turns in a rendered conversation, proved by comparing what the chat template renders.
 
-A turn is learned as the model will be asked for it. The messages before it, rendered with the generation prompt, must
-be the beginning of the text that ends with the turn; what follows there is the turn. In a longer conversation it must
-stand with the same words. Where a template rewrites what went before (drops thoughts, ends the last turn otherwise,
-moves the system prompt), a conversation becomes several documents: each turn in the longest that still shows it so.
+A turn is learned as the model will be asked for it: the messages before it, rendered with the generation prompt, must
+be the beginning of the text that ends with the turn, and in a longer conversation it must stand with the same words.
+Where a template rewrites what went before (drops thoughts, ends the last turn otherwise, moves the system prompt), a
+conversation becomes several documents: each turn in the longest that still shows it so.
 
 Example, with a template that writes `<USER>question<END>` and `<BOT>answer<END>`, and `<BOT>` as generation prompt:
 
@@ -16,8 +16,8 @@ Example, with a template that writes `<USER>question<END>` and `<BOT>answer<END>
 Had the template dropped the first answer's thoughts once the second question follows, the first turn would not stand in
 the whole text as it was generated, and would be learned in a document of its own, `<USER>1+1?<END><BOT>…2<END>`.
 
-Each turn is rendered with all before it: work that grows with the square of the turns. A conversation that would take
-too long is refused, most often before it is begun.
+Each turn is rendered with all before it: work that grows with the square of the turns; conversations that would take
+too long are refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from functools import cache
 from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
 
 Write = Callable[..., str]
-"""Function that renders messages with a chat template. Its arguments are messages, add_generation_prompt and template
-variables; it returns the text."""
+"""Function that renders messages with a chat template: (messages, add_generation_prompt, variables) → text."""
 MAX_MESSAGES = 1 << 21
-"""Largest number of messages rendered to find the turns of one conversation, enough for a thousand turns in ten
-seconds."""
+"""Largest number of messages rendered for one conversation's turns, enough for a thousand turns in ten seconds."""
 MAX_KEPT_CHARACTERS = 1 << 26
 OPENED_THOUGHTS = re.compile(r"<think>(\s*)\Z")
 CLOSED_THOUGHTS = re.compile(r"</think>\s*\Z")
@@ -50,8 +48,7 @@ SWITCHES = ("enable_thinking", "thinking")
 class QuotingError(RowError):
     """Raised for a bad row, with a message that quotes texts of any length from the template or the row.
 
-    parts: our words and such texts in turn. The process that asks cuts them; only it knows the secrets that must not be
-    shown in part.
+    parts: our words and such texts in turn; only the asking process knows the secrets in them, and cuts them.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -60,10 +57,7 @@ class QuotingError(RowError):
 
 
 class UnclearTurnsError(QuotingError):
-    """Raised when it cannot be proved which tokens the assistant says, or the template leaves a message out.
-
-    cause: the same as a sentence of its own, in parts.
-    """
+    """Raised when the assistant's tokens cannot be proved, or a message is left out. cause: a sentence, in parts."""
 
     def __init__(self, begin: str, *parts: str) -> None:
         super().__init__(f"cannot be learned from: {begin}", *parts)
@@ -95,11 +89,9 @@ class Turns:
     ) -> None:
         """Create the finder of the assistant's turns in one conversation, given the function that renders messages.
 
-        - markers: all special tokens
-        - name: the template's name in errors
-        - together: a turn may be learned without its thoughts where the template drops them from earlier turns; else
-          the turn gets a document of its own
-        - writes_think: the template writes thoughts between `<think>` and `</think>`
+        markers: all special tokens. name: the template's name in errors. together: a turn may be learned without
+        thoughts that the template drops; else it gets a document of its own. writes_think: the template writes thoughts
+        between `<think>` and `</think>`.
         """
         self._write = Renderings(write, messages, keep=not together)
         self._messages = list(messages)
@@ -110,10 +102,9 @@ class Turns:
         self._only_markers = _only(markers)
 
     def documents(self, learned_turns: Sequence[int]) -> list[Document]:
-        """Return rendered texts that together carry loss on each of the given assistant turns exactly once.
+        """Return rendered texts, the longest last, that carry loss on each of the given turns exactly once.
 
-        The longest comes last. Raises RowError when there are too many messages, it cannot be proved where a turn lies,
-        or the template leaves a part of it out.
+        Raises RowError for too many messages, a turn that cannot be proved, or a part that the template leaves out.
         """
         remaining = list(learned_turns)
         if not remaining:
@@ -137,8 +128,8 @@ class Turns:
     def _as_last(self, number: int) -> _Turn:
         """Render a conversation up to an assistant's turn, and return this turn at the end of the text.
 
-        The text is as the template writes it by default, or when asked for thoughts, or for none, as the turn has some
-        or not; or else the prompt, followed by the turn with its thoughts as models write them.
+        The text is the template's by default, or with its switch for thoughts as the turn has some or not; or else the
+        prompt, followed by the turn with its thoughts as models write them.
         """
         messages = self._messages[: number + 1]
         thoughts, _ = split_thoughts(messages[-1])
@@ -159,7 +150,7 @@ class Turns:
     def _behind_its_prompt(self, messages: list[Message]) -> _Turn:
         """Append the last answer to its prompt, for templates that write the prompt differently once an answer follows.
 
-        Some templates show a system prompt, or thoughts beside a call, in a prompt but not once the answer follows.
+        Some show a system prompt, or thoughts beside a call, in a prompt only.
         """
         # True is 1 as an index: a system prompt is left out.
         plain = [*map(_plain, messages[messages[0]["role"] == "system" : -1])]
@@ -201,10 +192,7 @@ class Turns:
         return span
 
     def _num_shared(self, own: str, rest: str) -> int:
-        """Return the length of the assistant turn at the beginning of `rest`; 0 if unsure.
-
-        own: the turn's text when it is rendered as the last turn.
-        """
+        """Return the turn's length at the beginning of `rest`, 0 if unsure. own: its text as the last turn."""
         if rest.startswith(own):
             return self._end(own, 0)
         shared = next((i for i, pair in enumerate(zip(own, rest, strict=False)) if pair[0] != pair[1]), len(rest))
@@ -278,10 +266,7 @@ class _Turn:
 
 
 class Renderings:
-    """Renderer of one conversation that counts rendered messages, to limit the work for long conversations.
-
-    keep: whether the texts of the conversation's beginnings are cached.
-    """
+    """Renderer of one conversation that limits rendered messages. keep: cache texts of the beginnings."""
 
     def __init__(self, write: Write, messages: Sequence[Message], *, keep: bool) -> None:
         self._write = write
@@ -291,10 +276,7 @@ class Renderings:
         self._kept: dict[tuple[object, ...], str] = {}
 
     def __call__(self, messages: Sequence[Message], **options: bool) -> str:
-        """Render messages with the chat template.
-
-        Raises RowError beyond the limit of messages rendered for one conversation.
-        """
+        """Render messages; raise RowError beyond the limit of messages rendered for one conversation."""
         self.check(len(messages))
         self._num_messages += len(messages)
         return self._write(list(messages), **options)
@@ -345,7 +327,7 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:
     """Return the turn with its reasoning restored, for templates that open `<think>` in a prompt but drop it later.
 
-    As these models write them: where the prompt opens `<think>`, the thoughts, `</think>`, the answer.
+    As models write them: the prompt's `<think>`, the thoughts, `</think>`, the answer.
     """
     opened = OPENED_THOUGHTS.search(before)
     base = before[: opened.start()] if opened else before

@@ -1,8 +1,7 @@
 """Units of training data, each a tokenized document or a preference pair, and their packing into rows.
 
-Units are checked, fitted to the sequence length, stored as arrays (`Units`) and packed into rows, a window at a time so
-that memory stays flat. Packing is best-fit decreasing (Johnson 1973): the longest unit first, each into the row with
-the least room that it fits into.
+Checked, fitted to the sequence length, and packed a window at a time so that memory stays flat, by best-fit decreasing
+(Johnson 1973): the longest unit first, each into the row with the least room that it fits into.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ WINDOW_ROWS = 256
 
 @dataclass(frozen=True)
 class Unit:
-    """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected).
-
-    `len` counts tokens.
-    """
+    """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected); `len`: tokens."""
 
     documents: tuple[Tokens, ...]
     is_good: bool | None = None
@@ -72,17 +68,13 @@ class OverLong:
         return self._truncated(unit) if self.policy == "truncate" else None
 
     def add(self, other: OverLong) -> None:
-        """Add the counts of later rows' documents and pairs that are longer than a packed row."""
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
         self.num_kept += other.num_kept
 
     def check(self, num_rows: int) -> str | None:
-        """Return a warning about documents and pairs that were too long, once all rows were read.
-
-        Raises DataError if the policy is `fail`.
-        """
+        """Return a warning about too long documents and pairs; raise DataError if the policy is `fail`."""
         if not self.num_over_long:
             return None
         problem = (
@@ -194,10 +186,7 @@ class Units:
 
     @classmethod
     def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return a list of training units (documents or pairs) as flat arrays.
-
-        is_labelled, has_margins: all units have a label or a margin.
-        """
+        """Return units as flat arrays. is_labelled, has_margins: all units have a label or a margin."""
         documents = [document for unit in units for document in unit.documents]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
@@ -210,10 +199,7 @@ class Units:
 
     @classmethod
     def joined(cls, parts: Sequence[Units]) -> Units:
-        """Return several groups of training units joined into one; at least one group is needed.
-
-        Either all of them have labels (or margins), or none has.
-        """
+        """Return one or several groups of units joined; all of them have labels (or margins), or none has."""
 
         def whole(name: str) -> Any:
             return None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
@@ -234,8 +220,8 @@ def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
 def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
     """Yield packed rows: whole training units whose lengths add up to at most `capacity` tokens, as full as possible.
 
-    A window of units is held at any time: the fuller three quarters of its rows are final, the others are packed again
-    with the next units. The result does not depend on how units come in batches.
+    Of a window of units the fuller three quarters of its rows are final, the others are packed again with the next
+    units. The result does not depend on how units come in batches.
     """
     window: list[Units] = []
     num_units = num_tokens = 0
@@ -281,7 +267,7 @@ def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return a best-fit decreasing packing of training units into rows of `capacity` tokens, as indices into `lengths`.
+    """Return a best-fit decreasing packing into rows of `capacity` tokens, as indices into `lengths`.
 
     Sorting takes O(n log n), and each unit a search in `capacity` bits.
     """
