@@ -11,10 +11,7 @@ SCORE = "sums.exact_match"
 
 
 def write_evaluation(folder: Path, answers: Sequence[float], *, prompt: str = "plain", version: float = 1.0) -> None:
-    """Write an evaluation's made-up result files for the task `sums`, with one question for each given answer.
-
-    An answer is right (1) or wrong (0).
-    """
+    """Write an evaluation's made-up result files for the task `sums`; answers are right (1) or wrong (0)."""
     rows = [
         {
             "doc_id": number,

@@ -1,7 +1,4 @@
-"""Helper that opens local HTML files in a real browser for tests: the machine's Chromium, headless and offline.
-
-Tests are skipped where there is none.
-"""
+"""Local HTML files opened in the machine's Chromium, headless and offline, for tests, which are skipped without it."""
 
 from __future__ import annotations
 

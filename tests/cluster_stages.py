@@ -29,10 +29,7 @@ def messages(folder: Path) -> str:
 
 
 class Refresh:
-    """Pipeline run for tests of cluster launchers: downloads of a model and a dataset, then SFT on a cluster.
-
-    artifacts: those of `train_stage.make_artifacts`. execution: the SFT stage's `execution` block, with the launcher.
-    """
+    """Pipeline run for tests of launchers: downloads (`train_stage.make_artifacts`), then SFT with this `execution`."""
 
     def __init__(self, folder: Path, artifacts: dict[str, Path], execution: dict[str, Any], **fields: Any) -> None:
         self.store = Store(folder / "store")

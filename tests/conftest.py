@@ -60,7 +60,7 @@ tests fill the rest. The order is that of `build/suite.json`, which `make test` 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Turn off Python's garbage collection while tests are collected, and freeze the imported objects.
+    """Turn off garbage collection while tests are collected, and freeze the imported objects.
 
     Scanning a million objects repeatedly took a fifth of the collection, and some of the time of every test.
     """

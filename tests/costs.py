@@ -1,7 +1,6 @@
 """Plugin for pytest that writes each test file's CPU and wall time to `build/suite.json` and prints the slowest.
 
-Counted are the worker and all processes that it has waited for; servers that outlive the file that started them are
-not.
+Counted are the worker and the processes that it has waited for, not servers that outlive the file.
 """
 
 from __future__ import annotations

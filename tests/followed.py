@@ -36,10 +36,7 @@ NUM_SESSIONS = 20
 
 
 def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
-    """Return an empty model registry for tests, whose models the tiny engine serves.
-
-    Only one engine can start at a time.
-    """
+    """Return an empty model registry, whose models the tiny engine serves; only one engine can start at a time."""
     (folder / "starting").touch()
     settings = {**own_mlflow(folder), "VLLM_API_KEY": KEY, "TINY_STARTING": str(folder / "starting")}
     for name, value in settings.items():
@@ -50,10 +47,7 @@ def tiny_registry(folder: Path, patch: pytest.MonkeyPatch) -> Registry:
 
 
 def registration(mark: str, **files: str) -> Registration:
-    """Store a model artifact for the tests' tiny engine, and return its `Registration` for the model registry.
-
-    files: further files of the model, by name.
-    """
+    """Store a model artifact, with more `files`, for the tiny engine; return its `Registration`."""
     store = Store(store_root())
     planned = planned_stages(store, {"model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]}})
 
@@ -85,10 +79,7 @@ def load_of(client: httpx.Client) -> Load:
 
 
 def ask(client: httpx.Client, number: int) -> str:
-    """Ask an arithmetic question in a session of its own; return the model version that answered.
-
-    Half of the answers are streamed.
-    """
+    """Ask an arithmetic question in a new session, every second one streamed; return the version that answered."""
     is_stream = number % 4 < 2
     question = {"model": NAME, "messages": [{"role": "user", "content": f"{number} + 1"}], "stream": is_stream}
     headers = {"X-Session-Id": f"s{number}"}

@@ -19,10 +19,7 @@ def warm_parent(program: str) -> Ranks:
 
 
 def main() -> None:
-    """Run a stage in a forked process. Its program arguments are the stage's work folder and its environment.
-
-    ENVIRONMENT: a JSON object of the variables that a process of the stage has.
-    """
+    """Run a stage in a fork. Arguments: the stage's work folder, and its environment as a JSON object."""
     os.environ |= json.loads(sys.argv[2])
     sys.argv = sys.argv[:2]
     run_stage()

@@ -8,10 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """HTTP server for tests that does not report clients which disconnect early.
-
-    Its error report, from a thread of its own, would appear in the output of another test.
-    """
+    """HTTP server without reports on clients that disconnect early, which would appear in another test's output."""
 
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exception(), ConnectionError):

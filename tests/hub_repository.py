@@ -59,10 +59,7 @@ class Repository:
         return entry
 
     def tree(self, revision: str, folder: str = "", recursive: bool = False) -> list[dict[str, object]]:
-        """Return the files and folders in a repository folder at a revision, as entries of the hub's API.
-
-        If `recursive`, return all files below it instead.
-        """
+        """Return a folder's files and folders, or with `recursive` all files below, at a revision, as the hub does."""
         files = self.files_at(revision) or {}
         prefix = f"{folder}/" if folder else ""
         inside = {name: content for name, content in files.items() if name.startswith(prefix)}

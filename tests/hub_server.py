@@ -36,8 +36,8 @@ class Request:
 class HubServer:
     """Stand-in for a model hub on the loopback, with repositories, tokens and planned faults.
 
-    repositories: by `org/name` or `datasets/org/name`. pages: answers that replace the repositories', by path.
-    token_roles: known tokens, and whether they may `read` or `write`.
+    repositories: by `org/name` or `datasets/org/name`. pages: answers that replace theirs, by path. token_roles: known
+    tokens, and whether they may `read` or `write`.
     """
 
     def __init__(self) -> None:

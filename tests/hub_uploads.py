@@ -34,8 +34,7 @@ class Fault:
     retry_after_s: int | None = None
     break_after_bytes: int | None = None
     how: str = "reset"
-    """Way in which the stand-in hub breaks a response: connection `reset`, early `close`, or a `short` body that seems
-    complete."""
+    """Break of a response: connection `reset`, early `close`, or a `short` body that seems complete."""
     send_instead: bytes | None = None
     ignore_range: bool = False
     headers: dict[str, str | None] = field(default_factory=dict)
@@ -44,10 +43,7 @@ class Fault:
 
 
 class Uploads(BaseHTTPRequestHandler):
-    """Request handler of the stand-in for a model hub, for uploads by Hugging Face's API.
-
-    The tokens and their rights are `server_state.token_roles`.
-    """
+    """Handler of uploads by Hugging Face's API in the stand-in hub, with the rights in `server_state.token_roles`."""
 
     server_state: HubServer
 

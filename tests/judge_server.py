@@ -28,10 +28,7 @@ def answer_in(question: str) -> str:
 
 @dataclass
 class Judge:
-    """State of the stand-in for a judge model: its answers, planned HTTP errors, and the requests that it received.
-
-    statuses: HTTP codes of the next answers, the last first. asked: requests that it has answered.
-    """
+    """State of the stand-in for a judge: answers; `statuses` of the next, last first; `asked`: requests answered."""
 
     says: Callable[[str], str] = lambda question: f"Hm.\nRating: {rating(answer_in(question))}"
     url: str = ""

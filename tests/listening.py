@@ -23,10 +23,7 @@ def reachable_from_elsewhere(pids: Iterable[int]) -> set[str]:
 
 
 def unix_listeners(pids: Iterable[int]) -> set[str]:
-    """Return the paths of Unix sockets on which one of the given processes listens.
-
-    A path `@…` is an abstract socket, which all local users can open.
-    """
+    """Return the paths of Unix sockets on which the processes listen; `@…` is abstract, and open to local users."""
     sockets = {inode for pid in pids for inode in _sockets_of(pid)}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepting = [line for line in lines if int(line[3], 16) & ACCEPTS]

@@ -15,10 +15,9 @@ class CutOffError(Exception):
 class Load:
     """Clients, each in a thread, that send requests to a server continuously until the `with` block ends.
 
-    ask: asks the question of a number, of which there is one for each request; returns who answered, or what. Raises
-    CutOffError, and anything else for a failure.
-    answers: their numbers by what `ask` returned. cut: answers that broke off. longest_s: of any request. last_s: when
-    the latest answer came, on the monotonic clock.
+    ask: asks the question of a number, one for each request, and returns who answered, or what; raises CutOffError, and
+    anything else for a failure. answers: numbers by what `ask` returned. cut: answers that broke off. longest_s: of any
+    request. last_s: when the latest answer came (monotonic).
     """
 
     def __init__(self, ask: Callable[[int], str], num_clients: int, pause_s: float = 0.01):
@@ -42,10 +41,7 @@ class Load:
             thread.join()
 
     def more(self, answer: str | None = None, timeout_s: float = 300) -> None:
-        """Wait until two more answers per client have arrived (on average), or a request has failed.
-
-        With `answer`, only answers equal to it count.
-        """
+        """Wait until two more answers a client (equal to `answer`, if given) have come, or a request has failed."""
 
         def count() -> int:
             return self.answers.total() if answer is None else self.answers[answer]

@@ -31,10 +31,9 @@ def whole(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
 
 @contextmanager
 def lying_server(answer: Callable[[Callable[[bytes], None], bytes], None]) -> Iterator[LyingServer]:
-    """Run a server that answers with arbitrary bytes, until the `with` block ends.
+    """Run a server that answers with arbitrary bytes until the `with` block ends.
 
-    answer: called with a function that sends bytes, and with the request; it ends when the client closes the
-    connection.
+    answer: called with a function that sends bytes, and the request; it ends when the client closes the connection.
     """
 
     class Handler(socketserver.BaseRequestHandler):

@@ -1,6 +1,5 @@
-"""Preference method that only tests register, which proves that a new method needs one module and a registry entry.
+"""SimPO (Meng et al. 2024) registered by tests only, which proves that a method needs one module and an entry.
 
-It is SimPO (Meng et al. 2024).
 Import this before the config of the train stage: its fields are those of the methods that are registered by then.
 """
 

@@ -195,10 +195,7 @@ def main() -> None:
 
 
 def read_report(report: Path, card: str | None) -> Run:
-    """Read a test run from pytest's JUnit report (xunit1).
-
-    Exits if its suite is not named after a commit without changes.
-    """
+    """Read a test run from pytest's JUnit report (xunit1); exit unless a clean commit names its suite."""
     suite = next(ElementTree.parse(report).iter("testsuite"))
     commit = suite.get("name", "")
     if len(commit) != 40:
@@ -221,10 +218,7 @@ def recorded() -> list[Run]:
 
 
 def as_json(run: Run) -> dict[str, Any]:
-    """Return a test run as JSON, as `matrix.json` records it for the README's support matrix.
-
-    Each test file has a line with the numbers of passed, skipped and failed tests.
-    """
+    """Return a run as `matrix.json` has it: a line for each test file with passed, skipped and failed tests."""
     lines = [[name, *(counts[what] for what in OUTCOMES)] for name, counts in sorted(run.outcomes.items())]
     return {"commit": run.commit, "date": run.date, "card": run.card, "outcomes": [json.dumps(line) for line in lines]}
 

@@ -37,10 +37,7 @@ class ModelScopeUploads(Uploads):
         return False
 
     def _may(self, method: str, name: str | None) -> bool:
-        """Check that the request's token may access a repository of the stand-in hub; if not, answer with an error.
-
-        name: None for a request that creates the repository.
-        """
+        """Return whether the token may access a repository (None: may create one); if not, answer with an error."""
         role = self.server_state.token_roles.get(self._token())
         if role is None:
             self._says(401, "invalid token")

@@ -20,9 +20,8 @@ TOKEN = "a-token-of-the-registry"
 class Registry:
     """State of the stand-in for an OCI registry: blobs by digest, manifests by tag, and how pushes are authorized.
 
-    credentials: USER:PASSWORD that pushes need. bearer: whether these are exchanged for a token.
-
-    store: another registry, to which blobs are uploaded. lent: another registry, to which blob requests are redirected.
+    credentials: USER:PASSWORD that pushes need. bearer: whether these are exchanged for a token. store: another
+    registry, to which blobs are uploaded. lent: another registry, to which blob requests are redirected.
     authorizations: the Authorization headers of all requests.
     """
 

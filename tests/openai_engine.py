@@ -41,7 +41,6 @@ class OpenAIEngine:
     """Settings of the stand-in for a serving engine: its name, and how it answers requests.
 
     status: of its answers. breaks_off: in the middle of a stream. message: instead of its name. deltas: of a stream.
-
     accepted: formats that its metrics were asked in. go_on: a stream waits for it after each of its parts.
     """
 

@@ -115,19 +115,13 @@ def commands_of(console: str) -> list[str]:
 
 
 def commands_measured(shown: re.Match[str]) -> list[str]:
-    """Return the commands whose output a documentation block shows as measured on a stated date.
-
-    These are not run again.
-    """
+    """Return the commands whose output a block shows as measured on a stated date; they are not run again."""
     said = MEASURED.fullmatch(shown["argument"]) if shown["kind"] == "measured" else None
     return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
 
 
 def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
-    """Run a bash command with `lifecycle` on the PATH, and return its output.
-
-    home: LIFECYCLE_HOME; default: the user's own.
-    """
+    """Run a bash command with `lifecycle` on the PATH, in `home` or the user's own; return its output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"LIFECYCLE_HOME": str(home)} if home else {}
     words = ["bash", "-c", f"exec 2>&1\n{command}"]
@@ -135,10 +129,7 @@ def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
 
 
 def _run(console: str) -> str:
-    """Run the commands of a console block again, and return the block with their present output.
-
-    They run in a new lifecycle home, in a folder of links to this repository's entries.
-    """
+    """Run a console block's commands in a new home, in a folder of links to this repository; return the new block."""
     commands = commands_of(console)
     for _ in range(NUM_TRIES):
         with tempfile.TemporaryDirectory() as name:
@@ -165,10 +156,7 @@ def blocks(path: str) -> Iterator[str]:
 
 
 def own_fields(model: type[BaseModel]) -> list[str]:
-    """Return the field names of a config class: its own fields, then inherited ones.
-
-    The field `kind` and those that all `execution` blocks share are left out.
-    """
+    """Return a config class's field names, its own first, without `kind` and what all `execution` blocks share."""
     above = next((base.model_fields for base in model.__mro__[1:] if issubclass(base, Execution)), {})
     names = [name for name in model.model_fields if name not in {"kind", "execution", *above}]
     annotated = [vars(base).get("__annotations__", {}) for base in model.__mro__]
@@ -293,10 +281,7 @@ WRITERS = {
 
 
 def stale_lines(body: str, output: str) -> list[str]:
-    """Return the lines that a page shows as a command's output but the command no longer prints, ignoring numbers.
-
-    Of a line with `…`, only the text before it is compared.
-    """
+    """Return output lines on a page that the command no longer prints, ignoring numbers and what follows `…`."""
     printed = [_shape(line) for line in output.splitlines()]
     lines = [line for line in body.splitlines() if line.strip() and not line.startswith(("```", "$ "))]
     return [line for line in lines if not any(_is_shown_by(line, shape) for shape in printed)]

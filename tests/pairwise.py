@@ -1,6 +1,6 @@
-"""Selection of a few test cases that cover every pair of parameter values, so that `make test` stays short.
+"""Choice of few test cases that cover every pair of parameter values, for `make test`; others are `nightly`.
 
-The others are marked `nightly`. The choice depends on the cases and their order alone.
+It depends on the cases and their order alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Pair = frozenset[tuple[str, Hashable]]
 def pairwise(cases: Sequence[Any], values_of: Callable[[Any], Mapping[str, Hashable]]) -> list[Any]:
     """Return a subset of test cases that still covers every pair of parameter values found in any case.
 
-    values_of: case → value by axis. Greedy: the case that has most pairs that no chosen one has, of several the first.
+    values_of: case → value by axis. Greedy: the first case with the most pairs that no chosen one has.
     """
     pairs = [_pairs(values_of(case)) for case in cases]
     missing = set().union(*pairs)

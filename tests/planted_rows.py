@@ -47,10 +47,7 @@ def near_duplicate(draw: random.Random, original: str, way: int) -> str:
 
 
 def planted_duplicates(num_rows: int, seed: int = 0) -> Planted:
-    """Return random texts, a tenth of them near-duplicates.
-
-    Another tenth share half of their words with another text.
-    """
+    """Return random texts: a tenth are near-duplicates, another tenth share half of their words with another."""
     draw = random.Random(seed)
     texts, copies = [text(draw) for _ in range(num_rows * 8 // 10)], {}
     originals = draw.sample(range(len(texts)), num_rows // 10)

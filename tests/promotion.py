@@ -46,10 +46,7 @@ def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
 
 
 def adapter_tree(mark: str, base: str, **gates: Any) -> dict[str, Any]:
-    """Return a recipe that promotes an adapter after an evaluation.
-
-    Another `mark` makes another adapter, another `base` another base model.
-    """
+    """Return a recipe that promotes an adapter (one for each `mark`) of a base model (`base`) after an evaluation."""
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", "files": [base]},
         "rows": {"kind": "download", "dataset": "builtin/addition"},

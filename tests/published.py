@@ -25,10 +25,7 @@ TRAINED = {"num_rows": 40.0, "num_documents": 120.0, "num_tokens": 9000.0, "eval
 
 
 def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **publish: Any) -> dict[str, Any]:
-    """Return a recipe that trains, quantizes, evaluates, promotes and publishes a model.
-
-    With `adapter`, the trained adapter is promoted and nothing is quantized.
-    """
+    """Return a recipe that trains, quantizes (but no `adapter`), evaluates, promotes and publishes a model."""
     candidate = "sft" if adapter else "awq"
     train = {
         "kind": "train",

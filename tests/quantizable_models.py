@@ -35,10 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_family(model_type: str) -> PreTrainedModel:
-    """Return a tiny model of an architecture with random weights.
-
-    Its norms' weights are random, too, since scaling errors would not show with weights of 1.
-    """
+    """Return a tiny model with random weights, also of norms, since scaling errors would not show with 1."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPES[model_type])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -11,10 +11,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def make_adapter(base: Path, artifact: Path, *modules: str, rank: int = 8, seed: int = 0, scale: float = 0.1) -> None:
-    """Write an artifact with a random LoRA adapter of the model in `base`, and the adapter's recorded predictions.
-
-    scale: of its factors. modules: those adapted; default: all linear layers.
-    """
+    """Write an artifact of a random LoRA adapter on `modules` (default: all linear layers), with its predictions."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -77,10 +74,7 @@ def likeliest(model: Any, token_ids: list[int]) -> list[int]:
 
 
 def greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
-    """Return the model's greedy continuation of `num_tokens` tokens, computed with Transformers.
-
-    End-of-text tokens do not end it.
-    """
+    """Return the greedy continuation of `num_tokens` tokens by Transformers, past end-of-text tokens."""
     import torch
 
     made = model.generate(

@@ -24,10 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_model(folder: Path, seed: int = 0, head_dim: int = 32) -> None:
-    """Write a tiny Qwen3 with random weights whose tokens are single characters and whose predictions are clear-cut.
-
-    Its large weights make one token far more probable than the others, so that engines agree.
-    """
+    """Write a tiny Qwen3 of single-character tokens whose large weights make one clearly likeliest: engines agree."""
     import torch
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -89,10 +86,7 @@ def write_tasks(folder: Path, num_generations: int = 120, num_choices: int = 12)
 
 
 def write_work(work: Path, kind: str, config: dict[str, Any], inputs: dict[str, Path], **more: Any) -> Path:
-    """Make the work folder of a stage for tests; intermediate results in an existing folder are kept.
-
-    The stage is named like its kind.
-    """
+    """Make a stage's work folder, named like its kind; intermediate results in an existing one are kept."""
     work.mkdir(exist_ok=True)
     stage_input = {"name": kind, "kind": kind, "version": "0123456789ab", "config": {"kind": kind, **config}, **more}
     stage_input |= {"inputs": {name: str(path) for name, path in inputs.items()}, "cache": str(work.parent / "cache")}
@@ -127,10 +121,7 @@ def run_to_the_end(work: Path, timeout_s: float = 500) -> StageResult:
 
 
 def wait_for(condition: Any, timeout_s: float = 500, what: str = "it") -> Any:
-    """Wait until a condition returns a true value, and return the value; fail after `timeout_s`.
-
-    The message of the failure names `what`.
-    """
+    """Wait until a condition is true, and return its value; fail with `what` after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
@@ -144,7 +135,7 @@ def served_processes(folder: Path) -> list[int]:
 
 
 def engine_processes(folder: Path) -> list[int]:
-    """Return the process ids of a server whose TMPDIR is `folder`, except Python's resource tracker.
+    """Return the processes of a server with TMPDIR `folder`, except Python's resource tracker.
 
     The tracker outlives a kill until it has removed the semaphores that the others left.
     """

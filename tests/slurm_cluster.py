@@ -99,10 +99,7 @@ class SlurmCluster:
         daemon.wait()
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL a node's Slurm daemon, its step processes and its jobs, as if the node failed.
-
-        No other node may have jobs.
-        """
+        """SIGKILL a node's Slurm daemon, steps and jobs, as if it failed; no other node may have jobs."""
         self.kill_slurmd(node)
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -165,10 +162,7 @@ class SlurmCluster:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Run a Slurm cluster of two nodes until the `with` block ends, with its files in `folder`.
-
-    This process's environment is restored at the end.
-    """
+    """Run a Slurm cluster of two nodes until the `with` block ends; this process's environment is then restored."""
     before = {name: os.environ.get(name) for name in ("SLURM_CONF", "PATH")}
     cluster = SlurmCluster(folder)
     try:
@@ -185,11 +179,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return several different ports on which no program listens.
-
-    They lie below those that the kernel picks for programs that ask for any port: no other program gets one of them by
-    chance before the one listens that a test starts there.
-    """
+    """Return free ports below those that the kernel picks, which no other program gets before the test's listens."""
     first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     candidates = random.SystemRandom().sample(range(10_000, max(first_of_kernel, 20_000)), 20 * number)
     return list(itertools.islice(filter(_is_free, candidates), number))

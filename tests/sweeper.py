@@ -22,10 +22,7 @@ _sweepers = []
 
 
 def pytest_configure(config) -> None:
-    """Start the sweeper, the process that cleans up after the tests; one for all pytest-xdist workers.
-
-    Workers of pytest-xdist inherit its mark from the main pytest process.
-    """
+    """Start the sweeper, whose mark workers of pytest-xdist inherit from the main process."""
     if hasattr(config, "workerinput"):
         return
     os.environ[MARK_VARIABLE] = mark = uuid.uuid4().hex

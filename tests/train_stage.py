@@ -96,9 +96,8 @@ def start(work: Path, config: TrainConfig) -> subprocess.Popen[bytes]:
 def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> None:
     """Run a train stage to its successful end, in processes forked from a parent that has made their imports.
 
-    program: a rank program that runs the stage in another way.
-
-    Where there is a GPU they are started as ever, since a process that knows of it is not to be forked.
+    program: a rank program that runs the stage in another way. Where there is a GPU they are started as ever, since a
+    process that knows of it is not to be forked.
     """
     log = work / "log.txt"
     if shutil.which("nvidia-smi") and not program:
@@ -109,10 +108,9 @@ def run_to_end(work: Path, config: TrainConfig, program: str | None = None) -> N
 
 
 def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int | None]]:
-    """Start a train stage's processes, forked from a parent that has made their imports, without waiting for their end.
+    """Fork a train stage's processes from a parent with their imports, without waiting for their end.
 
-    Returns the pid of their parent, and a function that waits for the exit code of the first that failed, 0 if none
-    did.
+    Returns their parent's pid, and a function that waits for the exit code of the first that failed, else 0.
     """
     if shutil.which("nvidia-smi"):
         process = start(work, config)
@@ -123,10 +121,7 @@ def start_forked(work: Path, config: TrainConfig) -> tuple[int, Callable[[], int
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the process ids of a train stage's ranks, oldest first: the living children of their parent process.
-
-    Returns none for a process that has ended.
-    """
+    """Return a train stage's ranks, oldest first: their parent's living children; none if it has ended."""
     children = Path(f"/proc/{parent}/task/{parent}/children")
     return [int(pid) for pid in children.read_text().split()] if children.exists() else []
 

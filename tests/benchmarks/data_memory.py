@@ -76,10 +76,7 @@ def base_rows(words: list[str]) -> bytes:
 
 
 def peaks_mib(process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Return the peak memory in MiB of the stage's process and of its largest tokenizing process.
-
-    Page cache is not counted.
-    """
+    """Return the peak memory, without page cache, of the stage's process and of its largest tokenizer, in MiB."""
     stage_kib = tokenizing_kib = 0
     while process.poll() is None:
         stage_kib = max(stage_kib, anonymous_kib(process.pid))

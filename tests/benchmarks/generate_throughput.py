@@ -69,10 +69,7 @@ def served(root: Path, load: BenchmarkConfig) -> Iterator[Server]:
 
 
 def rates_in_turns(server: Server, load: BenchmarkConfig, folder: Path, round_number: int) -> dict[str, int]:
-    """Return the output tokens/s of the serve stage's `benchmark` and of the generate stage, measured in turn.
-
-    Which one is measured first alternates by round, so that a shared machine's load affects both equally.
-    """
+    """Return the output tokens/s of the serve stage's `benchmark` and of the generate stage, first in turn by round."""
     measure = {
         "benchmark": lambda: benchmark_rate(server, load, folder),
         "generate": lambda: generate_rate(server, load, folder, round_number),

@@ -53,8 +53,7 @@ class Part:
     compile: bool = False
     precision: str = "bf16"
     place: int = 0
-    """Index of the layout to use among those predicted to fit, fastest first. It grows when a layout runs out of
-    memory."""
+    """Index of the layout among those predicted to fit, fastest first; it grows when a layout runs out of memory."""
 
     @property
     def name(self) -> str:
@@ -145,10 +144,7 @@ class Run:
         self.rows: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
 
     def part(self, what: Part | str) -> None:
-        """Run one part of the benchmark (test, rate or training run), unless it is done or time is short.
-
-        A training run that exhausts memory is repeated with the next layout.
-        """
+        """Run one part unless it is done or time is short; repeat one that ran out of memory with the next layout."""
         for place in range(MOST_PLACES):
             one = replace(what, place=place) if isinstance(what, Part) else what
             row = self._done(one) or self._run(one)
@@ -196,10 +192,9 @@ class Run:
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
 
     def _make_model(self, size: str) -> None:
-        """Write a model with random weights before a training run is timed, in a process of its own.
+        """Write a model with random weights, up to 16 GB, in a process apart, outside the training run's time limit.
 
-        Writing up to 16 GB would otherwise use up part of the run's time limit. The training run itself writes the tiny
-        model.
+        The training run itself writes the tiny model.
         """
         if size == "tiny" or (self.models / size).exists():
             return
@@ -212,10 +207,7 @@ class Run:
             self._process(command, Path(folder) / "log.txt", max(1.0, self.end_s - time.monotonic()))
 
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
-        """Run a command and return its exit code, or None if it was killed at its time limit.
-
-        Its children are killed, too.
-        """
+        """Run a command; return its exit code, or None if it and its children were killed at its time limit."""
         from flows.launch.local import EVERYWHERE, ON_LOOPBACK
         from stages.core.supervised import Supervised
 

@@ -86,10 +86,7 @@ def main() -> None:
 
 
 def made_model(folder: Path, size: str, device: torch.device) -> Path:
-    """Return the folder of a Qwen3 model of the named size with random bf16 weights, written on first use.
-
-    The weights are drawn on the device.
-    """
+    """Return the folder of a Qwen3 of this size with bf16 weights, drawn at random on the device on first use."""
     if (folder / "config.json").exists():
         return folder
     width, feed_forward, layers, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
@@ -196,8 +193,7 @@ def engine(
 def memory(device: torch.device) -> dict[str, float]:
     """Return the peak memory of the device in GiB: in use altogether, and allocated by tensors.
 
-    The first is everything on the device, as the planner predicts it: the allocator's memory and what lies beside it
-    (driver, libraries). The second is the memory of tensors.
+    The first is as the planner predicts it: the allocator's memory and what lies beside it (driver, libraries).
     """
     if device.type == "cpu":
         return {"peak_memory_gib": host_peak_bytes() / GIB}

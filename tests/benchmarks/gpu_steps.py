@@ -51,10 +51,7 @@ def batch(vocabulary: int, rows: int, length: int) -> Batch:
 
 
 def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
-    """Load the model with Transformers, with PEFT's LoRA adapter if the training run has one.
-
-    Under an adapter the frozen weights are bf16, as in our engines.
-    """
+    """Load the model with Transformers, with PEFT's LoRA adapter if the run has one: then in bf16, as our engines."""
     dtype = torch.bfloat16 if part.adapter else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).train()
     if part.adapter:

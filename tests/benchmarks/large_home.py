@@ -99,10 +99,7 @@ def main() -> None:
 
 
 def cpu_s() -> float:
-    """Return the CPU time in seconds of all `lifecycle` commands run so far.
-
-    Other load distorts it less than wall time.
-    """
+    """Return the CPU seconds of all `lifecycle` commands so far, which other load distorts less than wall time."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -23,10 +23,7 @@ LONGEST_PATH = 4
 
 
 def sleeping_stages() -> dict[str, dict[str, Any]]:
-    """Return a recipe shaped like the quickstart's whose stages only sleep.
-
-    They are two downloads, training, quantization and evaluation.
-    """
+    """Return a quickstart-like recipe whose stages only sleep: two downloads, training, quantization, evaluation."""
     asleep = {"TINY_SECONDS": str(SLEEP_S)}
     return {
         "base": model("ok", **asleep),

@@ -80,8 +80,7 @@ def main() -> None:
 def print_times(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
     """Print the planner's errors in predicting step time, by source of the published runs.
 
-    Each line also has the rank correlation of predicted and measured times within a group of layouts, and the regret of
-    choosing the layout predicted to be fastest.
+    Beside them: rank correlation of times within a group of layouts, and regret of choosing the predicted fastest.
     """
     print(f"\n{TITLES}")
     by_source = _by_source(run for run in runs if run.step_time_s)
@@ -106,10 +105,7 @@ def print_line(source: str, label: str, runs: Sequence[Measured], efficiency: Ef
 
 
 def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> None:
-    """Print the planner's errors in predicting peak memory, by source of the published runs.
-
-    Also prints whether runs that fitted, or ran out of memory, were predicted to fit.
-    """
+    """Print errors of predicted peak memory by source, and whether runs were rightly predicted to fit."""
     by_source = _by_source(run for run in runs if run.memory_gib)
     print(f"\n{'memory':<22} {'runs':>5} {'mean':>6} {'median':>7} {'bias':>6}")
     for source, members in by_source.items():
@@ -120,10 +116,7 @@ def print_memory(runs: Sequence[Measured], efficiency: Efficiency | None) -> Non
 
 
 def print_table(runs: Sequence[Measured]) -> None:
-    """Print the planner's errors on a table of published runs that was named on the command line.
-
-    Step time errors are by kind of training and device; memory errors and predictions of fit follow.
-    """
+    """Print the planner's errors on a table of runs named on the command line: step time, then memory and fit."""
     print(f"\n{runs[0].table}: {len(runs)} runs\n{TITLES}")
     by_source = _by_source(runs)
     for trained in sorted({source.split()[0] for source in by_source}):
@@ -139,10 +132,7 @@ def print_table(runs: Sequence[Measured]) -> None:
 
 
 def print_verdicts(runs: Sequence[Measured]) -> None:
-    """Count how often the planner predicts that a run fits in memory, for runs that ran and runs that ran out of it.
-
-    The predictions are those of `lifecycle layouts`: fits, barely fits, or does not fit.
-    """
+    """Count how often `lifecycle layouts`'s verdict on memory is right, for runs that ran and ones that ran out."""
     verdicts = Counter(
         (run.out_of_memory, memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)) for run in runs
     )
@@ -152,10 +142,7 @@ def print_verdicts(runs: Sequence[Measured]) -> None:
 
 
 def print_kept_back(runs: Sequence[Measured]) -> None:
-    """Print the planner's step time errors for runs known when its constants were fitted, and for held-out runs.
-
-    Runs whose training program is described and others are printed apart.
-    """
+    """Print step time errors for runs known at the fit and for held-out ones, with undescribed programs apart."""
     print(f"\n{'all tables':<22} {'':<9} {TITLES[len('step time') + 24 :]}")
     for is_seen, label in ((True, "seen"), (False, "kept back")):
         for has_software, name in ((True, "software known"), (False, "unknown")):
@@ -174,10 +161,7 @@ def print_leave_one_out(runs: Sequence[Measured]) -> None:
 
 
 def fit(runs: Iterable[Measured]) -> Efficiency:
-    """Fit the planner's constants to measured step times by coordinate descent, and return them.
-
-    The loss is the mean absolute log error; every source has the same weight.
-    """
+    """Return the planner's constants, fitted by coordinate descent to the mean absolute log error, sources equal."""
     by_source = {
         source: members[:: max(1, len(members) // RUNS_OF_A_SOURCE)]
         for source, members in _by_source(run for run in runs if run.step_time_s).items()
@@ -208,7 +192,7 @@ def _loss(by_source: dict[str, list[Measured]], efficiency: Efficiency) -> float
 
 
 def _rankings(runs: Sequence[Measured], efficiency: Efficiency | None) -> tuple[list[float], list[float]]:
-    """Compare predicted and measured order of layouts: Spearman's rank correlation and regret for each group of runs.
+    """Return Spearman's rank correlation and regret for each group of runs' layouts.
 
     The regret is the relative time lost by choosing the layout that is predicted to be fastest.
     """

@@ -117,10 +117,7 @@ def measure(model: Path, rounds: int, steps: int) -> list[list[list[float]]]:
 
 
 def measure_group(model: Path, steps: int) -> None:
-    """Measure the step times of all layouts for one number of processes.
-
-    Every process calls it; rank 0 writes the seconds.
-    """
+    """Measure the step times of all layouts for one number of processes, each of which calls this; rank 0 writes."""
     with joined_processes() as device:
         processes = dist.get_world_size()
         chosen = [number for number, one in enumerate(configs()) if one.layout.world_size == processes]

@@ -25,11 +25,9 @@ SOURCES = {
 }
 """Short names of the publications that training runs come from, by a text that occurs in the column `source`."""
 FIRST_BF16_DAY = "02-28"
-"""Date (month-day) of BLOOM's first bf16 run. Runs from then on also accumulate gradients in fp32, 4 more bytes a
-parameter."""
+"""Date (month-day) from which BLOOM's runs are bf16, and accumulate gradients in fp32: 4 more bytes a parameter."""
 CONTRADICTION = 1.25
-"""Largest accepted ratio between a run's published step time and the step time that its published TFLOP/s imply. Runs
-beyond it contradict themselves and are left out."""
+"""Largest ratio of a run's step time to what its TFLOP/s imply; runs beyond it contradict themselves: left out."""
 
 
 STATED_SOFTWARE = {
@@ -55,8 +53,7 @@ class Measured:
     memory_gib: float | None
     out_of_memory: bool
     table: str | None = None
-    """Name of the held-out table that the run comes from, to which the planner was not fitted. None for runs of the
-    built-in tables in `data/`."""
+    """Held-out table of the run, to which the planner was not fitted; None for the built-in tables in `data/`."""
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -188,10 +185,7 @@ def _step_time_s(run: PublishedRun) -> float | None:
 
 
 def _megatron_flops(run: PublishedRun) -> float:
-    """Return the FLOPs of a published run's training step, recomputation included.
-
-    Formula: 96 B s l h² (1 + s / 6h + V / 16lh), Narayanan et al. 2021, equation 3.
-    """
+    """Return a published run's FLOPs a step, recomputed: 96 B s l h² (1 + s / 6h + V / 16lh), Narayanan 2021, eq. 3."""
     shape, tokens = run.shape, run.workload.tokens_per_step
     layers, hidden = shape.num_layers, shape.hidden_size
     attention, head = run.workload.sequence_length / (6 * hidden), shape.vocab_size / (16 * layers * hidden)

@@ -61,10 +61,10 @@ class Summary:
 
 
 def predict_table(table: Path, out: Path) -> Summary:
-    """Predict step time and memory of the runs in a CSV table, and write the table with these columns added to `out`.
+    """Write a CSV table of runs with predictions of step time and memory added to `out`. Raises DataError.
 
     Memory is in GiB of the fullest rank, as tools report it; `pred_oom` is 1 where that is more than the device has;
-    `pred_assumed` names the defaults taken for empty cells, or says why there is no prediction. Raises DataError.
+    `pred_assumed` names the defaults taken for empty cells, or says why there is no prediction.
     """
     header, runs = read_table(table)
     try:

@@ -112,10 +112,7 @@ class Cells:
         return self.cells.get(column, "")
 
     def number(self, column: str) -> int | None:
-        """Return the positive whole number in a CSV cell, or None for an empty one; `~250k` means 250,000.
-
-        Raises DataError.
-        """
+        """Return a cell's positive whole number (`~250k`: 250,000), None for an empty one; else raise DataError."""
         text = self.text(column).lower().lstrip("~").replace(",", "")
         if not text:
             return None
@@ -141,10 +138,7 @@ class Cells:
         return ""
 
     def switch(self, column: str, *in_note: str) -> bool | None:
-        """Return the yes or no in a CSV cell as a bool; None where neither the column nor the note states it.
-
-        Raises DataError for other words.
-        """
+        """Return a cell's yes or no, else the note's, as a bool; None without. Raises DataError for other words."""
         word = self.stated(column, *in_note)
         if not word:
             return None
@@ -187,10 +181,7 @@ class PublishedRun:
 
 
 def read_table(path: Path) -> tuple[list[str], list[PublishedRun | UnknownRun]]:
-    """Read the header and all published runs of a CSV table.
-
-    Raises DataError that names missing columns, or the line and column of a bad number.
-    """
+    """Read the header and the runs of a CSV table. Raises DataError for missing columns, or a bad number's place."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -280,9 +271,9 @@ def _as_stated(known: ModelShape, cells: Cells) -> ModelShape:
 
 
 def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[int, int]:
-    """Return number of layers and hidden size, which are guessed from the parameter count where missing.
+    """Return number of layers and hidden size, guessed from 12 × layers × hidden² = parameters where one is missing.
 
-    A model has 12 × layers × hidden² parameters; where both are missing, hidden = 128 × layers.
+    Where both are missing, hidden = 128 × layers.
     """
     if layers and hidden:
         return layers, hidden
@@ -318,9 +309,9 @@ def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Har
 
 
 def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hardware, dp: int) -> int:
-    """Return the number of processes over which a run shards its optimizer state (FSDP: weights and gradients, too).
+    """Return the processes over which a run shards its optimizer state (FSDP: all; HSDP: a node's).
 
-    Under HSDP, these are a node's. Modern Megatron is assumed to shard unless the row denies it.
+    Modern Megatron is assumed to shard unless the row denies it.
     """
     text = cells.text("shard").lower()
     if "hsdp" in text and dp % hardware.gpus_per_node == 0:
@@ -334,10 +325,7 @@ def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hard
 
 
 def _adapter(cells: Cells) -> LowRank | None:
-    """Return the LoRA adapter of a published run, or None if the run names none.
-
-    Rank 16 is assumed if none is stated, and layers of attention only, as in NVIDIA's programs.
-    """
+    """Return a run's LoRA adapter, if any; by default rank 16 on attention, as in NVIDIA's programs."""
     named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
     if not named:
         return None
@@ -348,7 +336,7 @@ def _adapter(cells: Cells) -> LowRank | None:
 
 
 def _micro_batch(cells: Cells, pp: int, dp: int) -> int:
-    """Return the micro-batch size to assume for a published run that states none.
+    """Return the micro-batch size of a run that states none.
 
     It is all rows of a process if there is no pipeline and they have at most 32,768 tokens, else one row.
     """
@@ -401,7 +389,7 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
     """Return the training program of a published run: the usual one of its year, with the changes that its row states.
 
     Rows state it in the columns `kernel`, `overlap`, `overlap_experts`, `overlap_gradients`, `cuda_graphs`,
-    `fp8_attention`, `fp8_activations`, `fused_cross_entropy`, `compile` and `recompute_layers`, or as `key=value` in
+    `fp8_attention`, `fp8_activations`, `fused_cross_entropy`, `compile`, `recompute_layers`, or as `key=value` in
     `note`.
     """
     changes: dict[str, Any] = {}
@@ -464,10 +452,9 @@ def precision_of(text: str) -> PlannedPrecision:
 
 
 def hardware_of_run(cells: Cells) -> Hardware:
-    """Return the hardware that a row's `gpu` cell names, such as `H100-96GB HBM2e, 2.4 TB/s, 500 W`.
+    """Return the built-in hardware that a `gpu` cell names, changed by its text, such as `H100-96GB HBM2e, 2.4 TB/s`.
 
-    A built-in device, changed by the network, memory bandwidth, power and memory size in the text. Raises
-    UnknownRunError for unknown devices.
+    The text may state network, memory bandwidth, power and memory. Raises UnknownRunError for unknown devices.
     """
     text = cells.text("gpu").lower()
     words = re.sub(r"[^a-z0-9]+", " ", text or "a100").split()

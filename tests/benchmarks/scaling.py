@@ -35,11 +35,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int) -> tuple[float, float]:
-    """Measure training on one process and on two; return two ratios of their tokens/s per core.
-
-    The first ratio divides by one process that trains alone, the second by one while another, independent one trains
-    beside it.
-    """
+    """Return tokens/s per core of two processes, relative to one alone, and to one beside another, independent one."""
     one = tokens_per_s(root, f"one-{index}", steps, processes=1)
     two = tokens_per_s(root, f"two-{index}", steps, processes=2)
     names = [f"busy-{index}-{number}" for number in range(2)]

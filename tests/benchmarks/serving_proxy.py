@@ -44,10 +44,7 @@ END_OF_CHUNKS = b"0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one round of the proxy benchmark: requests/s, latency, and the proxy's CPU time per request.
-
-    Latency is the time to the first token.
-    """
+    """Measurements of one proxy round: requests/s, latency to the first token, and the proxy's CPU time per request."""
 
     requests_per_s: float
     ttft_p50_ms: float
@@ -99,10 +96,7 @@ def under_load(address: EngineAddress, request: bytes, concurrency: int, num_req
 
 
 class EventStreams(asyncio.Protocol):
-    """Stand-in for vLLM in the proxy benchmark that streams tokens to all clients with hardly any CPU time.
-
-    All clients get their tokens at the same pace.
-    """
+    """Stand-in for vLLM in the proxy benchmark: all clients get tokens at the same pace, with hardly any CPU time."""
 
     under_way: dict[EventStreams, int] = {}  # noqa: RUF012 (of the process)
 

@@ -33,10 +33,7 @@ def main() -> None:
 
 
 def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, float, float, float]:
-    """Train once with our stage and once with TRL; return the ratio of tokens/s, both tokens/s, and our MFU.
-
-    Our model FLOP/s utilization is relative to the CPU's matmul rate.
-    """
+    """Train once with our stage and once with TRL; return the ratio of tokens/s, both, and our MFU by matmul rate."""
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps), threads)[WARMUP_STEPS:]
     ours, mfu = (statistics.median(step[name] for step in metrics) for name in ("tokens_per_s", "mfu"))
     trl_times_s = run_trl(root, steps, threads)["step_times_s"][WARMUP_STEPS:]

@@ -40,10 +40,7 @@ def write_workload(root: Path, **sizes: int) -> None:
 
 
 def make_model(folder: Path, **sizes: int) -> None:
-    """Write an fp32 Qwen3 (tied head) with tokenizer and chat template, by default of 4.98 million parameters.
-
-    `sizes` replace fields of the model's config.
-    """
+    """Write an fp32 Qwen3 (tied head) with tokenizer and template: 4.98 million parameters, unless `sizes` differ."""
     tokenizer = make_tokenizer()
     config = Qwen3Config(
         **{**SIZES, **sizes},

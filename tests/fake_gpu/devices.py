@@ -65,10 +65,7 @@ def _load_model(folder: Path, *, reads_weights: bool, **options: Any) -> Any:
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Stand in for `nn.Module._apply`: apply a function to a module's tensors by replacing its parameters.
-
-    The data of fake parameters can neither be changed nor swapped.
-    """
+    """Replace a module's parameters in place of `nn.Module._apply`: fake data can be neither changed nor swapped."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -116,10 +113,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
 
 @contextmanager
 def megatron_on_fake_gpus() -> Iterator[None]:
-    """Let Megatron-core run on fake GPUs until the `with` block ends.
-
-    The context manager `fake_gpus` must be active.
-    """
+    """Let Megatron-core run on fake GPUs (inside `fake_gpus`) until the `with` block ends."""
     from stages.engines.megatron.compat import prepare_megatron
 
     with unset_fake_temporarily():
@@ -147,10 +141,9 @@ def megatron_on_fake_gpus() -> Iterator[None]:
 
 
 def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Stand in for Megatron's L2 norm of all tensors, which would read tensor values; return a tensor [1].
+    """Stand in for Megatron's L2 norm of all tensors, which reads each norm's value; return a tensor [1].
 
-    Transformer Engine's kernel does the same. Megatron's own function reads the value of each norm, which fake tensors
-    do not have.
+    Transformer Engine's kernel does the same.
     """
     return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 

@@ -63,10 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
-    """Write a published model's config and a weight file without data, and return the folder.
-
-    num_layers: fewer layers than the published model has.
-    """
+    """Write a published model's config, with `num_layers` if given, and an empty weight file; return the folder."""
     family, sizes = MODELS[name]
     sizes = {**sizes, "num_hidden_layers": num_layers or sizes["num_hidden_layers"]}
     config = getattr(transformers, f"{family}Config")(**sizes, dtype="bfloat16")

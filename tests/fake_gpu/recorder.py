@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 ALLOCATED_BYTES = 512
 """Granularity of CUDA's allocator in bytes: it rounds the size of each allocation up to a multiple."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
-"""Value that a program gets when it reads a fake tensor as a Python number, by type. It is finite, can be a divisor,
-and is a gradient norm that needs no clipping."""
+"""Finite number that is read from a fake tensor, by type: a divisor, and a gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -36,10 +35,9 @@ class Storage:
 
 
 class Recorder(TorchDispatchMode):
-    """Torch dispatch mode that records memory, collectives and kernels of fake tensors.
+    """Torch dispatch mode that records memory, collectives and kernels of fake tensors; enter it after their mode.
 
-    It must be entered after the fake tensors' own mode.
-    It answers questions about values, which fake tensors do not have: any number is `ANSWERS`, and nothing is zero.
+    Questions about values, which fake tensors lack, are answered: any number is `ANSWERS`, and nothing is zero.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,7 @@ from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
 
 NUM_STEPS = 2
-"""Number of training steps run on fake GPUs. The first allocates the optimizer's state and FSDP2's buffers; the last is
-reported."""
+"""Training steps on fake GPUs: the first allocates optimizer state and FSDP2's buffers; the last is reported."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ class Report:
 
 
 def run(case: Case, folder: Path) -> Report:
-    """Load an engine on fake GPUs, run `NUM_STEPS` training steps, and report the last one.
-
-    folder: where the model is written.
-    """
+    """Load an engine on fake GPUs, its model in `folder`, run `NUM_STEPS` training steps; report the last one."""
     config = case.config
     facts = ModelFacts(write_model(folder, case.model, case.num_layers))
     num_ranks = config.layout.world_size

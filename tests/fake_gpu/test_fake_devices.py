@@ -129,8 +129,5 @@ def _split(weights: Weights, tp: int) -> int:
 
 
 def _check_states(held_bytes: dict[str, int], held: int, dp: int) -> None:
-    """Check the bytes that a Megatron rank holds: bf16 weights, fp32 gradients, its shard of fp32 optimizer states.
-
-    Formula: Rajbhandari et al. 2020 (ZeRO), section 5.1, with three optimizer states.
-    """
+    """Check a Megatron rank's bytes (Rajbhandari et al. 2020, 5.1): bf16 weights, fp32 gradients, sharded states."""
     assert held_bytes == {"parameters": 2 * held, "gradients": 4 * held, "optimizer": 12 * held // dp}

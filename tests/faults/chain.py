@@ -1,6 +1,6 @@
 """Pipeline run of five chained stand-in stages, without Prefect and MLflow, for tests of killed processes.
 
-A step that is lost, or done twice, changes the bytes of the artifact, and those of all artifacts after it.
+A step that is lost, or done twice, changes the bytes of its artifact and all after it.
 
 python chain.py STORE         runs the refresh; prints what became of each stage as JSON, or the error
 python chain.py --stage WORK  a stage's process (or one of its ranks)
@@ -23,10 +23,7 @@ STAGES = ("base", "rows", "sft", "awq", "scores")
 
 
 def run_stage_process(work: Path) -> None:
-    """Run a stand-in stage that hashes its inputs repeatedly, and writes a checkpoint after each step.
-
-    Ranks other than 0 only wait for rank 0.
-    """
+    """Run a stage that hashes its inputs, with a checkpoint after each step; other ranks only wait for rank 0."""
     stage_input = json.loads((work / "config.json").read_text())
     checkpoint = work / "scratch" / "checkpoint.json"
     if os.environ.get("RANK", "0") != "0":
@@ -68,10 +65,7 @@ def _contents(artifact: Path) -> list[Path]:
 
 
 def recipe(ranks: int) -> dict[str, dict[str, object]]:
-    """Return a recipe shaped like the quickstart's: two downloads, training, quantization, evaluation.
-
-    ranks: number of processes of the training.
-    """
+    """Return a quickstart-like recipe of two downloads, training on so many ranks, quantization, evaluation."""
     execution = {"execution": {"threads": 1}}
     return {
         "base": {"kind": "download", "model": "builtin/qwen3-1m", **execution},

@@ -46,10 +46,7 @@ def nothing_is_left(leftovers: Leftovers) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, tuple[object, object]]]:
-    """Provide a function that returns artifact versions and digests of a refresh without faults, to compare with.
-
-    Its argument is the number of ranks of the training.
-    """
+    """Provide a function: number of ranks → artifact versions and digests of a refresh without faults."""
 
     @functools.cache
     def identities(ranks: int) -> dict[str, tuple[object, object]]:
@@ -79,10 +76,7 @@ def new_fault(request: pytest.FixtureRequest) -> Callable[[str, str], Fault]:
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, new_fault: Callable[[str, str], Fault]) -> Fault:
-    """Provide the record of the fault that a test causes, for the table of `make faults`.
-
-    The test sets its name and stage.
-    """
+    """Provide the record of a test's fault, whose name and stage it sets, for the table of `make faults`."""
     return new_fault(request.node.name, "")
 
 

@@ -1,11 +1,10 @@
 """Stand-in for the promotion program that is killed, or loses MLflow, at a moment that a test chooses.
 
-It replaces `flows.champion.promotion` in tests, with the same arguments.
-PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right after the call of this number of a
-method of MLflow's client (0: before the first one); `away` takes MLflow from it; `judge` kills it before the verdict.
-Without it, the promotion is undisturbed.
+It replaces `flows.champion.promotion`. PROMOTION_FAULT says how: `METHOD NUMBER` kills it, as a power cut would, right
+after the call of this number of a method of MLflow's client (0: before the first one); `away` takes MLflow from it;
+`judge` kills it before the verdict; unset, nothing is disturbed.
 
-    python crashing_promotion.py MARK   promotes a candidate; this process dies between the commit and the hook
+python crashing_promotion.py MARK   promotes a candidate; this process dies between the commit and the hook
 """
 
 import os

@@ -1,7 +1,4 @@
-"""Small file systems for tests that fill disks or make them read-only.
-
-They are mounted in the test session's own mount namespace.
-"""
+"""Small file systems for tests that fill disks or make them read-only, mounted in the session's mount namespace."""
 
 import contextlib
 import os

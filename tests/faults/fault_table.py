@@ -10,10 +10,7 @@ HEADINGS = ("fault", "stage", "detected in s", "recovered in s", "lost")
 
 @dataclass
 class Fault:
-    """Record of a fault that a test causes, shown as a line in the table of `make faults`.
-
-    lost: the work that had to be repeated.
-    """
+    """Fault that a test causes, a line in the table of `make faults`. lost: the work that had to be repeated."""
 
     name: str
     stage: str

@@ -32,10 +32,7 @@ Standing = tuple[str | None, str | None]
 
 
 def forked(act: Callable[[], object], kill_after_s: float | None = None) -> str:
-    """Run a function in a forked process; return its result as JSON, or "" if the process was killed after the delay.
-
-    kill_after_s: when to kill it.
-    """
+    """Run a function in a fork; return its result as JSON, or "" if it was killed after `kill_after_s`."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)

@@ -28,10 +28,7 @@ def launch(work: Path, config: StageConfig, heartbeat_patience_s: float = HEARTB
 
 
 def planned_stage(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> PlannedStage:
-    """Plan a stage that Slurm runs with `tiny_stage.py` in the given mode.
-
-    options: those of the recipe's `slurm` block.
-    """
+    """Plan a stage that Slurm runs with `tiny_stage.py` in a mode. options: of the recipe's `slurm` block."""
     execution = {"launcher": "slurm", "environment": environment or {}, "slurm": options}
     return tiny.planned_stages(store, {"rows": tiny.stage(mode, **execution)})["rows"]
 

@@ -105,10 +105,7 @@ def test_a_stage_that_is_stopped_leaves_nothing(store):
 
 
 def test_a_stage_outlives_the_thread_that_started_it(store):
-    """A stage survives the end of the thread that started it.
-
-    Prefect runs tasks in pool threads, and the kernel sends a parent-death signal when the starting thread ends.
-    """
+    """A stage survives its starting thread's end, at which the kernel signals a parent's death; Prefect uses pools."""
 
     def launch_in_a_thread(work, config):
         started = []

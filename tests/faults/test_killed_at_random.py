@@ -1,10 +1,10 @@
 """A refresh ends with the right artifacts although its processes are killed at random moments.
 
-Its stages are SFT, DPO, quantization and evaluation, with real Prefect, MLflow and vLLM.
-Each seed kills a process of every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some kinds live
-in one stage only, so they die in the order of the stages; the others come between them at random, and the process and
-the time of its death are random, too. Whenever the refresh dies it is run again; in the end every artifact has the
-version and the bytes of an undisturbed refresh. KILL_SEEDS is the number of repetitions.
+Its stages are SFT, DPO, quantization and evaluation, with real Prefect, MLflow and vLLM. Each seed (KILL_SEEDS many)
+kills a process of every kind once: flow, supervisor, rank, quantizer, vLLM, Prefect, MLflow. Some kinds live in one
+stage only, so they die in the order of the stages; the others come between them at random, and the process and the time
+of its death are random, too. Whenever the refresh dies it is run again; in the end every artifact has the version and
+the bytes of an undisturbed refresh.
 
 In `make test`: `test_killed_anywhere.py`, `test_train_faults.py`, `test_serve_faults.py` and `test_server_faults.py`.
 """
@@ -169,10 +169,7 @@ def read(pid: int, file: str) -> str:
 
 
 def kill_later(pid: int, after_s: float, *, with_group: bool) -> bool:
-    """Kill a process after a delay; return False if it has ended by itself before.
-
-    with_group: kill its whole process group.
-    """
+    """Kill a process, or its whole group, after a delay; return False if it has ended by itself before."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -200,10 +197,7 @@ def drawn_order(chance: random.Random) -> list[str]:
 def kill_in_turn(
     home: Home, refresh: subprocess.Popen[str], kinds: list[str], longest_wait_s: float, chance: random.Random
 ) -> None:
-    """Kill one process of each of the given kinds, in order, while the refresh runs.
-
-    Kinds that were killed are removed from `kinds`, which may be left non-empty when the refresh ends.
-    """
+    """Kill one process of each kind, in order, while the refresh runs, and remove the kind from `kinds`."""
     while kinds and refresh.poll() is None:
         kind = kinds[0]
         pids = living(home, refresh).get(kind)

@@ -1,7 +1,4 @@
-"""Stages that run as Kubernetes Jobs survive evicted pods, and report deleted Jobs and Kubernetes' refusals.
-
-A stand-in for the API server runs pods as processes on this machine.
-"""
+"""Stages in Kubernetes Jobs, of a stand-in for its API, survive evicted pods; deleted or refused Jobs are reported."""
 
 import threading
 

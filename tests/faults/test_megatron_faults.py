@@ -131,10 +131,7 @@ def test_a_hung_collective_ends_with_the_stacks_in_the_log_and_the_next_attempt_
 
 
 def assert_nearly_equal(work, uninterrupted, base):
-    """Check that a run under another parallel layout ended with nearly the same weights as the uninterrupted run.
-
-    Differences are relative to how far training moved the weights, since another layout sums in another order.
-    """
+    """Check for nearly the uninterrupted weights, relative to training's movement: layouts sum in different orders."""
     resumed, expected, before = (
         load_file(folder / "model" / "model.safetensors") for folder in (work, uninterrupted, base)
     )

@@ -33,8 +33,7 @@ CRASHES = [
     ("set_registered_model_alias", 1),
     ("set_registered_model_alias", 2),
 ]
-"""Moments at which a promotion is killed, as a method of MLflow's client and the number of its calls before the kill.
-They lie before the first write, between any two writes that matter, and after the last."""
+"""Moments of a kill: method of MLflow's client and its calls before. Before, between and after writes that matter."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,10 +64,7 @@ def become_champion(registry: Registry, digest: str) -> str:
 
 
 def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: str) -> Path:
-    """Promote a candidate while a fault occurs before its registration; check the error, and return the artifact.
-
-    fault: PROMOTION_FAULT of `crashing_promotion.py`. error: pattern of the expected message.
-    """
+    """Promote a candidate under a PROMOTION_FAULT of `crashing_promotion.py`; match the error, return the artifact."""
     planned, upstream = offer(store, "candidate", BETTER, max_regression_standard_errors=None)
     with monkeypatch.context() as faulty:
         faulty.setenv("PROMOTION_FAULT", fault)

@@ -62,10 +62,7 @@ def runtime(root: Path) -> Path:
 
 
 def processes_by_role(folder: Path) -> dict[str, int]:
-    """Return the process ids of a server's supervisor, API server and engine, by role.
-
-    folder: where the server keeps its temporary files.
-    """
+    """Return the pids of a server's supervisor, API server and engine, by role. folder: for its temporary files."""
     found = {}
     for pid in served_processes(folder):
         try:

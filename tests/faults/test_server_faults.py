@@ -204,10 +204,7 @@ def test_down_leaves_no_process_no_port_and_no_supervisor(home):
 
 @contextmanager
 def in_foreground(home, manager):
-    """Run `lifecycle up --foreground`; the `with` block begins once it has reported to systemd that it is ready.
-
-    manager: the socket of systemd.
-    """
+    """Run `lifecycle up --foreground` from when it reports readiness to systemd, whose socket is `manager`."""
     environment = {**home.environment, "NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "60000000"}
     with subprocess.Popen([LIFECYCLE, "up", "--foreground"], env=environment, stdout=subprocess.DEVNULL) as process:
         try:

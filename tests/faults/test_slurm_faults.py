@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 STUCK = {"TINY_STEP_SECONDS": "300"}
 SLOW = {"TINY_STEP_SECONDS": "1"}
 SLOWEST = {"TINY_STEP_SECONDS": "5"}
-"""Environment variables that make a stage take ten slow steps. They last longer than a job waits for a vanished
-refresh, and than Slurm's interval between checks of time limits."""
+"""Environment for ten slow steps: longer than a job waits for its refresh, and Slurm between time limit checks."""
 SOON_OVER = {"time_limit": "1", "warning_s": 15}
 """Options of a job that soon reaches its time limit; a minute is Slurm's shortest. The job is warned 15 to 45 s after
 its start, since Slurm checks limits every 30 s and warns one check early where the next would be too late."""

@@ -144,10 +144,7 @@ def test_a_disk_that_is_full_while_a_stage_writes_is_named_and_costs_nothing(tmp
 
 @needs_root
 def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, fault, monkeypatch):
-    """A model that does not fit on the disk fails its stage with one message that names the disk.
-
-    safetensors reports a full disk by an error of its own, and there is no room for `error.json` either.
-    """
+    """A model too large for the disk fails its stage with one message that names the disk, unlike safetensors'."""
     fault.name, fault.stage = "disk full while weights are written", "download"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     with small_disk(tmp_path / "disk", 2):
@@ -162,10 +159,7 @@ def test_a_disk_that_a_model_does_not_fit_on_is_named_in_one_message(tmp_path, f
 
 @needs_root
 def test_garbage_is_collected_on_a_disk_without_any_room(tmp_path, fault):
-    """Garbage collection frees space on a full disk without room for its trash folder.
-
-    The full-disk error advises to run it.
-    """
+    """Garbage collection, as the full-disk error advises, works without room for its trash folder."""
     fault.name, fault.stage = "disk full while garbage is collected", "none"
     store = Store(tmp_path / "disk" / "store")
     with small_disk(tmp_path / "disk", 4):

@@ -90,10 +90,7 @@ def planned_stages(
 
 
 def stage(mode: str, **execution: object) -> dict[str, object]:
-    """Return a recipe's download stage whose process is the stand-in `tiny_stage.py` in the given mode.
-
-    execution: further fields of its `execution` block.
-    """
+    """Return a download stage run by `tiny_stage.py` in a mode. execution: more fields of its `execution` block."""
     environment = {"TINY": mode, **execution.pop("environment", {})}
     return {"kind": "download", "dataset": "builtin/addition", "execution": {"environment": environment, **execution}}
 

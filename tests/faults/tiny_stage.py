@@ -138,10 +138,7 @@ def bug():
 
 
 def deaths():
-    """Act as a stage of ten steps that is killed before the steps in TINY_DEATHS (such as `3,5`).
-
-    Each death happens once, so that the next attempt gets further.
-    """
+    """Act as a stage of ten steps that is killed once before each of the steps in TINY_DEATHS (such as `3,5`)."""
     checkpoints, died = WORK / "scratch" / "checkpoints", WORK / "scratch" / "died"
     checkpoints.mkdir(parents=True, exist_ok=True)
     died.touch()

@@ -35,10 +35,7 @@ IMPORTED = (
 
 @contextmanager
 def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
-    """Start the process from which promotions are forked; yield the environment variable that names its socket.
-
-    unmarked: variable that the process must not inherit.
-    """
+    """Start the process that forks promotions, without `unmarked`'s variable; yield the variable of its socket."""
     environment = {name: value for name, value in os.environ.items() if name != unmarked} | {"PYTHONPATH": str(ROOT)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(address))
@@ -53,10 +50,7 @@ def started(address: Path, unmarked: str) -> Iterator[dict[str, str]]:
 
 
 def ask() -> NoReturn:
-    """Run this process's promotion in a fork of the process that has imported MLflow.
-
-    Exits with the fork's exit code.
-    """
+    """Run this process's promotion in a fork of the process that has imported MLflow; exit as the fork does."""
     die_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[ADDRESS])

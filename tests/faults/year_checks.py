@@ -1,7 +1,4 @@
-"""Checks made after the simulated year of nightly refreshes.
-
-Error messages name the night, the seed and the problem.
-"""
+"""Checks after the simulated year of nightly refreshes, whose messages name the night, the seed and the problem."""
 
 import json
 import time
@@ -45,10 +42,7 @@ def check_requests(year: Year) -> None:
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 
     def was_cut(request: Asked) -> bool:
-        """Return whether a planned kill or restart broke the request's connection.
-
-        A restart waits for answers, but resets connections that were not accepted yet.
-        """
+        """Return whether a kill or restart cut a request off; a restart answers, but resets unaccepted connections."""
         is_of_kill = any(request.began_s <= kill_s <= request.ended_s for kill_s in kills_s)
         return request.was_cut and (
             is_of_kill or any(end_s <= request.ended_s <= end_s + LONGEST_END_S for end_s in year.unit.restarts_s)
@@ -100,10 +94,7 @@ def check_artifacts(year: Year) -> None:
 
 
 def check_growth(year: Year) -> None:
-    """Check that Prefect's database has stopped growing, and other folders grow only by what each champion needs.
-
-    Compares the last quarter of the year with the one before.
-    """
+    """Check the last quarter: Prefect's database no longer grows, other folders only by what each champion needs."""
     before, last = (year.nights[len(year.nights) * part // 4 :][: len(year.nights) // 4] for part in (2, 3))
     for folder in ("prefect", "mlflow", "ledger"):
         from_bytes, to_bytes = (max(night.sizes[folder] for night in nights) for nights in (before, last))

@@ -94,10 +94,7 @@ def copy(year: Year) -> None:
 
 
 def restore(year: Year) -> None:
-    """Replace the lifecycle home by its backup as documented, and resume the schedule.
-
-    The schedules of a copy are paused, and its keys are new.
-    """
+    """Restore the home from its backup as documented, and resume its schedule, which a copy pauses; keys are new."""
     year.lives[-1].until_s = time.monotonic()
     year.lives.append(Life(versions=dict(year.versions_of_backup)))
     year.home.does("down")
@@ -112,10 +109,7 @@ def restore(year: Year) -> None:
 
 
 def stay_away(year: Year) -> None:
-    """Stop the lifecycle home's servers for a month or more, until shortly before daylight saving time ends.
-
-    The champion is served meanwhile.
-    """
+    """Stop the home's servers, but for the champion's, for a month or more, until shortly before clocks go back."""
     year.home.does("down")
     year.clock.set(max(year.clock.now() + MONTH, AUTUMN - timedelta(days=4)))
     year.home.does("up")

@@ -32,10 +32,7 @@ KINDS: dict[str, Callable[[list[str]], bool]] = {
 
 @dataclass
 class Kill:
-    """Planned SIGKILL in the simulated year, `after_s` seconds after a process of its kind is seen.
-
-    at_s: when it was done (monotonic clock); None if no such process was seen.
-    """
+    """SIGKILL planned `after_s` seconds after a process of its kind is seen. at_s: when it was done (monotonic)."""
 
     night: int
     kind: str

@@ -25,10 +25,7 @@ TIDY_EVERY = 5
 
 @dataclass
 class Night:
-    """Record of a simulated night: when its refresh was due, faults and events, notifications, begin and end.
-
-    Begin and end are on the monotonic clock.
-    """
+    """Simulated night: when its refresh was due, faults, events, notifications, begin and end (monotonic clock)."""
 
     number: int
     due: datetime
@@ -51,9 +48,8 @@ class Night:
 
 @dataclass
 class Life:
-    """Period of a simulated lifecycle home that ends when the home is replaced by its backup.
+    """Period of a simulated lifecycle home, until `until_s` (monotonic), when its backup replaces it.
 
-    until_s: its end (monotonic clock).
     versions: hash of the weights of each registered model version.
     """
 
@@ -65,13 +61,10 @@ class Life:
 class Year:
     """State of a simulated year of nightly refreshes: lifecycle home, clock, events, nights so far.
 
-    keep: the lifecycle home's retention policy.
-    events: names and functions of the events before a night, by its number; a function whose work goes on during the
-    night returns its thread.
-    unit: process that serves the champion.
-    kinds: kinds of processes that are killed.
-    lives: periods of the lifecycle home; a restored backup begins another.
-    chains: versions and digests of the artifacts of real stages, for each of their refreshes.
+    keep: the home's retention policy. events: names and functions of the events before a night, by its number; a
+    function whose work goes on during the night returns its thread. unit: process that serves the champion. kinds:
+    kinds of processes that are killed. lives: periods of the home; a restored backup begins another. chains: versions
+    and digests of the artifacts of real stages, for each of their refreshes.
     """
 
     home: YearHome

@@ -30,10 +30,7 @@ STAND_IN = Path(__file__).with_name("year_stand_in")
 
 
 class YearHome(WorkerHome):
-    """Lifecycle home whose processes run on a fake clock.
-
-    Training rows, base model and recipe lie in the folder above it.
-    """
+    """Lifecycle home on a fake clock, with training rows, base model and recipe in the folder above it."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         super().__init__(folder)
@@ -164,10 +161,7 @@ def recipe(folder: Path) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
-    """Wait until a condition returns a true value, and return the value; fail with a message after `timeout_s`.
-
-    The message of the failure contains `what`.
-    """
+    """Wait until a condition is true, and return its value; fail with a message about `what` after `timeout_s`."""
     end_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what() if callable(what) else what}"

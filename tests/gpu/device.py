@@ -1,7 +1,4 @@
-"""Device on which the GPU tests run: the accelerator that torch finds, or the CPU with `TESTS_GPU_ON=cpu`.
-
-On a CPU they prove only the tests themselves.
-"""
+"""Accelerator for the GPU tests, or the CPU with `TESTS_GPU_ON=cpu`, on which they prove only the tests themselves."""
 
 from __future__ import annotations
 

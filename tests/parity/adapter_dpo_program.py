@@ -42,10 +42,7 @@ def main() -> None:
 
 
 def train(engine: FsdpEngine, config: TrainConfig, pairs: list[list[list[list[int]]]], num_steps: int) -> list[float]:
-    """Train with DPO on the same preference pairs at every step, and return the losses.
-
-    The reference is the adapter before training.
-    """
+    """Train with DPO on the same pairs, the reference being the adapter before training; return the losses."""
     num_own = len(pairs) // engine.data_parallel_size
     own = pairs[engine.data_rank * num_own :][:num_own]
     documents = [document for pair in own for document in pair]

@@ -91,10 +91,7 @@ def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row
 
 
 def pack(rows: list[Row]) -> Batch:
-    """Pack rows of documents into a batch; every token but a document's first is a target.
-
-    All rows have the same number of tokens.
-    """
+    """Pack rows of equally many tokens into a batch; every token but a document's first is a target."""
     documents = [torch.tensor(document) for row in rows for document in row]
     lengths = [len(document) for document in documents]
     targets = torch.cat([torch.cat([document[1:], torch.tensor([IGNORED])]) for document in documents])

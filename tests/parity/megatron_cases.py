@@ -153,10 +153,7 @@ def cases(processes: int) -> list[Case]:
 
 
 def values_of(case: Case) -> dict[str, object]:
-    """Return a test case's parameter values by name, from which `pairwise` chooses cases.
-
-    TP with and without sequence parallelism are two values.
-    """
+    """Return a case's values by name, for `pairwise`; TP with and without sequence parallelism are two values."""
     degrees = {name: value for name, value in case.layout.items() if name not in ("micro_batch_size", "tp")}
     degrees.pop("sequence_parallel", None)
     tp = (case.layout.get("tp", 1), case.layout.get("sequence_parallel", False))

@@ -49,8 +49,7 @@ from tests.parity.test_fsdp import mean_aux_loss  # noqa: E402
 LEAST_LEARNED = 1e-4
 """Smallest maximum of |B| that each trained LoRA factor B must reach, so that a factor left at 0 is noticed."""
 LIMITS = {"log_probability": 1e-5, "loss": 1e-6, "gradient": 1e-6, "grad_norm": 1e-5, "weight": 1e-6}
-"""Largest tolerated differences between Megatron and plain Transformers. They are absolute, but relative for the
-gradient norm."""
+"""Largest tolerated differences from plain Transformers, absolute, but relative for the gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,7 @@ def group(case: Case) -> str:
 
 
 def compare(ranks: Ranks, folder: Path, processes: int, chosen: list[Case]) -> list[Comparison]:
-    """Run the chosen cases on Megatron in this number of processes, and compare each with plain Transformers.
-
-    The models are in `folder/models`; the processes start once for all cases.
-    """
+    """Compare chosen cases on Megatron (models: `folder/models`), in processes that start once, with Transformers."""
     torch.set_num_threads(1)
     indices = [cases(processes).index(case) for case in chosen]
     log = folder / f"log-{processes}.txt"
@@ -179,8 +175,8 @@ def largest_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 def train_plainly(folder: Path, data: str, everything_decays: bool, adapter: str | None, moe: str | None) -> Expected:
     """Train in a minimal loop, document by document, with Transformers' own attention and PEFT's adapters.
 
-    In float64, so that the measured rounding is the engine's alone: in fp32, losses were 1.06e-6 apart on one kind of
-    CPU. Mixtures of experts are in fp32: torch has their grouped products in nothing wider.
+    In float64: in fp32, losses were 1.06e-6 apart on one kind of CPU. Mixtures of experts are in fp32: torch has their
+    grouped products in nothing wider.
     """
     dtype = torch.float32 if hasattr(AutoConfig.from_pretrained(folder), "num_experts") else torch.float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")

@@ -54,8 +54,7 @@ class Result:
     evaluation_loss: float
     """Loss on the first global batch after all training steps."""
     continued_loss: float
-    """Loss on the first global batch after a new engine has loaded the exported adapter, in cases that train one with
-    SFT."""
+    """Loss on the first global batch after a new engine has loaded the adapter exported by SFT."""
     metrics: list[dict[str, float]]
     aux_losses: list[float]
 
@@ -178,10 +177,7 @@ def add_up(tensors: list[Tensor], group: Any) -> None:
 
 
 def under_their_names(engine: Any, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return gradients by the Hugging Face name of their weights, on rank 0.
-
-    They pass through the weights' export for this; the weights are restored afterwards.
-    """
+    """Return gradients by their weights' Hugging Face names, on rank 0, through the export; then restore weights."""
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)

@@ -10,10 +10,7 @@ from tests.parity.ranks import Ranks
 
 
 def launch(ranks: Ranks, processes: int, models: Path, output: Path, **todo: Any) -> None:
-    """Run `megatron_state_program.py` in the given number of processes.
-
-    todo: its tasks, such as round_trips or journeys.
-    """
+    """Run `megatron_state_program.py` in so many processes with its tasks, such as round_trips or journeys."""
     output.mkdir(parents=True, exist_ok=True)
     spec = output / f"spec-{processes}.json"
     spec.write_text(json.dumps({"models": str(models), "output": str(output), **todo}))

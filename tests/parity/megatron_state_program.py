@@ -117,10 +117,7 @@ def anonymous_bytes() -> int:
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the losses after a checkpoint: those of the run that saved it, and those of runs that resumed from it.
-
-    The latter use other layouts or engines.
-    """
+    """Return the losses after a checkpoint, of the run that saved it, and of others that resumed elsewhere."""
     checkpoint, batches = Path(journey["checkpoint"]), global_batches("packed")
     adapter = journey.get("adapter")
     stayed = None

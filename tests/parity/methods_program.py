@@ -97,10 +97,7 @@ def train(
     taught: list[Batch] | None = None,
     grpo: GrpoLoss | None = None,
 ) -> list[dict[str, Any]]:
-    """Train all steps on the same rows, then evaluate on them.
-
-    Returns the outcome of each step and of the evaluation.
-    """
+    """Train all steps on the same rows, then evaluate on them; return the outcome of each."""
     batches = taught or micro_batches(engine, config, dataset)
     if config.needs_reference:
         batches = [batch.with_reference(engine.document_log_probabilities(batch)) for batch in batches]
@@ -120,10 +117,7 @@ def train(
 
 
 def with_rollouts(batch: Batch, old: torch.Tensor) -> Batch:
-    """Turn labelled rows into GRPO completions with advantages and made-up log-probabilities of a sampling server.
-
-    Good answers get a positive advantage, bad ones a negative.
-    """
+    """Turn labelled rows into GRPO completions: advantages by label, made-up log-probabilities of a server."""
     assert batch.signal.is_good is not None
     noise = batch.inputs.input_ids.sin().where(batch.signal.has_target, 0.0)
     advantages = torch.where(batch.signal.is_good, 1.0, -0.5)

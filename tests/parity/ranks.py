@@ -48,10 +48,7 @@ class Ranks:
         return descendants(self.pid)
 
     def run(self, program: str, processes: int, *arguments: object, log: Path) -> None:
-        """Run a test program's `main()` to its end in this number of ranks (processes).
-
-        Raises RuntimeError with the end of their output if one fails.
-        """
+        """Run a test program's `main()` in so many ranks; raise RuntimeError with their output's end if one fails."""
         code = self.start(program, processes, *arguments, log=log)()
         if code != 0:
             answer = "its parent died" if code is None else code

@@ -84,10 +84,7 @@ def trl(models, tmp_path_factory):
 
 
 def documents(inputs):
-    """Return the preference pairs of TRL's batch, in which all chosen answers come before all rejected ones.
-
-    A document is its token ids and target mask.
-    """
+    """Return TRL's pairs, chosen answers before rejected ones in its batch, each as token ids and target mask."""
     lengths = inputs["attention_mask"].sum(1).tolist()
     names = ("input_ids", "completion_mask")
     found = [tuple(inputs[name][row][:length].tolist() for name in names) for row, length in enumerate(lengths)]

@@ -78,10 +78,7 @@ SEED = 3
 
 @pytest.fixture(scope="module")
 def folders(models):
-    """Provide folders of tiny models, among them one whose rows are as long as an NF4 quantization block.
-
-    Another has transposed, square experts.
-    """
+    """Provide tiny models' folders: one with rows as long as an NF4 block, one with transposed, square experts."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     config = Qwen3Config(**sizes, num_hidden_layers=2, intermediate_size=128, initializer_range=0.2)
@@ -170,10 +167,7 @@ def config_of(case, layout):
 
 
 def of_exact_bases(cases):
-    """Return the cases whose base model is not quantized.
-
-    An adapter of a quantized one is merged into the exact base model, so that results differ.
-    """
+    """Return the cases with unquantized base: an adapter of a quantized one is merged into the exact base."""
     return [(name, case) for name, case in cases.items() if "base_precision" not in CASES[case]]
 
 

@@ -25,8 +25,7 @@ VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY = 1e-2, 0.5, 0.1
 EPSILON = 1e-3
-"""Adam's epsilon in comparisons, far above the usual 1e-8. With 1e-8 every gradient, however small, moves its weight by
-the learning rate, and rounding errors of 1e-9 in gradients that are nearly zero would show as differences of 1e-2."""
+"""Adam's epsilon in comparisons; see `megatron_cases.py`."""
 
 LAYOUTS = {
     1: {
@@ -145,10 +144,7 @@ def learn_plainly(model, parameter_groups, data, aux_loss_coefficient=0.0):
 
 
 def mean_aux_loss(model, rows):
-    """Return Transformers' load-balancing loss of a mixture of experts, averaged over layers and rows.
-
-    All rows are equally long.
-    """
+    """Return Transformers' load-balancing loss, averaged over layers and over rows of equal length."""
     found = []
     for row in rows:
         outputs = [model(input_ids=torch.tensor([document]), output_router_logits=True) for document in row]
@@ -182,11 +178,7 @@ def make_config(layout):
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, models, data, tmp_path_factory):
-    """Provide the results of FSDP training under every layout with this number of processes.
-
-    Qwen3 is trained under all layouts, the other models under the first.
-    The processes start once.
-    """
+    """Provide FSDP's results with so many processes, started once: Qwen3 under all layouts, others under the first."""
     layouts = LAYOUTS[request.param]
     output = tmp_path_factory.mktemp("trained")
     cases = {
@@ -248,10 +240,7 @@ def test_gradients_reduced_after_each_micro_batch_give_the_same_curve(trained):
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
 def test_gradients_of_bf16_are_added_up_in_fp32_either_way(trained):
-    """Gradients of a bf16 training are accumulated in fp32, whether unsharded or sharded.
-
-    In bf16 they would differ by about 2^-8.
-    """
+    """Gradients of bf16 training are accumulated in fp32, sharded or not; in bf16, they would differ by 2^-8."""
     whole, sharded = (load_file(trained[0] / f"half-{name}.gradients.safetensors") for name in ACCUMULATED)
     for name, gradient in whole.items():
         assert gradient.dtype == sharded[name].dtype == torch.float32

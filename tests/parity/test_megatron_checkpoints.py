@@ -20,10 +20,7 @@ TOLERANCE = 1e-6
 
 
 def journey(model, start, *ends, precision="fp32", adapter=None):
-    """Return a test case: the engine, layout and precision that save a checkpoint, and those that resume from it.
-
-    The place that saved it resumes it, too.
-    """
+    """Return a case: engine, layout and precision that save a checkpoint and resume it, and others that resume it."""
     places = [[engine, layout, precision] for engine, layout in (start, start, *ends)]
     return {"model": model, "from": places[0], "to": places[1:], "adapter": adapter}
 
@@ -82,10 +79,7 @@ def losses(megatron_ranks, tmp_path_factory):
 
 
 def stored_keys(checkpoint):
-    """Return a checkpoint's keys without those of optimizer parameter groups, such as the learning rate.
-
-    Only FSDP's optimizer writes these.
-    """
+    """Return a checkpoint's keys, without those of optimizer parameter groups, which only FSDP's writes."""
     keys = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {key for key in keys if not key.startswith("optimizer.param_groups.")}
 

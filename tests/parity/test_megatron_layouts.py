@@ -1,7 +1,7 @@
 """The Megatron engine learns what plain Transformers learns under every layout, in fp32.
 
-The cases are dense models and mixtures of experts, packed rows or not, SFT and DPO.
-`make test` has cases in which whatever two choices meet in any case meet; `make nightly` has all.
+Dense models and mixtures of experts, packed or not, SFT and DPO. `make test` has every pair of choices that meets in
+any case; `make nightly` has all.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ ROUND_TRIPS = {
         ("qwen3-moe-dense", {"dp_shard": 2, "pp": 2, "ep": 2}),
     ],
 }
-"""Models and layouts whose weights are loaded and exported, by number of processes. TP 4 exceeds the two key/value
-heads, and does not divide the odd vocabulary."""
+"""Models and layouts to load and export, by processes. TP 4 exceeds two key/value heads; the vocabulary is odd."""
 
 SHARD_BYTES, NUM_LAYERS, HIDDEN, INNER, VOCABULARY = 40_000_000, 12, 768, 2048, 4096
 LAYER_BYTES = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)

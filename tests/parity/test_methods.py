@@ -133,10 +133,7 @@ def document(generator, length):
 
 
 def answer(generator, length, is_good):
-    """Return random token ids of a good or bad answer.
-
-    Good answers end in equal tokens, so that training makes them likelier for any prompt.
-    """
+    """Return random token ids of an answer; good ones end in equal tokens, which training makes likelier."""
     found = document(generator, length)
     found.ids[2:] = 7 if is_good else found.ids[2:]
     return found

@@ -123,9 +123,7 @@ def share_of_other_weights(folder, other):
 
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
-    """AdamW's random rounding of its moments to bf16 gives the same values on one process and on two.
-
-    Otherwise nearly all weights would differ by about 2^-8 of a step.
+    """AdamW rounds its moments to bf16 at random, but equally on one process and two; else most weights would differ.
     """
     assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
     whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]

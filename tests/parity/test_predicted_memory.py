@@ -25,8 +25,7 @@ MODELS = {
     "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,
                   "num_experts_per_tok": 2, "num_key_value_heads": 4, "head_dim": 32},
 }  # fmt: skip
-"""Config fields of the test's Llama and Qwen3-MoE models, with 135 and 205 million parameters (0.5 and 0.8 GiB in
-fp32)."""
+"""Config fields of a Llama and a Qwen3-MoE of 135 and 205 million parameters (0.5 and 0.8 GiB in fp32)."""
 EXPERT_CASES = {
     "experts, fsdp": (1, {"adapter": {"rank": 8}}),
     "experts, megatron EP2": (
@@ -58,8 +57,7 @@ NIGHTLY = (
     "sharded over 2 processes",
     "experts, megatron EP2",
 )
-"""Names of memory cases that only nightly tests measure, since the other cases cover each of their features. Unit tests
-of the planner count the bytes of each base model and of experts' adapters exactly."""
+"""Cases for nightly tests, whose features the others cover; unit tests count base models' and adapters' bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +108,7 @@ def test_the_frozen_base_and_what_learns_take_what_is_predicted(name, model, ran
 def test_gradients_that_are_reduced_after_each_micro_batch_spare_what_is_predicted(model, ranks, tmp_path):
     """Reducing gradients after each micro-batch saves as much measured memory as the planner predicts.
 
-    `make test` covers this by `tests/fake_gpu`, whose fake devices count the bytes of such a layout exactly.
+    `make test` covers this by `tests/fake_gpu`, whose fake devices count such a layout's bytes exactly.
     """
     found = {}
     for accumulate in ("whole", "sharded"):

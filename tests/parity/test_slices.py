@@ -15,7 +15,7 @@ MIB = 2**20
 SIZES = {"vocab_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 DAMAGED = "model.layers.1.mlp.up_proj.weight"
 FIXED_THRESHOLD_BYTES = "131072"
-"""Value of glibc's MALLOC_MMAP_THRESHOLD_, equal to its default; setting it stops glibc from adapting it.
+"""Default of glibc's MALLOC_MMAP_THRESHOLD_; set, it is not adapted.
 
 Otherwise it grows with what is freed, and up to a quarter of the model stays with the allocator, depending on the order
 in which the processes free.
@@ -51,10 +51,7 @@ def found(models, tmp_path_factory):
 
 
 def test_no_process_holds_the_model(found):
-    """No process holds the whole model when FSDP loads it.
-
-    It may hold its half of 417 MiB in fp32, and what FSDP gathers of two layers of 13 for the probe.
-    """
+    """No process holds a whole model under FSDP, but its half (417 MiB in fp32) and 2 of 13 layers for the probe."""
     for of_rank in found("large"):
         assert of_rank["shard_bytes"] == pytest.approx(417 / 2 * MIB, rel=0.01)
         assert of_rank["peak_bytes"] < 0.7 * 417 * MIB

@@ -1,7 +1,4 @@
-"""Stand-in for the stage process that downloads or evaluates a candidate model. Run: `candidate_stage.py WORK`.
-
-It writes a model, or an evaluation of which `limit` answers are right.
-"""
+"""Stand-in for a stage that downloads a model, or evaluates one with `limit` right answers. Argument: WORK."""
 
 import json
 import sys

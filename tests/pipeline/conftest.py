@@ -10,10 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def home_with_servers(tmp_path_factory):
-    """Provide the object that starts, empties and stops the lifecycle home that pipeline tests share.
-
-    Each worker of pytest-xdist has one, and runs its test files one after the other.
-    """
+    """Provide the home that a worker's test files share one after another, as an object that starts and empties it."""
     from lent_home import LentHome
 
     home = LentHome(tmp_path_factory.mktemp("lent") / "home")

@@ -1,7 +1,7 @@
 """Lifecycle home with running servers that test files use one after another; it is emptied in between.
 
-A start of the servers takes 24 s of processor time. Emptied means: their databases are what they were when the servers
-were new, and of the rest nothing is left; ports, tokens and processes stay.
+Servers take 24 s of processor time to start. Emptied, their databases are as at that time, and of the rest nothing is
+left; ports, tokens and processes stay.
 """
 
 import shutil
@@ -15,10 +15,7 @@ OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "ser
 
 
 class LentHome(ForkedHome):
-    """Lifecycle home that test files share, with methods to start, empty and stop it.
-
-    Tests make a `Home` of its folder.
-    """
+    """Lifecycle home that test files share, to start, empty and stop; tests make a `Home` of its folder."""
 
     def begin(self) -> None:
         self.folder.mkdir()

@@ -1,6 +1,6 @@
-"""Promotion program for tests: real, except that its repeated evaluation of the champion is made up.
+"""Program in place of `flows.champion.promotion` that makes up its repeated evaluation of the champion.
 
-In place of `flows.champion.promotion`, with the same arguments; `made_up_evaluations.py WORK` is such an evaluation.
+`made_up_evaluations.py WORK` is such an evaluation.
 """
 
 import sys

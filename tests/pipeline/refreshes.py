@@ -132,10 +132,7 @@ class ForkedHome(Home):
 
 
 def stage(mode: str, mark: str = "*", **environment: str) -> dict[str, Any]:
-    """Return a recipe's download stage whose process is the stand-in `tiny_stage.py` in the given mode.
-
-    Another `mark` makes another version.
-    """
+    """Return a download stage run by `tiny_stage.py` in a mode; another `mark` makes another version."""
     return {
         "kind": "download",
         "dataset": "builtin/addition",
@@ -187,10 +184,7 @@ def every_kind(mode: str, mark: str) -> dict[str, dict[str, Any]]:
 
 
 def disturb_every_stage(home: Home, mark: str, disturb: Callable[[], None], undo: Callable[[], None]) -> dict[str, Any]:
-    """Run a refresh whose stages each pause halfway and call `disturb` at each pause; return the refresh's output.
-
-    A stage goes on before the disturbance is undone.
-    """
+    """Run a refresh whose stages pause halfway to `disturb`, and go on before `undo`; return the refresh's output."""
     stages = every_kind("pause", mark)
     refresh = home.start(home.recipe(mark, **stages))
     for name in list(stages)[1:]:

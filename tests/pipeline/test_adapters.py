@@ -211,10 +211,9 @@ def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
 
 @pytest.mark.nightly
 def test_a_killed_training_goes_on_to_the_same_adapter(dpo, artifacts, tmp_path):
-    """Adapter training that is killed resumes and ends with bitwise the same adapter.
+    """Killed adapter training resumes to bitwise the same adapter.
 
-    `make test` covers this by the next test, which begins with a checkpoint, and by kills of full training in
-    `test_train_faults.py`.
+    `make test`: the next test, which begins with a checkpoint, and kills of full training in `test_train_faults.py`.
     """
     work, config = tmp_path / "dpo-0123456789ab", dpo_config()
     make_context(work, artifacts, config)
@@ -252,10 +251,7 @@ def test_it_goes_on_with_another_number_of_processes_to_the_same_adapter(dpo, ar
 
 @pytest.mark.parametrize(("precision", "apart"), [("nf4", 0.1), ("int8", 0.01)])
 def test_an_adapter_of_a_base_in_few_bits_is_merged_into_the_base_as_it_was(precision, apart, artifacts, tmp_path):
-    """An adapter trained on a quantized base model is merged into the unquantized base model.
-
-    Recorded predictions are those of the quantized base, so the merged model differs by the rounding and no more.
-    """
+    """An adapter of a quantized base is merged into the exact base: predictions differ by the rounding alone."""
     work = tmp_path / "dpo-0123456789ab"
     adapter = {**ADAPTER, "base_precision": precision}
     run_stage(work, artifacts, make_config("dpo", model="sft", adapter=adapter, steps=6, learning_rate=2e-3))
@@ -335,10 +331,7 @@ def test_an_adapter_whose_change_the_rounding_takes_away_is_refused(dpo, artifac
 
 
 def test_a_refresh_of_another_learning_rate_stores_a_fraction_of_its_base(dpo, artifacts):
-    """Adapter training stores a fraction of the base model's size: the adapter's files, and small checkpoints.
-
-    Of the tiny model, adapters of this rank are a seventh; of a large one a thousandth.
-    """
+    """Adapter training stores a fraction of its base: here a seventh, of a large model a thousandth."""
     base = sum(file.stat().st_size for file in (artifacts["sft"] / "model").rglob("*.safetensors"))
     adapter = (dpo / "adapter" / "adapter_model.safetensors").stat().st_size
     kept = sum(file.stat().st_size for file in dpo.rglob("*") if file.is_file() and "scratch" not in file.parts)

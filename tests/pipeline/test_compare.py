@@ -1,7 +1,4 @@
-"""`lifecycle compare` trains a stage under several parallel layouts with real Prefect and MLflow.
-
-A layout that cannot run gets a row with the reason.
-"""
+"""`lifecycle compare` trains a stage under several layouts, with reasons for those that cannot run; real servers."""
 
 import json
 from pathlib import Path

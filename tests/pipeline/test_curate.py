@@ -61,7 +61,7 @@ def test_what_was_planted_is_left_out_and_nothing_else(refreshed):
 
 @pytest.mark.nightly
 def test_only_the_evaluation_of_a_model_that_learned_from_raw_rows_warns(refreshed):
-    """An evaluation warns of contaminated training data only for the model that was trained on uncurated rows.
+    """An evaluation warns only of the model that learned from uncurated rows.
 
     `make test` covers this by `unit/flows/planning/test_contamination.py`.
     """

@@ -195,10 +195,9 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 
 @pytest.mark.nightly
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
-    """`lifecycle serve` without `--follow` serves the champion of its start until it is interrupted.
+    """Without `--follow`, `lifecycle serve` serves the champion of its start until it is interrupted.
 
-    `make test` covers this by `test_llama_cpp.py`, which serves an artifact, and `test_kept.py`, which serves a
-    champion.
+    `make test`: `test_llama_cpp.py` (an artifact is served) and `test_kept.py` (a champion is served).
     """
     make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]
@@ -273,9 +272,9 @@ def expected_answer(made: Registration) -> str:
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
     """Adapters replace each other in the running vLLM without a failed request.
 
-    There are more adapters than the server can hold, and the prompt is long enough to hit a stale prefix cache.
-    The first one challenges before it takes over: the engine has both, and each answers its users. One that was lost on
-    its way is not taken over. When the engine dies while it loads the next, it is started again, and loads that.
+    More adapters than the server can hold; the prompt is long enough to hit a stale prefix cache. The first one
+    challenges before it takes over: each of the two answers its users. One that was lost on its way is not taken over.
+    When the engine dies while it loads the next, it is started again, and loads that.
     """
     adapters = [adapter_registration(seed) for seed in range(6)]
     lose(adapters[5], environment)

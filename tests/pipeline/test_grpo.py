@@ -75,10 +75,7 @@ def asked(work: Path) -> dict[int, set[str]]:
 
 
 def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """GRPO resumes without loss after kills of the trainer and of its vLLM server.
-
-    The trainer is killed after its second round, the server of the next attempt before its last round.
-    """
+    """GRPO resumes without loss after kills of the trainer (second round) and its vLLM (before the last round)."""
     config = make(NUM_STEPS)
     work = make_context(tmp_path / "work", artifacts, config).work
     runtime = work / "scratch" / "server"
@@ -118,10 +115,7 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
 def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """GRPO on Megatron with two processes samples each round from new weights.
-
-    It uses the shared vLLM server, since starting one takes half a minute.
-    """
+    """GRPO on two processes of Megatron samples each round, from the shared vLLM, with new weights."""
     options = {**UNSERVED, "server": named_server}
     layout = {"tp": 2, "micro_batch_size": 2}
     config = make(4, learning_rate=1e-2, engine="megatron", layout=layout, grpo=options)
@@ -139,10 +133,7 @@ def _check_rounds(config: TrainConfig, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Provide the config of a running vLLM server, started with the command that our error message recommends.
-
-    Its head is written out, since vLLM on a CPU does not update a tied one.
-    """
+    """Provide a vLLM started as our error message says. Its head is written out: on a CPU, tied ones stay old."""
     folder = tmp_path_factory.mktemp("named")
     shutil.copytree(artifacts["base"] / "model", folder / "model")
     prepare_reloads(folder / "model")
@@ -175,9 +166,9 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, top_p: float
 ) -> None:
-    """GRPO samples again, from the same distribution, where all completions of a prompt got the same reward.
+    """GRPO samples again, at the same temperature, not 1, where a prompt's completions all got the same reward.
 
-    The reward is rarely given, so that one draw of completions is not enough, and the temperature is not 1.
+    The reward is rarely given, so that one draw is not enough.
     """
     rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
     options = {**UNSERVED, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p, "server": named_server}
@@ -203,10 +194,7 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
 def test_a_named_server_is_refused_where_it_does_not_do(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPO rejects a vLLM server named in the recipe whose context is too short, or that sees another weights folder.
-
-    /proc/self/cwd stands for such a folder, as it is another one in each process.
-    """
+    """GRPO rejects a named vLLM whose context is too short, or that sees another weights folder (/proc/self/cwd)."""
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
     (problem,) = named_server_problems(config, ModelFacts(artifacts["base"] / "model"))
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
@@ -221,10 +209,7 @@ def test_a_named_server_is_refused_where_it_does_not_do(
 def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """On-policy distillation that is killed resumes with bitwise the same weights.
-
-    The server at first has weights of another stage.
-    """
+    """Killed on-policy distillation resumes to bitwise the same weights; the server at first has another stage's."""
     inputs = {**artifacts, "teacher": make_teacher(artifacts, tmp_path / "teacher")}
     sampling = {"max_completion_length": 8, "server": named_server}
     distill = {"loss_top_k": 8, "lmbda": 0.75, "sampling": sampling}
@@ -289,10 +274,7 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
 def test_a_server_that_keeps_its_weights_is_an_error(
     artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPO fails if its vLLM server goes on with its old weights after a training step.
-
-    vLLM on a CPU does so with a tied head that is not written out; the check of new weights must notice.
-    """
+    """GRPO fails if vLLM goes on with old weights, as on a CPU with a tied head that is not written out."""
     monkeypatch.setattr(Vllm, "prepare_reloads", lambda *_: None)
     config = make(4, learning_rate=1e-2)
     with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):

@@ -67,10 +67,7 @@ def client(root: Path) -> Iterator[Client]:
 
 
 def test_every_token_is_as_likely_as_transformers_has_it(root: Path, client: Client) -> None:
-    """llama.cpp gives every token the log-probability that Transformers gives it.
-
-    Most of these tokens are partial characters, whose log-probabilities llama.cpp reports only indirectly.
-    """
+    """llama.cpp's log-probabilities are Transformers', also of partial characters, which it reports indirectly."""
     model = AutoModelForCausalLM.from_pretrained(root / "sft" / "model", dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([EVERY_TOKEN])).logits[0, :-1].log_softmax(-1)

@@ -143,7 +143,7 @@ TAUGHT_BY = {
 
 @pytest.mark.parametrize("by", [pytest.param("model", marks=pytest.mark.nightly), "server"])
 def test_answers_of_the_model_itself_are_taught(with_teacher, served_teacher, tmp_path, by):
-    """On-policy distillation has the loss that Transformers computes over the answers. The teacher is local or served.
+    """On-policy distillation has the loss that Transformers computes over the answers, of a local or served teacher.
 
     Two processes share the rows, or each row, of which one asks the server. The learning rate is so small that both
     steps use the initial weights. In `make test`, the other case covers the nightly one of a local teacher, and so does
@@ -188,10 +188,7 @@ def _divergence(model, teacher, documents):
 
 
 def test_a_reward_model_scores_as_transformers_scores_it(artifacts, tmp_path):
-    """A trained reward model gives the scores that Transformers gives with its files.
-
-    It is trained on two processes and on one; the logged held-out accuracy is that of the written model.
-    """
+    """A reward model's scores and held-out accuracy are those of its files in Transformers, on one process or two."""
     losses = []
     for name, layout in {"shared": {"dp_shard": 2, "micro_batch_size": 1}, "alone": {"micro_batch_size": 2}}.items():
         config = make_config("reward", steps=8, layout=layout, reward={"center_rewards_coefficient": 0.01})

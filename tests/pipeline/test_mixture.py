@@ -1,6 +1,6 @@
-"""Training on a mixture of datasets keeps the requested shares, with the same order of rows under every layout.
+"""Training on a mixture keeps the requested shares and the order of rows under every layout and after kills.
 
-Losses are logged by dataset, and a killed run resumes in the same order.
+Losses are logged by dataset.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts
 
 @pytest.mark.nightly
 def test_killed_and_resumed_it_ends_with_the_very_weights_of_an_uninterrupted_one(artifacts, one_process, tmp_path):
-    """Training on a mixture that is killed resumes to bitwise the same weights.
+    """Killed training on a mixture resumes to bitwise the same weights.
 
     `make test` covers this by the test above and by kills in `test_train_faults.py`.
     """

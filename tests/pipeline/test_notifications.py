@@ -33,10 +33,7 @@ REPEATED_WITHIN_S = 35.0
 
 @pytest.fixture
 def receiver():
-    """Provide a notification receiver: the port of an HTTP server, and the list of JSON bodies received.
-
-    The list has None for a ping.
-    """
+    """Provide a receiver: the port of an HTTP server, and the list of JSON bodies received (None for a ping)."""
     received = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -93,9 +90,9 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):
-    """A webhook is notified promptly when a run that Prefect's scheduler began fails or crashes.
+    """A webhook hears promptly that a scheduled run fails or crashes, whose first event Prefect omits.
 
-    The scheduler emits no first event of a run, so Prefect would delay the later ones by 15 minutes.
+    Prefect would delay the later ones by 15 minutes.
     """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
@@ -159,9 +156,9 @@ def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_tha
 
 
 def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(worker_home, receiver, monkeypatch):
-    """A webhook is notified promptly of a crash, though Prefect has forgotten the run's earlier events.
+    """A webhook hears promptly of a crash, though Prefect's server, restarted, has forgotten the run's events.
 
-    Its server forgets them when restarted, and would delay the crash event by 15 minutes.
+    It would delay the crash event by 15 minutes.
     """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
@@ -191,9 +188,8 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
 def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
     """A webhook is notified once of a refresh's end, even if Prefect's server dies before it emits the event.
 
-    A server killed between writing a state to its database and emitting the event leaves a state without event.
-    The next server notifies once. The one after it does not, though it no longer knows what was notified: Prefect drops
-    that after some minutes.
+    A state in its database is then left without event. The next server notifies once. The one after it does not, though
+    Prefect drops what was notified after some minutes.
     """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
@@ -238,7 +234,7 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
 
 
 def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(worker_home, receiver, monkeypatch):
-    """A monitoring service gets a refresh's final ping soon, though Prefect's server was restarted during the refresh.
+    """A ping comes soon after a refresh, though Prefect's server was restarted meanwhile.
 
     Prefect would delay the final event by 15 minutes, waiting for the start event that it has forgotten.
     """

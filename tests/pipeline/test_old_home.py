@@ -24,10 +24,7 @@ TOKENIZED_WITH = {"tokenizers": "0.23.3", "transformers": "5.17.0", "numpy": "2.
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack the old lifecycle home with its recipes, and return its folder.
-
-    The recipes' paths in its ledgers are adapted.
-    """
+    """Unpack the old home with its recipes, adapt their paths in its ledgers, and return its folder."""
     with tarfile.open(OLD_HOME) as tar:
         tar.extractall(folder, filter="data")
     for ledger in folder.glob("home/ledger/*/ledger.jsonl"):

@@ -21,8 +21,7 @@ from tests.forked_stages import warm_parent
 VOCABULARY = [f"n{number}" for number in range(32)]
 GROUP_SIZE = 32
 KL_BOUNDS = {"awq": 0.02, "gptq": 0.02, "int8": 0.002, "fp8": 0.01}
-"""Largest accepted KL divergence of the quantized model from the original, by method, in nats per token. The bounds are
-twice the divergence of round-to-nearest, and far below that of 3 bits."""
+"""Largest KL divergence from the original, in nats per token: twice that of round-to-nearest, far below 3 bits'."""
 
 SERVED_SHAPES = [
     (input_size, output_size, group_size)
@@ -210,10 +209,7 @@ def test_only_linear_layers_are_quantized(built, method, original):
 
 
 def test_fp8_weights_are_within_half_a_step(built, original):
-    """FP8 weights differ from the original by at most half a quantization step.
-
-    FP8 e4m3 has 3 bits of mantissa: half a step is 2⁻⁴ of the value; bfloat16 scales add 2⁻⁸.
-    """
+    """FP8 e4m3 weights differ by at most half a step: 2⁻⁴ of the value (3 bits of mantissa) + 2⁻⁸ (bf16 scales)."""
     written = reload(built / "fp8/model")
     for name, module in original.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -223,10 +219,7 @@ def test_fp8_weights_are_within_half_a_step(built, original):
 
 
 def test_awq_weights_are_within_half_a_step_of_the_scaled_originals(built, original):
-    """AWQ weights differ from the scaled originals by at most half a quantization step.
-
-    AWQ divides the norm by a scale and multiplies the next layer's weights by it; the rest is rounding.
-    """
+    """AWQ weights, whose scales the norm is divided by, differ from scaled originals by at most half a step."""
     written, tensors = reload(built / "awq/model"), load_file(built / "awq/model/model.safetensors")
     for layer, quantized in zip(original.model.layers, written.model.layers, strict=True):
         scaling = (layer.input_layernorm.weight / quantized.input_layernorm.weight).detach()

@@ -25,8 +25,7 @@ METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
 MIXTURES = ("qwen3_moe", "mixtral", "phimoe", "glm4_moe")
 KL_BOUNDS = {"awq": 0.05, "gptq": 0.05, "int8": 0.002, "fp8": 0.02}
-"""Largest accepted KL divergence of a quantized model from its original with random weights, by method, in nats per
-token."""
+"""Largest KL divergence of a quantized model from its original with random weights, in nats per token."""
 EVERYTHING_BUT = ("embed_tokens", "lm_head", ".gate.weight", ".router.weight")
 """Substrings of the names of weight matrices that quantization does not change."""
 
@@ -50,10 +49,7 @@ def make_quantization(method, ignore=("lm_head",)):
 
 
 def quantize_family(source, target, method, ignore=("lm_head",)):
-    """Quantize a model as the stage does, but without checking that vLLM can serve it.
-
-    Returns the KL divergence in nats per token.
-    """
+    """Quantize a model without vLLM's check; return the KL divergence in nats per token."""
     quantization, rows = make_quantization(method, ignore), counting_rows(24)
     check_quantizable(build_without_weights(source, trust_remote_code=False), quantization, ignore)
     options = {"seed": 0, "trust_remote_code": False, "report": lambda *_: None}
@@ -83,8 +79,7 @@ BY_DAY = {
     "int8": {"llama", "gemma3_text", "phi3"},
     "fp8": {"olmo2", "cohere", "phimoe", "glm4_moe"},
 }
-"""Architectures that `make test` quantizes, by method; the others are nightly. All are quantized with AWQ, whose
-scaling differs most between them; the other methods take turns."""
+"""Architectures that `make test` quantizes: all with AWQ, whose scaling differs most; other methods take turns."""
 PAIRS = [*itertools.product(DENSE, METHODS), *itertools.product(MIXTURES, METHODS.keys() - {"int8"})]
 """Tested pairs of architecture and quantization method. MoE with int8 is left out: Transformers cannot read it."""
 QUANTIZED = [
@@ -174,10 +169,7 @@ def test_a_layer_is_ignored_by_its_name_in_files_as_by_that_in_memory(folder_of)
 
 
 def test_awq_without_anything_to_scale_is_refused(folder_of, tmp_path):
-    """AWQ refuses a model without layers that can be scaled, such as Nemotron.
-
-    Its norms add one to their weights, and its activation is squared.
-    """
+    """AWQ refuses Nemotron, which has nothing to scale: its norms add one to weights, its activation is squared."""
     with pytest.raises(ModelError, match="NemotronForCausalLM has no two layers that may be scaled"):
         quantize_family(folder_of("nemotron"), tmp_path / "model", "awq")
 

@@ -1,7 +1,6 @@
 """A failed stage is retried by Prefect's Retry button and by command, on real servers with a real worker.
 
-What was done is reused, what failed continues from its checkpoint, what depends on it follows, and MLflow shows a new
-attempt under the same refresh.
+Done stages are reused, the failed one continues from its checkpoint, and MLflow shows a new attempt of the refresh.
 """
 
 import json

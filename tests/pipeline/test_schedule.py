@@ -99,10 +99,7 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """Only the latest of several runs that were due while the servers were down starts.
-
-    The last run before the latest one is marked as superseded, all earlier runs as missed.
-    """
+    """Of runs missed while servers were down, only the latest starts; the one before is superseded, others missed."""
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
@@ -167,7 +164,7 @@ def test_a_run_that_a_killed_worker_had_taken_begins_all_the_same(worker_home, n
 
 
 def test_a_run_whose_process_failed_before_the_ledger_and_could_not_say_so_begins_again(worker_home, nightly):
-    """A scheduled run whose process failed before the refresh began, without reporting it, is started again.
+    """A scheduled run whose process failed before the refresh began, without a report, is started again.
 
     On a full disk neither the ledger nor the run's end in Prefect may be written.
     """
@@ -177,10 +174,7 @@ def test_a_run_whose_process_failed_before_the_ledger_and_could_not_say_so_begin
 
 
 def test_a_run_whose_process_twice_did_not_come_to_begin_is_called_crashed(worker_home, nightly):
-    """A run whose process ended twice before its refresh began is marked as crashed.
-
-    A full disk, for instance, can stop a process from reporting any state to Prefect.
-    """
+    """A run whose process ended twice before its refresh began, without report (full disk), is marked as crashed."""
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     again = {"type": "SCHEDULED", "message": DUE_AGAIN, "state_details": {"scheduled_time": tomorrow}}
     run = taken_run(worker_home, again, {"type": "PENDING", "name": "Submitting"})
@@ -207,10 +201,7 @@ def test_schedules_are_paused_resumed_and_removed(worker_home):
 
 
 def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home):
-    """A paused schedule starts nothing, not even a run that a worker or the scheduler had already taken.
-
-    Refreshes started by hand still run.
-    """
+    """A paused schedule starts nothing, not even runs already taken; refreshes by hand still run."""
     worker_home.schedule(worker_home.write("resting", {"rows": stage("ok", "resting")}))
     taken = worker_home.planned("resting")[0]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -229,10 +220,7 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
 
 
 def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
-    """A run that a worker has taken ends as Removed if its schedule is removed before the refresh begins.
-
-    One run's process has not begun; the other's has begun, but not its refresh.
-    """
+    """A taken run ends as Removed if its schedule goes before the refresh begins, in the process or before it."""
     worker_home.schedule(worker_home.write("removed", {"rows": stage("ok", "removed")}))
     taken, begun = worker_home.planned("removed")[:2]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})
@@ -285,10 +273,7 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_pa
 
 
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
-    """Prefect's documented automation against zombie runs recognizes all states in which refreshes end.
-
-    The test has seconds instead of minutes.
-    """
+    """Prefect's documented automation against zombies, here in seconds, recognizes all ends of refreshes."""
     ends = ["heartbeat", "Completed", "Failed", "Cancelled", "Crashed"]
     zombies = {
         "name": "zombies",

@@ -89,11 +89,9 @@ def recipe(home, hub, planted):
 
 
 def bad_recipe(home, planted):
-    """Write a recipe that trains on an invalid row in which a secret is planted.
+    """Write a recipe of its own that trains on an invalid row with a secret: the failed check stops its stages.
 
-    It is a recipe of its own, since the failed check would keep other stages from training.
-
-    The row lies behind those that are read as a plan is made, which would refuse the whole refresh.
+    The row lies behind those that a plan reads, which would refuse the whole refresh.
     """
     odd = home.folder.parent / "odd.jsonl"
     good = [{"role": "user", "content": "mine"}, {"role": "assistant", "content": "yours"}]
@@ -124,10 +122,7 @@ def bad_recipe(home, planted):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, hub, planted):
-    """Provide all files, outputs and command lines of two scheduled refreshes, in which no secret may appear.
-
-    It is the lifecycle home, the refreshes' record, all texts shown, and the command lines of all processes.
-    """
+    """Provide all that may hold no secret of two scheduled refreshes: home, records, texts, command lines."""
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
     home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
     home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"

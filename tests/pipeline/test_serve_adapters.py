@@ -1,7 +1,7 @@
 """A real vLLM that serves a base model and its adapters, each under its own name, answers as PEFT does.
 
-Most of it asks one server: starting vLLM takes half a minute. What vLLM itself gets wrong with adapters is provoked
-here; each such test fails without the remedy that `stages/serving/vllm/adapters.py` names.
+Most tests ask one server. What vLLM itself gets wrong with adapters is provoked here; each such test fails without the
+remedy that `stages/serving/vllm/adapters.py` names.
 """
 
 import json

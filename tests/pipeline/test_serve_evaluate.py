@@ -234,10 +234,7 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
 def test_a_judge_programs_and_formulas_score_the_same_completions(
     root: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Judge, code and math rewards score the same completions of a generate stage.
-
-    The completions are a few letters, some of them programs and some numbers; their reward is a weighted sum.
-    """
+    """Judge, code and math rewards, in a weighted sum, score the same completions: letters, programs, numbers."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_server() as judge:
         rewards = {
@@ -320,7 +317,7 @@ def test_a_killed_evaluation_continues_where_it_was(root: Path, served: Served) 
 
 @pytest.mark.nightly
 def test_without_a_lease_the_same_server_is_started_again(root: Path, served: Served) -> None:
-    """An evaluation without access to a running server starts the serve stage's server itself, with equal results.
+    """An evaluation without a running server's lease starts the serve stage's server, with equal results.
 
     `make test` covers this by `test_an_evaluation_asks_the_adapter_that_it_names` in `test_serve_adapters.py`.
     """

@@ -199,10 +199,7 @@ def test_a_web_socket_of_another_page_is_refused(home):
 
 
 def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
-    """The servers of a lifecycle home listen only on the loopback, at their known addresses.
-
-    The worker has a second socket of Prefect, where processes of its flows identify themselves by a token.
-    """
+    """The servers listen on the loopback alone, at known addresses; the worker's second socket asks for a token."""
     pids = {name: marked_processes(server["token"]) for name, server in home.servers().items()}
     for name in SERVERS:
         assert listening_addresses(pids[name]) == {home.address(name).removeprefix("http://")}
@@ -279,10 +276,7 @@ def basic(key):
 
 
 def test_a_person_is_logged_in_without_the_key_on_a_command_line(second_home, tmp_path):
-    """`lifecycle status --open` logs a person in without putting the key on a command line.
-
-    A script in the browser's place records its arguments; the test then opens the login file as a browser would.
-    """
+    """`lifecycle status --open` logs a person in without the key on a command line, as a fake browser records."""
     browser, noted = tmp_path / "browser", tmp_path / "noted"
     browser.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
     browser.chmod(0o700)

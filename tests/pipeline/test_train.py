@@ -97,10 +97,7 @@ def few_rows(artifacts, tmp_path_factory):
 
 
 def overfitted(work, few_rows, keep, **layout):
-    """Train on few rows until the model overfits, in tests of which weights the stage keeps.
-
-    Returns evaluation losses by step, the result's metrics, and the warnings.
-    """
+    """Train on few rows until overfitted; return evaluation losses by step, final metrics, and warnings."""
     config = make_config(
         steps=60,
         learning_rate=1e-2,
@@ -156,8 +153,7 @@ def test_sft_logs_the_steps_that_were_asked_for(sft):
 def test_it_takes_little_time_to_the_first_step(artifacts, tmp_path):
     """A train stage needs less than 12 s of CPU time until the end of its first step.
 
-    The best of three counts, since disturbances only make the time longer. On an idle machine the CPU time is nearly
-    all of the time.
+    The best of three counts. On an idle machine the CPU time is nearly all of the time.
     """
     assert any(processor_s_to_first_step(tmp_path / str(number), artifacts) < 12 for number in range(3))
 

@@ -67,11 +67,7 @@ class WorkerHome(ForkedHome):
         return self.prefect("flow_runs/filter", wanted)
 
     def miss_nights(self, name: str, count: int | None = None, planned_days_ago: int = 0) -> list[str]:
-        """Move a recipe's planned flow runs to past nights, as if they were missed, and return their ids.
-
-        count: how many at most.
-        By the dates in Prefect's own database.
-        """
+        """Move up to `count` of a recipe's planned runs to past nights in Prefect's database; return their ids."""
         runs = [run["id"] for run in eventually(lambda: self.planned(name))][:count]
         with sqlite3.connect(self.folder / "prefect" / "prefect.db", timeout=60) as connection:
             for nights_ago, run in enumerate(runs, start=1):
