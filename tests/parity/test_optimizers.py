@@ -123,8 +123,7 @@ def share_of_other_weights(folder, other):
 
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
-    """AdamW rounds its moments to bf16 at random, but equally on one process and two; else most weights would differ.
-    """
+    """AdamW rounds moments to bf16 at random, but equally on one process and two; else most weights would differ."""
     assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
     whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]
     assert json.loads((trained / "2" / "moments.json").read_text())["losses"] == pytest.approx(whole, rel=1e-4)
