@@ -14,6 +14,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ class Quickstart:
         return done.stdout
 
     def mlflow(self, path: str) -> dict[str, Any]:
-        uri = json.loads(self.lifecycle("status", "--json"))["mlflow"]["url"]
-        return request(f"{uri}/api/2.0/mlflow/{path}", key=(self.home / "servers.key").read_text().strip())
+        return request(f"{self._mlflow}/api/2.0/mlflow/{path}", key=(self.home / "servers.key").read_text().strip())
+
+    @cached_property
+    def _mlflow(self) -> str:
+        return json.loads(self.lifecycle("status", "--json"))["mlflow"]["url"]
 
     def run(self) -> dict[str, Any]:
         return json.loads(self.lifecycle("run", "configs/quickstart.yaml", "--json"))
