@@ -54,9 +54,8 @@ def prepare_attention(model_config: Any, device: torch.device) -> str:
 
 
 def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
-    """Return the last hidden states [rows, sequence, width] of a headless model over packed documents.
+    """Return the last hidden states [rows, sequence, width] of a headless model, each document by itself.
 
-    No document attends to another.
     `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
     """
     output, in_rows = _run(decoder, inputs)
@@ -64,10 +63,7 @@ def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
 
 
 def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
-    """Return last hidden states as `hidden_states` does, and also the router logits of each mixture-of-experts layer.
-
-    Router logits are [rows, sequence, experts].
-    """
+    """Return last hidden states and each mixture layer's router logits [rows, sequence, experts]."""
     output, in_rows = _run(decoder, inputs, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
@@ -119,8 +115,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each packed document; called by Transformers' attention interface.
 
-    `query` is [rows, heads, sequence, head_width], `key` and `value` [rows, key_value_heads, sequence, head_width]; the
-    result [rows, sequence, heads, head_width]. Raises ModelError when the model asks for something else.
+    `query` is [rows, heads, sequence, head_width], `key` and `value` have key_value_heads; the result is [rows,
+    sequence, heads, head_width]. Raises ModelError when the model asks for something else.
     """
     if documents is None or position_bias is not None:
         missing = "does not pass on where documents end" if documents is None else "adds a bias to its scores"
@@ -172,8 +168,7 @@ def _bucketed_attention(
 ) -> Tensor:
     """Compute attention by torch's SDPA, over documents padded in buckets of similar length.
 
-    Tensors are [tokens, heads, head_width].
-    Padding follows its document, so causal attention never sees it.
+    Tensors are [tokens, heads, head_width]. Padding follows its document, so causal attention never sees it.
     """
     padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
     outputs = []
@@ -208,10 +203,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
 
 
 def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Compute attention step by step, for soft-capped scores or sinks, which no fused kernel in torch supports.
-
-    Arguments are those of `_padded_attention`.
-    """
+    """Compute attention of soft-capped scores or with sinks, which no fused kernel in torch supports, step by step."""
     num_documents, num_heads, length, width = query.shape
     # Grouped queries: consecutive query heads share the key and value head that is repeated for them.
     key, value = (states.repeat_interleave(num_heads // key.shape[1], dim=1) for states in (key, value))
@@ -243,10 +235,9 @@ def _model_class(model_config: Any) -> Any:
 
 
 def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Return whether our packed attention can serve an architecture, which must pass it every limit such as a window.
+    """Return whether an architecture passes every limit, such as a window, to our packed attention.
 
-    A window reaches the attention function of every architecture that supports flash attention, since that has no mask
-    either.
+    A window reaches it wherever flash attention is supported, which has no mask either.
     """
     layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
     has_window = getattr(model_config, "sliding_window", None) is not None

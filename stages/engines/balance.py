@@ -1,10 +1,10 @@
 """Load-balancing loss of experts (Fedus et al. 2022, Switch Transformers, equations 4 to 6), for each packed row.
 
 For a layer with E experts and a row it is E × the sum over experts of f × P: f is how often a token of the row chooses
-the expert, P the mean probability that the router gives it. That equals Transformers' `load_balancing_loss_func` for
-one row in one layer. The loss of a step is the mean over all tokens and mixture layers. Computed over micro-batches, as
-Transformers and Megatron do, it would differ by layout; and over a whole step, the choices are not known when its first
-micro-batch goes backward. DeepSeek-V3 (2024, section 2.1.2) computes it over sequences, too.
+the expert, P the mean probability that the router gives it, as in Transformers' `load_balancing_loss_func` for one row
+in one layer. The loss of a step is the mean over all tokens and mixture layers. Over micro-batches, as in Transformers
+and Megatron, it would differ by layout; over a step, the choices are not known when its first micro-batch goes
+backward. DeepSeek-V3 (2024, section 2.1.2) computes it over sequences, too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ METRIC = "aux_loss"
 
 
 def num_tokens(micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> float:
-    """Return the number of tokens in a global batch, without padding.
-
-    add_up: sums float64 values over the data-parallel shares.
-    """
+    """Return a global batch's tokens without padding. add_up: sums float64 values over data-parallel shares."""
     own = sum(int((batch.documents.token_rows >= 0).sum()) for batch in micro_batches)
     return add_up(torch.tensor(own, dtype=torch.float64)).item()
 
@@ -36,12 +33,11 @@ def row_balance(
     num_rows: int,
     add_up: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> Tensor:
-    """Return the load-balancing loss of one layer, a scalar summed over packed rows. Differentiable by `probabilities`.
+    """Return the load-balancing loss of one layer, summed over packed rows; differentiable by `probabilities`.
 
-    probabilities: float32 [tokens, experts].
-    is_chosen: bool [tokens, experts].
-    rows: int64 [tokens], negative in padding.
-    add_up: sums a row's counts over the processes that hold parts of its tokens; the results of these processes add up.
+    probabilities: float32 [tokens, experts]. is_chosen: bool [tokens, experts]. rows: int64 [tokens], negative in
+    padding. add_up: sums a row's counts over the processes that hold parts of its tokens; the results of these
+    processes add up.
     """
     num_experts = probabilities.shape[1]
     is_real = rows >= 0
@@ -59,7 +55,7 @@ def row_balance(
 
 
 def balance_of_logits(logits: Tensor, rows: Tensor, experts_per_token: int) -> Tensor:
-    """Return the load-balancing loss of one layer's router logits [rows, sequence, experts], summed over rows.
+    """Return a layer's load-balancing loss, summed over rows, of logits [rows, sequence, experts].
 
     rows: row of each token, int64 [rows, sequence], negative in padding.
     """

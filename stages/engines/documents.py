@@ -1,8 +1,7 @@
 """Padding of packed documents: those of similar length form a bucket, in which they are padded to one length.
 
-From the lengths of a micro-batch's documents follow the buckets and the slot of every token. `pad_documents` and
-`unpad_documents` move tensors there and back; they are each other's gradient. (Plain indexing would do, but its
-backward pass adds up gradients one index at a time, although no slot has two tokens.)
+`pad_documents` and `unpad_documents` move tensors there and back; they are each other's gradient. (Plain indexing would
+do, but its backward pass adds up gradients one index at a time, although no slot has two tokens.)
 """
 
 from __future__ import annotations
@@ -16,16 +15,12 @@ import torch
 from torch import Tensor
 
 LEAST_FILL = 0.8
-"""Smallest allowed ratio of shortest to longest document in a padded bucket. A larger ratio needs less padding, but
-more buckets and so more kernel calls."""
+"""Smallest ratio of shortest to longest document in a bucket; larger: less padding, but more kernel calls."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Group of documents of similar length, which are padded to one length and computed together.
-
-    It has `num_documents` documents of `length` tokens, from padded position `start` on.
-    """
+    """Group of `num_documents` documents padded to `length` tokens, from padded position `start` on."""
 
     start: int
     num_documents: int
@@ -50,7 +45,6 @@ class PackedDocuments:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest packed document."""
         return max(self.lengths)
 
     @cached_property
@@ -62,10 +56,7 @@ class PackedDocuments:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Buckets of documents of similar length, the longest documents first.
-
-        Each bucket begins at the end of the one before.
-        """
+        """Buckets of documents of similar length, the longest first, without gaps between them."""
         buckets: list[Bucket] = []
         for length in sorted(self.lengths, reverse=True):
             last = buckets[-1] if buckets else None
@@ -98,18 +89,12 @@ class PackedDocuments:
 
 
 def pad_documents(tokens: Tensor, documents: PackedDocuments) -> Tensor:
-    """Copy values of packed tokens, [tokens, …], to padded documents, [padded positions, …], with zeros as padding.
-
-    Differentiable.
-    """
+    """Copy packed tokens' values, [tokens, …], to padded documents, [padded positions, …], else 0; differentiable."""
     return _Pad.apply(tokens, documents.slots, documents.num_slots)
 
 
 def unpad_documents(padded: Tensor, documents: PackedDocuments) -> Tensor:
-    """Copy values of padded documents, [padded positions, …], back to packed tokens, [tokens, …], without padding.
-
-    Differentiable.
-    """
+    """Copy padded documents' values, [padded positions, …], back to packed tokens, [tokens, …]; differentiable."""
     return _Unpad.apply(padded, documents.slots, documents.num_slots)
 
 

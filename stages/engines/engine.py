@@ -1,7 +1,7 @@
 """Interface of training engines (FSDP2, Megatron-core or any other): the methods that the training loop calls.
 
-An engine owns the model, the optimizer and every collective over them. The loop owns data order, batches, loss,
-schedule, logging and the places of checkpoints. All methods are collective: every process calls them in the same order.
+An engine owns the model, the optimizer and every collective over them; the loop data order, batches, loss, schedule,
+logging and the places of checkpoints. All methods are collective: every process calls them in the same order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Engine(Protocol):
     """Training engine: a model and its optimizer, spread over processes, with the methods that training loops call."""
 
     data_rank: int
-    """Data-parallel index of this process: the share of each global batch that it computes. Processes that split one
-    model have the same index."""
+    """Index of the share of each global batch that this process computes, equal where processes split one model."""
     data_parallel_size: int
     """Number of shares into which data parallelism splits a global batch."""
     num_devices: int
@@ -57,8 +56,8 @@ class Engine(Protocol):
     ) -> StepOutcome:
         """Make one optimizer step over a global batch, of which `micro_batches` are this process's share.
 
-        The gradient is that of the loss as a mean over the whole global batch. Nothing is updated when loss or gradient
-        norm is not finite: the caller sees that in the outcome, and stops.
+        The gradient is that of the loss's mean over the global batch. Nothing is updated when loss or gradient norm is
+        not finite.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
@@ -68,25 +67,20 @@ class Engine(Protocol):
         """Return each document's log-probability in nats, float32 [documents] on the CPU. Forward pass only."""
 
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return the target tokens' log-probabilities in nats, float32 [rows, sequence] on the CPU.
-
-        They are 0 at positions without a target. Forward pass only.
-        """
+        """Return target tokens' log-probabilities in nats, float32 [rows, sequence] on the CPU, 0 elsewhere."""
 
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target tokens' log-probabilities and the likeliest token at each target.
 
-        Forward pass only, results on the CPU.
-        Log-probabilities are float32 [rows, sequence] in nats, tokens int64 [rows, sequence], negative where there is
-        no target.
+        Forward pass only, results on the CPU: float32 [rows, sequence] in nats, and int64 [rows, sequence], negative
+        where there is no target.
         """
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the `number` likeliest tokens at each target with their log-probabilities.
 
-        Forward pass only, results on the CPU.
-        Tokens are int64, log-probabilities float32 in nats, both [rows, sequence, number] in descending order; 0 where
-        there is no target.
+        Forward pass only, results on the CPU. Tokens are int64, log-probabilities float32 in nats, both [rows,
+        sequence, number] in descending order; 0 where there is no target.
         """
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
@@ -96,10 +90,7 @@ class Engine(Protocol):
         """Return, on every process, the number that rank 0 passes, so that all processes act on one value."""
 
     def save(self, folder: Path) -> Future[None]:
-        """Start writing a checkpoint of weights and optimizer state in the background.
-
-        Training may go on before the future is done.
-        """
+        """Start writing a checkpoint; training may go on before the future is done."""
 
     def load(self, folder: Path) -> None:
         """Restore weights and optimizer state from a checkpoint by `save`, also one of another parallel layout."""

@@ -1,10 +1,9 @@
 """Export of a trained model to a Hugging Face folder, one weight at a time.
 
-Weights arrive as a stream of full tensors under the names of the Transformers model; rank 0 casts them (except those
-that the architecture keeps in fp32), gives them the names and shapes of the original files back and writes shards of at
-most 5 GB. Everything else (tokenizer, chat template, generation config) is copied from the model that training started
-from. The result is compared with it: an export that lost or renamed a weight is an error, not a surprise when the model
-is served. `check_exportable` finds that out before training.
+Weights arrive as a stream of full tensors under the Transformers model's names; rank 0 casts them (except those kept in
+fp32), gives them the names and shapes of the original files back and writes shards of at most 5 GB. Everything else
+(tokenizer, chat template, generation config) is copied from the start model. An export that lost or renamed a weight is
+an error, which `check_exportable` finds before training.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 class ScoreHead:
     """Output head of a reward model, which gives one number instead of logits over the vocabulary.
 
-    name: name of the head's weight in the model.
-    written_as: name of the head's weight in the files.
-    config: fields of config.json that describe it.
+    written_as: name of the head's weight in the files. config: fields of config.json that describe it.
     """
 
     name: str
@@ -67,9 +64,8 @@ def export_model(
 ) -> None:
     """Write a trained model as a Hugging Face folder.
 
-    Collective: every process consumes `named_weights`, rank 0 writes.
-    score: the head that replaces the one in `source`. Raises ModelError when the weights written are not those, by name
-    and shape, that `source` has.
+    Collective: every process consumes `named_weights`, rank 0 writes. score: the head that replaces the one in
+    `source`. Raises ModelError for other weights, by name and shape, than `source` has.
     """
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
@@ -85,10 +81,7 @@ def export_model(
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
-    """Check, before training, that an export would write exactly the weights of the model folder `source`.
-
-    Raises ModelError.
-    """
+    """Raise ModelError unless an export would write exactly the weights of the model folder `source`."""
     tied = _tied(causal_lm)
     empty = (
         (name, torch.empty_like(weight, device="meta"))  # names and shapes alone, so that nothing is copied
@@ -126,9 +119,8 @@ def write_model(
 ) -> None:
     """Write a Hugging Face model folder from weights that already have the names of the original files.
 
-    Weights that are `tied` may be missing. Weights of `source` whose names match `carried`, and which are not written,
-    are copied as they are. Each weight is written in its dtype; `dtype` is that of most, which the config names.
-    Collective; raises as `export_model`.
+    Weights that are `tied` may be missing; those of `source` that match `carried` and are not written are copied. Each
+    is written in its dtype; `dtype` is that of most, which the config names. Collective; raises as `export_model`.
     """
     # Gathering each weight is collective: ranks that do not write must take part, or rank 0 would wait.
     if not is_main_process():
@@ -182,7 +174,6 @@ class _ShardWriter:
 
     @property
     def names(self) -> set[str]:
-        """Names of all weights added so far, in written files or waiting for the next file."""
         return {*self._pending, *(name for shard in self._shards for name in shard)}
 
     def add(self, name: str, weight: Tensor) -> None:
@@ -225,10 +216,7 @@ def _tied(causal_lm: Any) -> set[str]:
 
 
 def _ignored(causal_lm: Any) -> re.Pattern[str]:
-    """Return a pattern of names of weights in files that Transformers does not load.
-
-    Layers of multi-token prediction are an example.
-    """
+    """Return a pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
     return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
 
 
@@ -248,10 +236,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the trained weights under the names and shapes that they have in the original model files.
-
-    Names in the files may lack the model's prefix (GPT-2).
-    """
+    """Yield weights under the original files' names, which may lack the model's prefix (GPT-2), and shapes."""
     names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
     for group in _groups(named_weights):
         for name, weight in revert_weight_conversion(causal_lm, group).items():
@@ -276,10 +261,7 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
 
 
 def _layer(name: str) -> str:
-    """Return the part of a weight's name that names its layer, such as `model.layers.3`.
-
-    It ends with the first number; a name without a number is returned whole.
-    """
+    """Return a weight's name up to its first number (its layer, `model.layers.3`), or whole if it has none."""
     parts = name.split(".")
     # model.layers.3.mlp.experts.7.w1 -> model.layers.3: a layer's experts stay together
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))

@@ -1,11 +1,10 @@
 """Log-probabilities of target tokens from hidden states and output head, without the logits of a whole batch.
 
-Only positions that have a target are sent through the head (when a conversation is learned from its assistant turns
-alone, that saves most of the vocabulary work), and their logits exist for one chunk of tokens at a time: at most
-`CHUNK_LOGITS` values. The forward pass holds two fp32 tensors of that size, the backward pass, which computes the
-logits of a chunk again, three. When everything fits in one chunk its log-softmax is kept for the backward pass instead.
-The backward pass also holds the head's gradient, in fp32 when there are several chunks, so that their sum does not lose
-the digits that bf16 lacks. (Liger's fused loss gives no log-probabilities of single tokens, which preference losses
+Only positions that have a target are sent through the head (which saves most of the vocabulary work of chats), and
+their logits exist for one chunk of tokens at a time: at most `CHUNK_LOGITS` values. The forward pass holds two fp32
+tensors of that size, the backward pass, which computes a chunk's logits again, three, and the head's gradient, in fp32
+when there are several chunks, so that their sum does not lose the digits that bf16 lacks. With one chunk its
+log-softmax is kept instead. (Liger's fused loss gives no log-probabilities of single tokens, which preference losses
 need, and does the head's backward work before it knows the weight of each token.)
 """
 
@@ -31,12 +30,12 @@ LogitsTransform = Callable[[Tensor], Tensor]
 def token_log_probabilities(
     hidden: Tensor, head: nn.Module, wanted: Tensor, transform: LogitsTransform | None = None
 ) -> Tensor:
-    """Return log-probabilities of given tokens at every position of a batch, 0 where none is given. Differentiable.
+    """Return log-probabilities of given tokens at every position of a batch, 0 where none is given; differentiable.
 
-    `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], with IGNORED, in
-    the first place, where a position has none; the result is float32 of the same shape. `head` has a `weight`
-    [vocabulary, width] and perhaps a `bias`; both are read here, so under FSDP2 this belongs into the forward of the
-    module that gathers them. `transform` maps fp32 logits to fp32 logits, element by element.
+    `hidden` is [rows, sequence, width], `wanted` int64 [rows, sequence] or [rows, sequence, number], IGNORED in the
+    first place where a position has none; the result is float32 of the same shape. `head` has a `weight` [vocabulary,
+    width] and perhaps a `bias`; both are read here, so under FSDP2 this belongs into the forward of the module that
+    gathers them. `transform` maps fp32 logits to fp32 logits.
     """
     bias = getattr(head, "bias", None)
     several = wanted.reshape(wanted.shape[0] * wanted.shape[1], -1)  # [rows × sequence, number]
@@ -68,8 +67,8 @@ def likeliest_tokens(
 ) -> Tensor:
     """Return the `number` likeliest tokens at every target and their log-probabilities, the likeliest first.
 
-    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere.
-    Arguments as in `token_log_probabilities`.
+    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as in
+    `token_log_probabilities`.
     """
     bias = getattr(head, "bias", None)
     positions = _positions(targets)
@@ -88,10 +87,7 @@ def _positions(targets: Tensor) -> Tensor:
 
 
 def logits_transform(model_config: Any) -> LogitsTransform | None:
-    """Return the function that this model applies to its head's logits, a soft cap or a scale; None if there is none.
-
-    Soft-capping (Gemma: cap × tanh(logits / cap)) and constant scales (Cohere, Granite, Falcon-H1).
-    """
+    """Return a model's function of its head's logits, or None: soft cap (Gemma: cap × tanh(logits / cap)) or scale."""
     softcap = getattr(model_config, "final_logit_softcapping", None)
     if softcap:
         return lambda logits: torch.tanh(logits / softcap) * softcap
@@ -120,8 +116,8 @@ def _logits_scale(model_config: Any) -> float:
 class _LogProbabilities(torch.autograd.Function):
     """Autograd function for log-probabilities of tokens at selected positions, computed in chunks of logits.
 
-    `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z):
-    d log p[target] / dz = onehot(target) - p.
+    `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z): d log p[target] / dz =
+    onehot(target) - p.
     """
 
     @staticmethod
@@ -194,10 +190,7 @@ def _output_gradient(
     gradient: Tensor,
     transform: LogitsTransform | None,
 ) -> Tensor:
-    """Return the gradient of log-probabilities with respect to the head's output, [tokens, vocabulary].
-
-    It is the gradient of the sum of gradient × log p[target], in the head's dtype.
-    """
+    """Return the gradient of Σ gradient × log p[target] by the head's output, [tokens, vocabulary], in its dtype."""
     if kept is not None:
         return _softmax_gradient(kept, targets, gradient).to(weight.dtype)
     output = _head_output(hidden, weight, bias)
@@ -212,10 +205,7 @@ def _output_gradient(
 
 
 def _softmax_gradient(log_softmax: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of log-probabilities with respect to logits.
-
-    It is Σ gradient × (onehot(target) - softmax) over targets.
-    """
+    """Return the gradient by logits, Σ gradient × (onehot(target) - softmax) over targets."""
     # softmax × -Σ gradient; below, each target's own gradient comes on top. A token that is wanted twice gets both.
     result = log_softmax.exp().mul_(-gradient.sum(1, keepdim=True))
     return result.scatter_add_(1, targets, gradient)

@@ -2,9 +2,8 @@
 
 A loss counts things in a micro-batch (pairs, target tokens, …). The engine adds these counts up over the global batch,
 before the forward pass, and gives the totals to the loss, which maps the log-probabilities of a micro-batch's targets
-to its part of the mean and of the metrics. All parts add up to the mean: so the number of processes and of
-micro-batches does not change what is learned, whatever each term is a mean over. The losses are in
-`stages.kinds.train.methods`.
+to its part of the mean and of the metrics: so the number of processes and of micro-batches does not change what is
+learned. The losses are in `stages.kinds.train.methods`.
 """
 
 from __future__ import annotations
@@ -32,16 +31,10 @@ class Loss(Protocol):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the loss's metrics, in order.
-
-        Processes that do not compute the loss need to know how many there are.
-        """
+        """Names of the loss's metrics, in order, also for processes that do not compute the loss."""
 
     def counts(self, signal: Signal) -> Counts:
-        """Return the numbers that the loss averages over in a micro-batch, such as tokens or pairs, by kind.
-
-        All kinds are there, always.
-        """
+        """Return all numbers that the loss averages over in a micro-batch, such as tokens or pairs, by kind."""
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
         """Return the shares that a micro-batch adds to the global batch's mean loss and mean metrics.
@@ -52,10 +45,7 @@ class Loss(Protocol):
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
-    """Return the numbers that the loss averages over in a global batch, such as tokens or pairs, by kind.
-
-    add_up: sums float64 values over the data-parallel shares.
-    """
+    """Return what the loss averages over in a global batch. add_up: sums float64 values over data-parallel shares."""
     counts = [loss.counts(batch.signal) for batch in micro_batches]
     names = list(counts[0])
     # float64 holds every count exactly up to 2^53, fp32 only to 2^24.
@@ -71,10 +61,7 @@ def stacked(parts: Parts) -> Tensor:
 
 
 def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
-    """Return the mean loss and metrics of a global batch from the sum of all micro-batches' shares.
-
-    Metrics that are NaN are left out.
-    """
+    """Return a global batch's mean loss and metrics, without NaN, from all micro-batches' summed shares."""
     value, *metrics = added_up.tolist()
     named = zip(loss.metric_names, metrics, strict=True)
     return value, {name: metric for name, metric in named if not math.isnan(metric)}

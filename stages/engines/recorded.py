@@ -1,9 +1,8 @@
-"""Recording of a trained model's log-probabilities on a few documents, which later stages must reproduce.
+"""Recording of a trained model's log-probabilities on a few documents, which merging, quantizing and serving compare.
 
-These stages are merging, quantizing and serving.
-The training engine computes log-probabilities and greedy tokens after its last step; the file is that of
-`models/recorded.py`. How far training has moved these tokens is reported; there is no bound on it, since equal passes
-over equal weights differ by nothing on a CPU and by an unknown amount elsewhere.
+The training engine computes log-probabilities and greedy tokens after its last step (`models/recorded.py`). How far
+training has moved these tokens is reported; there is no bound on it, since equal passes over equal weights differ by
+nothing on a CPU and by an unknown amount elsewhere.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ MOST_DOCUMENTS = 16
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """Batch of a few documents whose log-probabilities are recorded beside the trained model.
-
-    It is the same on every process.
-    """
+    """Batch of a few documents, the same on every process, whose log-probabilities are recorded with the model."""
 
     batch: Batch
     untrained: torch.Tensor | None = None
@@ -41,10 +37,7 @@ class RecordedBatch:
 def record_log_probabilities(
     engine: Engine, recorded: RecordedBatch, folder: Path, tool_prompts: Sequence[ToolPrompt] = ()
 ) -> dict[str, float]:
-    """Write the model's predictions for the first documents of a batch to `folder`. Collective.
-
-    Returns metrics of how far training moved these predictions.
-    """
+    """Write the model's predictions for a batch's first documents; return how far training moved them. Collective."""
     batch = recorded.batch
     log_probabilities, greedy = engine.predictions(batch)
     # [documents]: log-probability of each document, in nats

@@ -1,8 +1,7 @@
 """Registry of the training engines, with the function that builds each.
 
-A new engine is a folder beside this file and a line here.
-What an engine supports is in `stages.parallel.engines`, what it costs in `stages.planner.engines`. Its own imports take
-seconds, and are made when it is built.
+A new engine is a folder beside this file and a line here; what it supports is in `stages.parallel.engines`, what it
+costs in `stages.planner.engines`. Its own imports take seconds, and are made when it is built.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class EngineInputs:
     start: Path | None
     """Folder of an adapter that training continues; None to start with a new adapter."""
     first_batches: Callable[[int], Sequence[Batch]]
-    """Function that returns the first batches of training rows, from which EVA initializes LoRA. Each batch has at
-    least the given number of tokens that carry loss."""
+    """Function of the first batches of training rows for EVA, each with that many learned tokens or more."""
     scratch: Path
     """Folder for the training stage's temporary files; a retry that resumes training uses the same folder."""
     report: Callable[[str], None]

@@ -1,9 +1,8 @@
 """Rotary positions whose frequencies depend on a text's length, in rows that pack several texts.
 
 `longrope` (Phi-3) and dynamic NTK use other frequencies for texts beyond the length that the model was first trained
-on. Transformers looks at the longest text of a batch, so that a short document packed beside a long one would be
-rotated as if it were long, and, with dynamic NTK, as if it were the longest seen so far. Here each document gets the
-angles that it has alone.
+on. Transformers looks at the longest text of a batch (with dynamic NTK: so far), so that a short document packed beside
+a long one would be rotated as if it were long; here each document gets the angles that it has alone.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotate_by_document(decoder: nn.Module) -> None:
-    """Make length-dependent rotary embeddings of the decoder rotate each packed document as if it were alone.
-
-    Afterwards a document begins wherever a position is 0.
-    """
+    """Make length-dependent rotary embeddings rotate each document, which begins where a position is 0, as if alone."""
     for module in _length_dependent(decoder):
         # An attribute of the instance: other models of the same class keep their forward.
         module.forward = partial(_by_document, module.forward)
@@ -44,7 +40,7 @@ def rotates_by_document_length(decoder: nn.Module) -> bool:
 def long_from(decoder: nn.Module, num_tokens: int) -> Iterator[None]:
     """Treat texts of over `num_tokens` tokens as long in this context, to test rotary angles with short texts.
 
-    The last text in the context must be a short one, which leaves the frequencies as they were.
+    The last text must be a short one, which leaves the frequencies as they were.
     """
     restore: list[Callable[[], None]] = []
     for module in _length_dependent(decoder):
@@ -78,10 +74,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 def _by_document(
     forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
 ) -> Angles:
-    """Return rotary angles for `position_ids` [rows, sequence], computed for each document's own length.
-
-    `kind` is the kind of the layers that ask, where there are several.
-    """
+    """Return rotary angles for `position_ids` [rows, sequence], by each document's own length. kind: of the layers."""
     positions = position_ids.flatten()
     starts = (positions == 0).nonzero().squeeze(1)
     # starts [0, 3] of 5 positions -> lengths [3, 2]

@@ -54,7 +54,6 @@ class MoeSettings:
     aux_loss_coefficient: float = 0.0
     """Weight of the load-balancing loss of experts (`stages.engines.balance`); 0 turns that loss off."""
     freeze_router: bool = False
-    """True if the routers' weights are frozen."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Forward passes in fp32 of a model on disk, loaded one module at a time (Transformers' disk offloading).
-
-It is never in memory as a whole. An adapter can be added to its layers.
-"""
+"""Forward passes in fp32 of a model on disk, loaded one module at a time (Transformers' disk offloading)."""
 
 from __future__ import annotations
 
@@ -30,10 +27,9 @@ class StreamedModel:
     """Causal language model whose weights stay on disk and are read module by module in a forward pass."""
 
     def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
-        """Open the model in `folder` without loading its weights.
+        """Open the model in `folder` without its weights.
 
-        scratch: folder for weights whose stored form cannot be computed with.
-        Raises ModelError.
+        scratch: folder for weights whose stored form cannot be computed with. Raises ModelError.
         """
         scratch.mkdir(parents=True, exist_ok=True)
         try:
@@ -49,10 +45,7 @@ class StreamedModel:
         self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
-        """Return the names of adapted layers in the order in which the model has the layers.
-
-        Raises ModelError for layers that it lacks.
-        """
+        """Return adapted layers in the model's order; raise ModelError for layers that it lacks."""
         ordered = [name for name, _ in self.causal_lm.named_modules() if name in adapter_layers]
         if lost := sorted(adapter_layers - set(ordered)):
             raise ModelError(

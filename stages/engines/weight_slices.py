@@ -31,7 +31,6 @@ class WeightFiles:
         self._stack.close()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor in the weight files, by name."""
         return {name: tuple(tensor.get_shape()) for name, tensor in self._slices.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:

@@ -1,9 +1,8 @@
 """Matrix products in 8 bits under FSDP2: linear layers are replaced by torchao's float8 layers.
 
-Operands are cast to 8 bits before each product, forward and backward; weights, activations between layers, reduction
-and the optimizer stay as in bf16, and so do checkpoints and the export. Left as they are: the head and embeddings,
-adapters, routers, layers that the architecture keeps in fp32, layers that cuBLAS cannot multiply in 8 bits, and
-experts, whose weights are no linear layers.
+Operands are cast to 8 bits before each product, forward and backward; all else stays as in bf16, and so do checkpoints
+and the export. Not replaced: the head and embeddings, adapters, routers, layers that the architecture keeps in fp32,
+layers that cuBLAS cannot multiply in 8 bits, and experts, whose weights are no linear layers.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ MULTIPLE = 16
 
 
 def float8_config(recipe: Fp8Recipe) -> Float8LinearConfig:
-    """Return torchao's float8 config for the recipe's granularity of quantization scales (per tensor or per row).
-
-    Raises ResourceError where torchao is not installed.
-    """
+    """Return torchao's float8 config for scales per tensor or per row; ResourceError where it is not installed."""
     if missing := FsdpRules().missing_package("fp8"):
         raise ResourceError(missing)
     from torchao.float8 import Float8LinearConfig

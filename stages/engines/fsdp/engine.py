@@ -1,7 +1,7 @@
 """Training engine on FSDP2 (`torch.distributed.fsdp.fully_shard`): data parallelism, sharded or hybrid.
 
 Weights, gradients and Adam's moments are fp32 and sharded; layers compute in `compute_dtype` and gradients are reduced
-in fp32. One process takes the same path with a group of one, which costs nothing that can be measured.
+in fp32. One process is a group of one, at no measurable cost.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class FsdpEngine:
     ) -> None:
         """Load the model from its folder and shard it by `settings.layout`; the process group must exist.
 
-        start: folder of an adapter that training starts from.
-        rows: training rows that an adapter with `init: eva` starts from.
+        start: folder of an adapter that training starts from. rows: training rows for an adapter with `init: eva`.
         """
         self._source, self._folder = model, model.folder
         self._trust_remote_code = settings.trust_remote_code
@@ -115,8 +114,8 @@ class FsdpEngine:
     ) -> StepOutcome:
         """Make one optimizer step over a global batch of micro-batches.
 
-        Gradients are reduced once, with the last micro-batch, or with each, as the layout says.
-        Either way they are added up in fp32, and losses come divided by the counts of the global batch.
+        Gradients are reduced once, with the last micro-batch, or with each, as the layout says; either way they are
+        added up in fp32, and losses come divided by the counts of the global batch.
         """
         self._model.train()
         # Before the first forward pass: each micro-batch's loss is divided by the counts of the whole global batch.
@@ -148,7 +147,6 @@ class FsdpEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Return loss and metrics of all given micro-batches, without gradients."""
         batches = list(micro_batches)
         totals = totals_of(loss, batches, self.sum_over_data)
         added_up: list[Tensor] = []
@@ -158,30 +156,24 @@ class FsdpEngine:
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return each document's log-probability, from one forward pass."""
         on_device = batch.to(self.device)
         return on_device.signal.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return the target tokens' log-probabilities, from one forward pass."""
         return self._forward_only(batch.to(self.device)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the target tokens' log-probabilities and the likeliest tokens, from two forward passes."""
         on_device = batch.to(self.device)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each target with their log-probabilities, from one forward pass."""
         tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
         return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Sum values over all data-parallel shares by one all-reduce."""
         return (self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Send one number from rank 0 to every process by a broadcast."""
         if self.num_devices == 1:
             return value
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -193,7 +185,6 @@ class FsdpEngine:
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint; weights are resharded if it was saved under another layout."""
         self._state.load(folder)
 
     @property
@@ -206,7 +197,6 @@ class FsdpEngine:
         )
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Write the trained model or adapter; rank 0 writes, and gathers one weight at a time."""
         if self._adapter:
             from stages.adapters.check import loading_problem
 
@@ -237,7 +227,7 @@ class FsdpEngine:
         free_memory()
 
     def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
-        """Return the model to train, and its weight files if every process will read its own shards from them.
+        """Return the model to train, and its weight files if processes will read their own shards from them.
 
         Without files the weights are on rank 0: where an adapter is made of whole weights.
         """
@@ -257,10 +247,7 @@ class FsdpEngine:
             check_sharded(self._model, twin, layout, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
-        """Add the LoRA adapter to the model, before the model is sharded.
-
-        Its initial factors are kept for the export if they are taken out of the base model's weights.
-        """
+        """Add the LoRA adapter before sharding; keep factors taken out of the base's weights for the export."""
         # PEFT takes half a second to import: only where there is an adapter.
         from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
 

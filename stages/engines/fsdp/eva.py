@@ -2,7 +2,7 @@
 
 Rank 0 runs the whole base on some training rows before the model is spread over processes. The directions of all layers
 compete for `rank` × layers places by the variance that they explain: a layer gets up to `eva_rho` times `rank`, or
-none. The result is kept in a file, since an attempt that continues must have the same ranks.
+none. A file keeps them, since an attempt that continues must have the same ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stages.models.loading import model_without_weights
 
 @dataclass(frozen=True)
 class InputRows:
-    """Training rows from which EVA computes the initial values of LoRA's A, and the file in which these are kept.
+    """Training rows for EVA's initial values of LoRA's A, and the file in which these are kept.
 
     The micro-batches are on the CPU, each with at least `adapter.highest_rank` learned tokens.
     """
@@ -52,10 +52,8 @@ class InputRows:
 def start_directions(
     model: TargetLogProbabilities, config: AdapterConfig, rows: InputRows, folder: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    """Return EVA's initial values of LoRA's A, fp32 [rank, inputs], by layer name.
+    """Return EVA's initial values of LoRA's A, fp32 [rank, inputs], by layer name, on process rank 0 only. Collective.
 
-    They are defined on process rank 0 only.
-    Collective.
     model: the model in `folder`, without an adapter. Raises ModelError for layers whose inputs PEFT cannot see.
     """
     directions: dict[str, Tensor] = {}
@@ -76,10 +74,7 @@ def start_directions(
 def most_varied(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
-    """Return the directions in which each layer's inputs vary most, over tokens that carry loss, by layer name.
-
-    PEFT finds them; it repeats the batches.
-    """
+    """Return the directions in which a layer's inputs vary most at learned tokens; PEFT repeats the batches."""
     decoder = decoder_of(model.causal_lm)
     lora = LoraConfig(
         r=config.rank,
@@ -103,10 +98,7 @@ def most_varied(
 
 
 def _is_learned(decoder: Any, batch: Batch) -> Tensor:
-    """Return which tokens of a batch carry loss, bool [tokens], in the order in which the decoder's layers see them.
-
-    PEFT takes them as labels.
-    """
+    """Return which tokens carry loss, bool [tokens], in the order of the decoder's layers, as PEFT's labels."""
     has_target = batch.signal.has_target.flatten()
     learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:

@@ -1,7 +1,7 @@
 """Causal language model from a Hugging Face folder, in fp32, which returns log-probabilities of target tokens.
 
-Weights are read at once (`load_model`), or only located (`find_weights`): then every process reads its rows of them
-once the model is sharded (`shards.py`).
+Weights are read at once (`load_model`), or only located (`find_weights`), for every process to read its rows once the
+model is sharded (`shards.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ PROBE_LENGTHS = (12, 7)
 PROBE_LONG_FROM = 8
 """Number of tokens beyond which a document counts as long in the check of rotary angles that depend on length."""
 PROBE_TOLERANCE = 1e-3
-"""Largest allowed difference, in nats, of log-probabilities from those of Transformers; fp32 kernels differ by some
-1e-6, a forgotten scale or soft cap by much more."""
+"""Largest difference from Transformers' log-probabilities, in nats; kernels differ by 1e-6, a lost scale by more."""
 
 
 class TargetLogProbabilities(nn.Module):
@@ -60,9 +59,9 @@ class TargetLogProbabilities(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities of a batch's target tokens.
 
-        wanted: options of `of_hidden`, which may ask for the likeliest tokens instead.
-        by_transformers: use Transformers' own attention and head, for a batch of one document.
-        balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
+        wanted: options of `of_hidden`. by_transformers: use Transformers' own attention and head, for a batch of one
+        document. balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over
+        layers.
         """
         if by_transformers:
             return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)
@@ -76,10 +75,10 @@ class TargetLogProbabilities(nn.Module):
         return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return the target tokens' log-probabilities, float32 [rows, sequence], from the last hidden states.
+        """Return the target tokens' log-probabilities, float32 [rows, sequence], from the last hidden states; else 0.
 
-        They are 0 where there is no target; with k candidates their shape is [rows, sequence, 1 + k].
-        greedy: return the likeliest tokens, int64. num_likeliest: number of tokens, for `likeliest_tokens`.
+        With k candidates their shape is [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
+        num_likeliest: number of tokens, for `likeliest_tokens`.
         """
         head, signal = self.causal_lm.get_output_embeddings(), batch.signal
         if greedy:
@@ -102,8 +101,8 @@ def load_model(
 ) -> TargetLogProbabilities:
     """Load the model of a Hugging Face folder in fp32 on the CPU; without `reads_weights`, weights are undefined.
 
-    Raises ModelError when the folder cannot be loaded as a causal language model, when weights are missing in it, or
-    when the model does something to its logits that `logits_transform` does not know.
+    Raises ModelError when it is no causal language model, lacks weights, or does something to its logits that
+    `logits_transform` does not know.
     """
     with _named_errors(folder):
         config, build = _how_to_build(folder, device, trust_remote_code)
@@ -128,10 +127,9 @@ def load_model(
 def find_weights(
     folder: Path, *, device: torch.device, trust_remote_code: bool
 ) -> tuple[TargetLogProbabilities, ModelFiles]:
-    """Return the model in fp32 with undefined weights, and the files from which weights can be read later.
+    """Return the model in fp32 with undefined weights, which take no memory, and the files to read them from later.
 
-    The weights take no memory before they are written. Raises ModelError as `load_model` does, except for what only
-    weights show.
+    Raises ModelError as `load_model` does, except for what only weights show.
     """
     with _named_errors(folder):
         config, build = _how_to_build(folder, device, trust_remote_code)
@@ -153,10 +151,7 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def freeze_unused(causal_lm: Any) -> None:
-    """Freeze the parts of a multimodal model that text does not pass through, such as a vision tower.
-
-    Their gradient is zero, and weight decay alone would change them.
-    """
+    """Freeze parts that text does not pass through (a vision tower), which only weight decay would change."""
     if causal_lm.config.get_text_config() is causal_lm.config:
         return
     used = {
@@ -209,7 +204,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """Move a model from the meta device to the CPU. Its weights are undefined, and take no memory until written.
+    """Move a model from the meta device to the CPU, with undefined weights, which take no memory until written.
 
     Buffers that no file has get their values.
     """
@@ -232,10 +227,7 @@ def _check_complete(folder: Path, missing: Collection[str], mismatched: Collecti
 
 
 def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
-    """Raise ModelError where the config ties the head to the embedding, but the files hold a different head.
-
-    Serving engines would use only one of them.
-    """
+    """Raise ModelError if the config ties a head that the files hold apart: serving engines would use only one."""
     if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
@@ -245,9 +237,9 @@ def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
 
 @torch.no_grad()
 def check_log_probabilities(model: TargetLogProbabilities, device: torch.device) -> None:
-    """Check that two packed documents get the same log-probabilities as each gets alone in Transformers.
+    """Check that two packed documents get the log-probabilities that each gets alone in Transformers.
 
-    model: a model that computes in fp32, on `device`. Collective where the model is sharded. Raises ModelError.
+    model: on `device`, in fp32. Collective where it is sharded. Raises ModelError.
     """
     causal_lm = model.causal_lm.eval()
     vocab_size = causal_lm.config.get_text_config().vocab_size

@@ -29,10 +29,7 @@ def freeze_routers(causal_lm: nn.Module) -> None:
 
 
 def check_mixture(causal_lm: Any, moe: MoeSettings) -> None:
-    """Raise ModelError when the recipe's `moe` has options that this model cannot use.
-
-    They need routers; a load-balancing loss needs an architecture for which Transformers has one.
-    """
+    """Raise ModelError for options of `moe` that need routers, or Transformers' load-balancing loss, where none is."""
     if moe == MoeSettings():
         return
     name = type(causal_lm).__name__

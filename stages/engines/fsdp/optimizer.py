@@ -4,11 +4,11 @@ Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves matri
 sharded matrix is gathered, one at a time, and orthogonalised whole by every process, each of which keeps its shard;
 `torch.optim.Muon` on shards would round differently with every number of processes.
 
-AdamW (Loshchilov and Hutter 2019) is also there with moments, and perhaps weights, in bf16 with stochastic rounding. A
+AdamW (Loshchilov and Hutter 2019) is also there with moments, and perhaps weights, in bf16 with stochastic rounding: a
 number between two bf16 values becomes the upper one with a probability in proportion to its nearness (Gupta et al.
-2015), so that updates of less than half a bf16 step are not lost but right on average: 0.999 times a second moment,
-rounded to nearest, would stay that moment. The random bits are a function of the seed, the step, the parameter's name
-and the place in the parameter: a resumed run rounds as the uninterrupted one, and so does any number of processes.
+2015), so that small updates are right on average: 0.999 times a second moment, rounded to nearest, would stay that
+moment. The random bits are a function of the seed, the step, the parameter's name and the place in the parameter: the
+same after a resumption and for any number of processes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSe
 from stages.models.loaded_weights import modules_kept_in_fp32
 
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
-"""Number of elements that the optimizer updates at a time, on the host and on an accelerator. An element takes 44 bytes
-of temporary memory. The host's 44 MiB fit a CPU's cache; the accelerator's 1.4 GiB keep each of the 37 kernels
-longer than its launch."""
+"""Number of elements that the optimizer updates at a time, on the host and on an accelerator, of 44 temporary bytes.
+
+The host's 44 MiB fit a CPU's cache; the accelerator's 1.4 GiB keep each of the 37 kernels longer than its launch."""
 KEPT = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -54,10 +54,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         seed: int,
         **adamw: Any,
     ) -> None:
-        """Create AdamW with moments in the dtypes of `settings`.
-
-        names: name of every parameter, on which its random bits depend. adamw: arguments of `torch.optim.AdamW`.
-        """
+        """Create AdamW with moments in the dtypes of `settings`. names: of the parameters, which decide random bits."""
         super().__init__(groups, **adamw)
         self._names = names
         self._dtypes = {
@@ -68,10 +65,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient.
-
-        Those of equal dtype, device and step count are updated together.
-        """
+        """Update all parameters that have a gradient, those of equal dtype, device and step count together."""
         for group in self.param_groups:
             together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -146,10 +140,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive elements of a parameter's shard, with their gradient and optimizer state, as flat views.
-
-    first: index of the first element in the whole parameter, flattened.
-    """
+    """Consecutive elements of a parameter's shard, as flat views. first: index of the first in the parameter."""
 
     name: str
     first: int
@@ -158,10 +149,7 @@ class _Piece:
 
 
 def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Group parameters' elements into buckets of `size` elements, to update each bucket by the same kernels.
-
-    The last bucket may be smaller.
-    """
+    """Group parameters' elements into buckets of `size` elements (the last: fewer) for the same kernels."""
     bucket: list[_Piece] = []
     free = size
     for whole in pieces:
@@ -182,10 +170,7 @@ def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
 def _move(
     gradient: Tensor, *, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]
 ) -> None:
-    """Make a step of AdamW on weights and moments in place.
-
-    All tensors are fp32 [elements]; the gradient is overwritten.
-    """
+    """Make a step of AdamW in place, on fp32 tensors [elements]; the gradient is overwritten."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     exp_avg.lerp_(gradient, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -196,10 +181,7 @@ def _move(
 
 
 def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 stochastically to bf16, in place, by adding 16 random bits and clearing the lower 16 bits.
-
-    Values that bf16 can hold stay.
-    """
+    """Round fp32 in place to bf16 values, by adding 16 random bits and clearing the lower 16; bf16 values stay."""
     # bf16 is the upper half of fp32: bits 0 … 65535 carry into it with probability lower half ÷ 65536.
     # -65536 is 0xFFFF0000 as int32.
     values.view(torch.int32).add_(bits).bitwise_and_(-65536)
@@ -207,10 +189,9 @@ def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
-    """Return 16 random bits for each element, as int32, for stochastic rounding.
+    """Return 16 random bits for each element, as int32, for stochastic rounding; both arguments are broadcast.
 
-    The shape is that to which both arguments broadcast.
-    They are a hash of places (int64) and a 32-bit key (int32, or one for all): Wellons's `lowbias32`. It is unsigned;
+    They are a hash, Wellons's `lowbias32`, of places (int64) and a 32-bit key (int32, or one for all). It is unsigned;
     products and additions wrap around as in int32, and the masks make right shifts those of unsigned numbers.
     """
     mixed = (places ^ (places >> 32)).int() ^ key  # both halves of a 64-bit place count
@@ -242,16 +223,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.AdamW):
-    """Optimizer that updates parameter groups marked `is_muon` by Muon, and the others by AdamW.
+    """Optimizer of groups marked `is_muon` by Muon, of others by AdamW.
 
     Muon's groups hold matrices [rows, columns] or stacks of them [experts, rows, columns].
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
-        """Create Muon for the groups marked `is_muon` and AdamW for the others. dtype: dtype of Muon's iterations.
-
-        adamw: arguments of `torch.optim.AdamW`.
-        """
+        """Create Muon for the groups marked `is_muon` and AdamW for the others. dtype: of Muon's iterations."""
         super().__init__(groups, **adamw)
         self._muon = muon
         self._dtype = dtype
@@ -288,10 +266,7 @@ class MuonAndAdamW(torch.optim.AdamW):
 
 
 def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
-    """Return the matrices with singular values brought near 1 and singular vectors kept, by Newton-Schulz iterations.
-
-    Shapes are […, rows, columns].
-    """
+    """Return matrices […, rows, columns] with singular values brought near 1, by Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     # At most as many rows as columns: the Gram matrix X Xᵀ is then the smaller one.
@@ -305,10 +280,7 @@ def orthogonalized(matrices: Tensor, num_iterations: int) -> Tensor:
 
 
 def matrices_of_layers(causal_lm: Any) -> set[str]:
-    """Return the names of the matrices that Muon updates: all but embeddings and the output head.
-
-    Stacks of experts' matrices are among them.
-    """
+    """Return the matrices that Muon updates, stacks of experts included: all but embeddings and output head."""
     # By identity: a head that is tied to the embedding is the same parameter.
     looked_up = {id(module.weight) for module in causal_lm.modules() if isinstance(module, nn.Embedding)}
     looked_up.add(id(causal_lm.get_output_embeddings().weight))
@@ -333,9 +305,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return trainable parameters in groups of equal weight decay and learning rate, for torch's optimizers.
 
-    decayed: names of the parameters with weight decay; None: all.
-    matrices: names of the parameters that go into groups with `is_muon`. With LoRA+, B and all vectors learn faster, as
-    in PEFT, by the `learning_rate_ratio` of their group.
+    decayed: names of those with weight decay; None: all. matrices: of those in groups with `is_muon`. With LoRA+, B and
+    all vectors learn faster, as in PEFT, by the `learning_rate_ratio` of their group.
     """
     ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -362,7 +333,7 @@ def hold_in_bf16(causal_lm: nn.Module) -> None:
 def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
     """Build AdamW for all trainable parameters, or Muon for the layers' matrices and AdamW for the rest.
 
-    decayed: see `parameter_groups`; it is computed before FSDP2 gives the modules other classes.
+    decayed: as in `parameter_groups`, computed before FSDP2 gives the modules other classes.
     """
     adam, muon = settings.adam, settings.muon
     options: dict[str, Any] = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.epsilon}

@@ -21,7 +21,7 @@ from stages.parallel.layout import Layout
 
 
 class AllToAllReduceScatter:
-    """Reduce-scatter on CPUs, made of all-to-all and a sum, for `FSDPModule.set_custom_reduce_scatter`.
+    """Reduce-scatter on CPUs for `FSDPModule.set_custom_reduce_scatter`: an all-to-all and a sum.
 
     gloo's own costs 2.4 times the processor time of exchanging the parts and adding them up.
     """
@@ -72,8 +72,7 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Apply a layout's recomputation, compilation, sharding and prefetching to the model in place.
 
-    Afterwards parameters are DTensors on `mesh`, with rank 0's weights.
-    Parameters on `meta` stay there; `shards.py` fills them.
+    Afterwards parameters are DTensors on `mesh`, with rank 0's weights; those on `meta` stay there for `shards.py`.
     """
     layers = transformer_layers(model.causal_lm)
     # Of one process alone every weight is its own shard: keeping them here would keep the model twice.

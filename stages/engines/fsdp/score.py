@@ -1,7 +1,6 @@
 """Reward model: a causal language model whose head gives one number per document instead of logits.
 
-It is written as Transformers' sequence classification with one label, which takes the number at the last token that is
-not padding.
+Written as Transformers' sequence classification with one label, taken at the last token that is no padding.
 """
 
 from __future__ import annotations
@@ -30,18 +29,12 @@ class DocumentScores(TargetLogProbabilities):
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
-        """Return the reward model's scores from the last hidden states, float32 [rows, sequence].
-
-        A document's score is at its last token; other positions are 0.
-        """
+        """Return the scores from the last hidden states, float32 [rows, sequence], 0 but at documents' last tokens."""
         assert not greedy and not num_likeliest, "there is no vocabulary"
         return self.of_logits(self.causal_lm.get_output_embeddings()(hidden), batch)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the reward model's scores, [rows, tokens], from its score head's output [rows, tokens, 1].
-
-        A document's score is at its last token; other positions are 0.
-        """
+        """Return the scores from the head's output [rows, tokens, 1] as [rows, tokens], 0 but at last tokens."""
         return torch.where(self._is_last(batch.inputs), logits.float().squeeze(-1), 0.0)
 
     def _is_last(self, inputs: ModelInputs) -> Tensor:
@@ -59,7 +52,7 @@ class DocumentScores(TargetLogProbabilities):
 
 
 def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> tuple[DocumentScores, ScoreHead]:
-    """Return the model with a new score head, initialised from the seed, and a description of the head for export.
+    """Return the model with a new score head, drawn from the seed, and the head's description for export.
 
     Raises ModelError for an architecture that Transformers has no sequence classification for.
     """

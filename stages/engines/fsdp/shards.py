@@ -32,11 +32,10 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 
 
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
-    """Read this process's shards of all parameters on the meta device from the weight files. Collective.
+    """Read this process's shards of parameters on the meta device, and buffers, from the files. Collective.
 
-    Buffers that are in the files are read, too.
-    device: device that holds the shards. Raises ModelError, on every process, when weights are not finite or have
-    another shape than the model's.
+    device: that holds the shards. Raises ModelError, on every process, for weights that are not finite or of another
+    shape.
     """
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
@@ -58,8 +57,8 @@ def check_sharded(
 ) -> None:
     """Check that a sharded model gives the log-probabilities that Transformers gives, in fp32. Collective.
 
-    twin: a copy of the model before it was sharded, on `meta`; it is cut to layers that show every kind, since all its
-    weights are gathered three times.
+    twin: a copy on `meta` from before sharding; it is cut to layers that show every kind, since all its weights are
+    gathered three times.
     """
     keep_kinds_of_layers(twin.causal_lm)
     # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.
@@ -74,9 +73,8 @@ def check_sharded(
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Keep only a model's first layers, at least two and enough to show every kind of layer, for a quick check.
+    """Keep only a model's first layers, at least two and enough to show every kind (types, sizes, settings).
 
-    Kinds differ in types, sizes or settings.
     Towers of other modalities stay whole: text does not run through them.
     """
     config = causal_lm.config.get_text_config()

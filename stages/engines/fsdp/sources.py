@@ -1,8 +1,7 @@
 """Rows of a Transformers model's weights, read from the files of its Hugging Face folder on demand.
 
-Transformers knows which tensors of the files become which weight: renamed, experts stacked, joined, cut. Where the rows
-of a weight are rows of one tensor, or whole tensors, only those are read; of other conversions the whole weight, which
-is part of a layer.
+Transformers knows which tensors become which weight: renamed, experts stacked, joined, cut. Where rows of a weight are
+rows of one tensor, or whole tensors, only those are read; of other conversions the whole weight.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Source:
 
     @property
     def stacks_rows(self) -> bool:
-        """True if each row of the converted weight is made of whole tensors in the files, as in stacked experts.
-
-        Rows can then be read one by one.
-        """
+        """True if each row of the weight is made of whole tensors, as in stacked experts, and can be read alone."""
         first, *others = self.converter.operations if self.converter else [None]
         return isinstance(first, MergeModulelist) and first.dim == 0 and all(map(_leaves_rows_alone, others))
 
@@ -54,10 +50,7 @@ class ModelFiles:
     """Weight files of a model, converted on reading to the weights that Transformers would load from them."""
 
     def __init__(self, folder: Path, bare: Any) -> None:
-        """Read names and shapes of the weights in the files.
-
-        bare: Transformers' model on the meta device, without adapters.
-        """
+        """Read names and shapes of the weights in the files. bare: Transformers' model on the meta device."""
         self.folder = folder
         self._bare = bare
         with WeightFiles(folder) as files:
@@ -89,10 +82,7 @@ class ModelFiles:
             return any(not torch.equal(first, other) for first, *others in stored for other in others)
 
     def read(self, rows_of: RowsOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield the rows of each weight that this process needs, with the weight's name, on the CPU.
-
-        Tensors have the dtype of the files.
-        """
+        """Yield the rows of each weight that this process needs, by name, on the CPU in the files' dtype."""
         with WeightFiles(self.folder) as files:
             for target, source in self._sources.items():
                 wanted = {name: rows for name in _targets(target, source) if (rows := rows_of(name)) is not None}
@@ -110,10 +100,7 @@ class ModelFiles:
     def _converted(
         self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that Transformers' converter makes of several tensors in the files.
-
-        Of stacked experts only the wanted ones are read, of other weights all.
-        """
+        """Yield the weights that a converter makes of several tensors, of stacked experts only the wanted ones."""
         assert source.converter
         # Row i of a stack is the i-th tensor of each pattern: of other experts not a byte is read.
         chosen = wanted[target] if source.stacks_rows else slice(None)
@@ -128,10 +115,7 @@ class ModelFiles:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
     def _find_sources(self) -> dict[str, Source]:
-        """Return the tensors in the files that make up each model weight, by weight name.
-
-        Weights that are made together are listed under the first one's name.
-        """
+        """Return the tensors of each model weight; weights made together are under the first one's name."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]

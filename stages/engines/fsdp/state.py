@@ -37,10 +37,7 @@ class TrainingState:
         self._group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy weights and optimizer state to host memory and write them to a checkpoint in a thread.
-
-        The future is done when all processes have written.
-        """
+        """Copy the state to host memory and write it in a thread; the future is done when all processes are."""
         state = self._state()
         state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
         state["model"] = self._by_expert(state["model"])
@@ -48,9 +45,8 @@ class TrainingState:
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimizer state from a checkpoint; each process reads only its own shards.
+        """Restore a checkpoint of either engine; each process reads only its own shards.
 
-        Either engine may have saved it.
         Raises ModelError when it is another model's.
         """
         state = self._state()

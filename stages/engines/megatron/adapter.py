@@ -1,8 +1,7 @@
 """PEFT's LoRA adapter on a Megatron model: which layers are adapted, initial values, and each process's share.
 
-PEFT itself chooses the layers of the Transformers model and draws A: so the adapter is the one that the FSDP engine
-would train. Which part of a factor a process holds follows from the factor's layer (`families`, `parts`); the
-computation is in `low_rank`.
+PEFT itself chooses the layers and draws A, so that it is the adapter that the FSDP engine would train. Which part of a
+factor a process holds follows from its layer (`families`, `parts`); the computation is in `low_rank`.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ class PeftAdapter:
         return sum(value.numel() for value in self.first_values.values())
 
     def size_of(self, names: Iterable[str]) -> tuple[int, float]:
-        """Return the LoRA rank and scaling of a Megatron layer that fuses several Transformers layers.
-
-        names: the Transformers layers in it, of which at least one has an adapter.
-        """
+        """Return LoRA rank and scaling of a layer that fuses the Transformers layers `names`, not all adapted."""
         return next(self.layers[name] for name in names if name in self.layers)
 
     @property
@@ -123,7 +119,7 @@ def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, 
 
 
 def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> None:
-    """Freeze the loaded weights in this process's model chunks, and add its share of the adapter. Collective.
+    """Freeze the weights of this process's model chunks, and add its share of the adapter. Collective.
 
     Raises ModelError for layers on which Megatron has no adapters.
     """
@@ -151,7 +147,7 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
 def seed_dropout(adapter: PeftAdapter) -> None:
     """Seed dropout: different on each process, but equal on tensor-parallel ranks where they see the same tokens.
 
-    The seed is a function of the step's (`torch.manual_seed`), so that a resumed run drops the same inputs.
+    It follows from the step's seed (`torch.manual_seed`), so that a resumed run drops the same inputs.
     """
     if adapter.dropout:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -162,11 +158,7 @@ def seed_dropout(adapter: PeftAdapter) -> None:
 
 
 def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add LoRA factors to the Megatron module that holds an adapted weight.
-
-    weight: name of the adapted parameter in the module.
-    part: this process's share of that parameter.
-    """
+    """Add LoRA factors to the Megatron module that holds an adapted weight (`weight`, of which it has `part`)."""
     names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
     rank, scaling = adapter.size_of(names)
     if part.rule.of_experts:
@@ -178,10 +170,7 @@ def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, mod
 
 
 def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
-    """Add LoRA factors to a linear Megatron layer. part: this process's share of the layer's weight.
-
-    names: the Transformers layers that Megatron joins in it.
-    """
+    """Add LoRA factors to a linear layer, of whose weight `part` is here. names: Transformers layers joined in it."""
     rank, scaling = adapter.size_of(names)
     change = LowRankChange(
         scaling=scaling,
@@ -197,10 +186,7 @@ def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAd
 
 
 def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
-    """Return a mask for LoRA's B in a fused layer, so that for example q, k and v each use only their own A.
-
-    Its shape is [rows, joined × rank].
-    """
+    """Return the mask [rows, joined × rank] by which q, k and v of a fused layer use only their own A."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
     for piece in part.pieces(model):

@@ -64,9 +64,9 @@ class LocalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: PackedTokens, **unused: Any
     ) -> Tensor:
-        """Return attention over packed documents, [tokens, 1, heads × head width]; differentiable.
+        """Return differentiable attention over packed documents, [tokens, 1, heads × head width]; the mask is theirs.
 
-        `query` is [tokens, 1, heads, head width], keys and values have fewer heads. Masks come with the documents.
+        `query` is [tokens, 1, heads, head width], keys and values have fewer heads.
         """
         tokens = packed_seq_params
         query, key = rotate(query, key, tokens)
@@ -98,10 +98,7 @@ class LocalAttention(nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)  # [1, heads, tokens, …] → [tokens, 1, heads × head width]
 
     def _visible(self, tokens: PackedTokens) -> Tensor:
-        """Return the attention mask: True where this rank's token may see another token.
-
-        It is bool [tokens, tokens of all ranks].
-        """
+        """Return the mask, bool [tokens, tokens of all ranks]: True where a token of this rank may see another."""
         assert tokens.positions is not None and tokens.document_ids is not None
         rank = self.context_group.rank()
         # `tokens.positions` [ranks, tokens] flattened is in the order of the ranks, as the gathered keys are.
@@ -131,10 +128,7 @@ def transformer_engine_attention() -> type[nn.Module]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class TransformerEngineAttention(TEDotProductAttention):
-        """Megatron core attention on Transformer Engine: rotary positions, then attention within each packed document.
-
-        The packed format is `thd`.
-        """
+        """Megatron core attention on Transformer Engine (format `thd`): rotary positions, attention by document."""
 
         def forward(
             self,

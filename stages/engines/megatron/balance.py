@@ -26,10 +26,7 @@ class RouterBalance:
     def __init__(
         self, chunks: Iterable[GPTModel], coefficient: float, num_mixture_layers: int, device: torch.device
     ) -> None:
-        """Replace Megatron's load-balancing loss in all routers of these model chunks.
-
-        num_mixture_layers: number of mixture-of-experts layers in the whole model.
-        """
+        """Replace the balancing loss of these chunks' routers. num_mixture_layers: in the whole model."""
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers
         self._weight = 0.0
@@ -39,19 +36,13 @@ class RouterBalance:
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
     def begin_step(self, num_tokens: float) -> None:
-        """Set the sum of the load-balancing loss to zero before a training step.
-
-        num_tokens: tokens of the global batch, without padding.
-        """
+        """Reset the balancing loss before a step. num_tokens: tokens of the global batch, without padding."""
         # The mean over tokens and mixture layers: row losses are weighted by tokens.
         self._weight = 1 / (num_tokens * self._num_mixture_layers)
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
-        """Return the same router probabilities, with the load-balancing loss attached.
-
-        Their backward pass also adds the loss's gradient.
-        """
+        """Return the same router probabilities, whose backward pass also adds the balancing loss's gradient."""
         part = self._weight * balance
         self._sum += part.detach()
         # Identity forward; backward gives the second argument the loss scale as gradient: 1 here.
@@ -75,7 +66,7 @@ class _OfRouter:
     def __call__(
         self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the load-balancing loss to router scores, float32 [tokens, experts], which sum to 1 for each token.
+        """Attach the load-balancing loss to router scores, float32 [tokens, experts], which sum to 1 per token.
 
         Called only where gradients are wanted.
         """

@@ -1,8 +1,7 @@
 """Checkpoints of weights and optimizer state of the Megatron engine, as sharded tensors of Megatron-core.
 
-Names and shapes in the files are those of the Transformers model, as in the checkpoints of the FSDP engine: so a run
-continues under any layout and either engine, with Adam's moments. Random numbers, data order and learning rate are
-functions of the step, which is in the folder's name.
+Names and shapes in the files are those of the Transformers model, so that a run continues under any layout and either
+engine. Random numbers, data order and learning rate are functions of the step, which is in the folder's name.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ class MegatronState:
     """Weights and optimizer state of this process's model chunks, saved to and loaded from checkpoints."""
 
     def __init__(self, chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> None:
-        """Create the saver and loader of Megatron checkpoints.
-
-        chunks: the model chunks that the optimizer updates, not wrapped for data parallelism.
-        Collective.
-        """
+        """Create saver and loader of the optimizer's model chunks, not wrapped for data parallelism. Collective."""
         self._chunks = chunks
         self._model = model
         self._optimizer = optimizer
@@ -47,10 +42,7 @@ class MegatronState:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, folder: Path) -> Future[None]:
-        """Copy the training state to host memory and write it to a checkpoint in a thread. Collective.
-
-        The future is done when all processes have written.
-        """
+        """Copy the state to host memory and write it in a thread, until all processes have. Collective."""
         tensors = defaultdict(list)
         for shard in self._shards:
             if _identity(shard) in self._owned:
@@ -60,10 +52,10 @@ class MegatronState:
         return self._writer.submit(self._write, folder, dict(tensors))
 
     def load(self, folder: Path) -> None:
-        """Load this process's share of a checkpoint, which either engine may have written under any layout. Collective.
+        """Load this process's share of a checkpoint of either engine and any layout. Collective.
 
-        Raises ModelError when the checkpoint is of another model. With overlapped gathering, parameters must be
-        gathered afterwards.
+        Raises ModelError when it is of another model. With overlapped gathering, parameters must be gathered
+        afterwards.
         """
         # Before the first step there are no moments, and loading writes into tensors in place.
         make_moments(self._optimizer)
@@ -100,10 +92,7 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards of optimizer state that this process writes to a checkpoint.
-
-        The first process that holds a shard writes it.
-        """
+        """Shards of optimizer state that this process writes, as the first that holds them."""
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
@@ -113,8 +102,7 @@ class MegatronState:
     def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
         """Yield a shard's tensors as a checkpoint stores them: master weights, moments and step count.
 
-        Master weights and moments are cut into rectangles of Hugging Face weights.
-        take: copies a block or returns a view of it.
+        The first two are cut into rectangles of Hugging Face weights. take: copies a block or returns a view of it.
         """
         moments = shard.moments
         for block in shard.blocks(self._model):

@@ -1,7 +1,7 @@
 """Time that a pipeline stage spends waiting in a training step, from the timers of Megatron's schedules.
 
-A stage works while it goes forward or backward. For the rest of a schedule's time, except the reduction of gradients at
-its end, it waits for tensors of other stages: the bubble, and transfers that nothing hides.
+A stage works while it goes forward or backward; else, except in the reduction of gradients at a schedule's end, it
+waits for tensors of other stages: the bubble, and transfers that nothing hides.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ REDUCTION = (
 
 
 class PipelineClock:
-    """Timers that Megatron's pipeline schedules start and stop, for `TransformerConfig.timers`.
-
-    They measure the stream's time on a GPU, and wall time on a CPU.
-    """
+    """Timers (`TransformerConfig.timers`) of Megatron's pipeline schedules: a GPU stream's time, or wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self._timers: defaultdict[str, _Timer] = defaultdict(lambda: _Timer(device))
@@ -55,7 +52,6 @@ class _Timer:
         self._starts.append(self._now())
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop the timer of a pipeline schedule, without the barrier that Megatron may ask for."""
         self._ends.append(self._now())
 
     def seconds(self) -> float:

@@ -54,15 +54,11 @@ PATCHED_PACKAGES = (
 
 _is_prepared = False
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
-"""Cache of created process groups: for each world group, its subgroups by their ranks, so that no group is created
-twice."""
+"""Process groups by ranks, for each world group, so that none is created twice."""
 
 
 def prepare_megatron() -> None:
-    """Import Megatron-core and, without CUDA, patch it for the CPU.
-
-    Called before any use of Megatron; may be repeated.
-    """
+    """Import Megatron-core and, without CUDA, patch it for the CPU, before any use of it; may be repeated."""
     global _is_prepared
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Apex and Transformer Engine are missing is no news on a CPU

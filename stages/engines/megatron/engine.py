@@ -127,14 +127,11 @@ class MegatronEngine:
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
-        """Return loss and metrics of all given micro-batches, without gradients."""
         batches = list(micro_batches)
         consume = _parts_of(loss, self._totals(batches, loss))
         return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return each document's log-probability, from one forward pass."""
-
         def per_document(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
             return log_probabilities.sum(), signal.log_probabilities(log_probabilities)
 
@@ -144,15 +141,12 @@ class MegatronEngine:
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        """Return the target tokens' log-probabilities, from one forward pass."""
         return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the target tokens' log-probabilities and the likeliest tokens, from two forward passes."""
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each target with their log-probabilities, from one forward pass."""
         found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
         return found[..., :number].long(), found[..., number:]
 
@@ -161,7 +155,6 @@ class MegatronEngine:
         return self._over_shares(values.to(self.device)).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
-        """Send one number from rank 0 to every process by a broadcast."""
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.broadcast(holder, src=0)
         return holder.item()
@@ -172,7 +165,6 @@ class MegatronEngine:
         return self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of weights and optimizer state that either engine has saved under any layout."""
         self._state.load(folder)  # masters and moments; `settle` gathers the parameters from them
         self._adam.settle()
 
@@ -184,7 +176,6 @@ class MegatronEngine:
         return (3 * 4 + half) * learning
 
     def export(self, folder: Path, dtype: torch.dtype) -> list[ModelError]:
-        """Write the trained model or adapter; rank 0 writes, and assembles one weight at a time."""
         self._adam.settle()
         if self._adapter:
             factors = learned_factors(self._chunks, self._shape)
@@ -197,7 +188,6 @@ class MegatronEngine:
         return []
 
     def close(self) -> None:
-        """Free the model's weights and gradients, and destroy Megatron's process groups."""
         del self._chunks, self._pipeline, self._adam, self._state, self._balance
         parallel_state.destroy_model_parallel()
         free_memory()
@@ -205,8 +195,8 @@ class MegatronEngine:
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
         """Run a batch forward; return values per token, [rows, sequence, …], on the CPU of every pipeline stage.
 
-        `last` are the sizes of the further dimensions.
-        of_logits: function that the last stage applies to logits. dtype: that of the result.
+        last: sizes of the further dimensions. of_logits: function that the last stage applies to logits. dtype: of the
+        result.
         """
 
         def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:
@@ -229,10 +219,7 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and metrics of the global batch from all processes' shares.
-
-        parts: parts of this process's micro-batches; empty except on the last pipeline stage.
-        """
+        """Return the global batch's mean loss and metrics. parts: own ones, [] but on the last pipeline stage."""
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
         return means(self._over_shares(total), loss)

@@ -2,8 +2,7 @@
 
 A family is its name in `stages.parallel.engines.megatron`, and one line in `MAPPINGS`: its `model_type` and its rules.
 A rule names a parameter as Megatron does, below its layer (or below the model), under both the local and the
-Transformer Engine spec, and the weights that it is made of. Factors of an adapter follow from the rule of the layer
-that they are on. Reading and writing weights is for `weights`.
+Transformer Engine spec, and the weights that it is made of. Factors of an adapter follow from their layer's rule.
 """
 
 from __future__ import annotations
@@ -24,21 +23,17 @@ class Cut(Enum):
     WHOLE = auto()
     """Unsplit weight: every tensor-parallel rank holds all of it."""
     VOCABULARY = auto()
-    """Tensor-parallel split of embedding or head by rows of the vocabulary. The last rows may be padding, which no
-    Hugging Face weight has."""
+    """Split by rows of the vocabulary (embedding, head); the last may be padding, which no Hugging Face weight has."""
     COLUMNS = auto()
     """Tensor-parallel split of a weight by columns (input features)."""
     GATED = auto()
-    """Tensor-parallel split of a fused gate and up projection: a rank holds rows of the gate, and below them those of
-    up."""
+    """Split of a fused gate and up projection: a rank holds rows of the gate, and below them those of up."""
     HALVES = auto()
-    """Tensor-parallel split of two matrices stacked in one weight: a rank holds rows of the upper, and below them the
-    same rows of the lower."""
+    """Split of two stacked matrices: a rank holds rows of the upper, and below them the same rows of the lower."""
     STACKED = auto()
     """Several unsplit weights stacked by rows in one parameter; every tensor-parallel rank holds all of them."""
     QKV = auto()
-    """Tensor-parallel split of a fused QKV matrix by groups. Each group's query rows are followed by its key rows and
-    value rows."""
+    """Split of a fused QKV matrix by groups, each of query rows, then key rows and value rows."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,7 @@ class Rule:
     parameter: str
     """Regular expression of the Megatron parameter's name; a capture group holds the expert's index on its process."""
     weights: tuple[str, ...]
-    """Hugging Face names of the weights that make up the parameter, in Megatron's order; `{layer}` and `{expert}` count
-    from 0."""
+    """Hugging Face weights of the parameter, in Megatron's order; `{layer}` and `{expert}` count from 0."""
     cut: Cut
     layer: str = ""
     """PEFT's name of the adapted layer; if empty, the weights' names without `.weight`."""
@@ -99,9 +93,8 @@ EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.wei
 
 
 def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules that map a mixture-of-experts layer's router and experts to Hugging Face weights.
+    """Return the rules for a mixture-of-experts layer's router and experts. block, gate, up, down: names in the files.
 
-    block, gate, up, down: names in the files.
     In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
     """
     inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))
@@ -130,10 +123,7 @@ MAPPINGS: dict[str, tuple[Rule, ...]] = {
 
 
 def rules_of(family: str) -> tuple[Rule, ...]:
-    """Return the rules that map a model family's weights to Megatron, LoRA included.
-
-    Raises ModelError for an unknown `model_type`.
-    """
+    """Return the rules that map a model family's weights and LoRA to Megatron; ModelError for an unknown family."""
     check_family(family)
     rules = MAPPINGS[family]
     return (*rules, *(factor for rule in rules for factor in _factors(rule)))
@@ -152,8 +142,8 @@ def expert_layer(layer: str, expert: int | str) -> str:
 def _factors(rule: Rule) -> Iterator[Rule]:
     """Yield the rules that map LoRA factors of a Megatron layer to those of PEFT.
 
-    B is split like the rows of the layer's weight, A like its columns.
-    A fused layer has factors for each of the layers that it joins.
+    B is split like the rows of the layer's weight, A like its columns; a fused layer has factors for each of its
+    layers.
     """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
     cuts = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.WHOLE: (Cut.WHOLE, Cut.WHOLE)}.get(

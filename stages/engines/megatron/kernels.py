@@ -1,7 +1,7 @@
 """Fused RMSNorm, rotary embedding and SwiGLU for the CPU, with hand-written backward passes that save memory traffic.
 
-Autograd's backward passes would turn, negate, split and join whole tensors again, since Megatron merges queries, keys
-and values into one tensor, and the two halves of a gated layer into another.
+Autograd's would turn, negate, split and join whole tensors again, since Megatron merges queries, keys and values into
+one tensor, and the two halves of a gated layer into another.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class Rotation(torch.autograd.Function):
-    """Autograd function that applies rotary positions (Su et al. 2021) to […, head width], with Llama's halves.
-
-    Its gradient is the rotation by the opposite angle.
-    """
+    """Rotary positions (Su et al. 2021) of […, head width], with Llama's halves; the gradient rotates back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -78,10 +75,7 @@ def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class RootMeanSquareNorm(torch.autograd.Function):
-    """Autograd function of RMSNorm over the last dimension (Zhang and Sennrich 2019).
-
-    Its result is states ÷ √(mean of their squares + ε) × weight.
-    """
+    """RMSNorm over the last dimension, states ÷ √(mean of squares + ε) × weight (Zhang and Sennrich 2019)."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -14,11 +14,11 @@ from stages.data.batch import IGNORED
 
 
 def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return log-probabilities of given tokens at every position, float32, 0 where there is no target. Differentiable.
+    """Return log-probabilities of given tokens at every position, float32, 0 where there is no target; differentiable.
 
     The result has the shape of `wanted` and is the same on every tensor-parallel rank. `logits` is [rows, tokens,
     entries of this rank], `wanted` int64 [rows, tokens, number] with the target in the first place. Entries from
-    `vocab_size` on are padding of the vocabulary. `logits` must not be used afterwards: their memory is reused.
+    `vocab_size` on are padding. `logits` must not be used afterwards: their memory is reused.
     """
     has_target = wanted[..., :1] != IGNORED  # [rows, tokens, 1], for all wanted tokens of a position
     logits, tokens = _without_padding(logits, vocab_size).float(), wanted.where(has_target, 0)
@@ -31,9 +31,9 @@ def wanted_log_probabilities(logits: Tensor, wanted: Tensor, vocab_size: int) ->
 
 
 def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
-    """Return the likeliest token at each target, -100 elsewhere: int64 [rows, tokens, 1], the same on every rank.
+    """Return the likeliest (first) token at each target, -100 elsewhere: int64 [rows, tokens, 1], on every rank.
 
-    Arguments as in `wanted_log_probabilities`. Of several that are equally likely, the first is returned.
+    Arguments as in `wanted_log_probabilities`.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     largest, tokens = _without_padding(logits, vocab_size).float().max(-1)
@@ -46,8 +46,7 @@ def greedy_tokens(logits: Tensor, wanted: Tensor, vocab_size: int) -> Tensor:
 def likeliest_tokens(logits: Tensor, wanted: Tensor, vocab_size: int, *, number: int) -> Tensor:
     """Return the likeliest tokens at each target, then their log-probabilities: float32 [rows, tokens, 2 × number].
 
-    Both are in descending order of probability, and 0 where there is no target. fp32 holds tokens exactly below 2^24.
-    Arguments as in `wanted_log_probabilities`.
+    Likeliest first, 0 elsewhere; fp32 holds tokens exactly below 2^24. Arguments as in `wanted_log_probabilities`.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # Each rank's own candidates: the likeliest of all ranks are among the ranks' likeliest.

@@ -52,8 +52,7 @@ class LowRankChange:
     num_joined: int
     """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None
-    """Mask of B [rows, joined × rank] in a fused layer such as QKV, so that each joined layer uses only its own A. None
-    if no layers are fused."""
+    """Mask of B [rows, joined × rank] of a fused layer such as QKV, so that each part uses its own A; else None."""
 
     def put_on(self, layer: nn.Module, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         """Add LoRA's A [joined × rank, columns] and B [rows, rank], all 0, and this hook to a frozen linear layer."""
@@ -78,10 +77,7 @@ class LowRankChange:
         return output + self.scaling * functional.linear(narrow, factor_b), bias
 
     def _narrow(self, layer: Any, states: Tensor) -> Tensor:
-        """Return LoRA's A x of this rank's tokens; where tensor parallelism cuts A's columns, a partial sum of A x.
-
-        Its shape is [tokens, 1, joined × rank].
-        """
+        """Return LoRA's A x, [tokens, 1, joined × rank]; a partial sum where tensor parallelism cuts A's columns."""
         if not (self.dropout and layer.training):
             return functional.linear(states, layer.lora_A)  # without dropout one product for all joined layers
         # Inputs that all ranks have must be dropped equally on all of them, or their copies of A would diverge.
@@ -109,7 +105,7 @@ class LowRankChange:
 class ExpertChange:
     """Forward hook of experts' linear layer that adds the output of each expert's own LoRA factors.
 
-    A layer of several experts (Transformer Engine's) gets the tokens of one after the other, and each one's number.
+    Transformer Engine's layer of several experts gets one's tokens after the other's, and each one's number.
     """
 
     scaling: float
@@ -132,10 +128,7 @@ class ExpertChange:
         return factor_a, factor_b
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
-        """Add each expert's LoRA output to the layer's output [tokens, rows]; a bias is passed through.
-
-        The caller adds that bias.
-        """
+        """Add each expert's LoRA output to the layer's [tokens, rows]; the caller adds the passed bias."""
         output, bias = outputs
         # counts: number of tokens of each expert, of Transformer Engine's grouped layer
         states, counts = inputs if len(inputs) > 1 else (inputs[0], None)

@@ -1,7 +1,4 @@
-"""Megatron model chunks (GPTModel) that a process holds under a layout, built without weights.
-
-Parallel groups must exist (`parallel.py`); weights are for `weights.py`.
-"""
+"""Megatron model chunks (GPTModel) that a process holds under a layout, built without weights (`weights.py`)."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ def build_model_chunks(
     has_adapter: bool = False,
     balances_experts: bool = False,
 ) -> list[GPTModel]:
-    """Return this process's model chunks in pipeline order: one, or `vpp` if interleaved.
-
-    Parameters are not initialised.
-    """
+    """Return this process's uninitialised model chunks in pipeline order: one, or `vpp` if interleaved."""
     transformer = transformer_config(shape, layout, precision, device, balances_experts=balances_experts)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     return [_build_chunk(shape, transformer, vp_stage, has_adapter) for vp_stage in stages]
@@ -56,10 +50,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def padded_vocabulary(shape: ModelShape, tp: int) -> int:
-    """Return the number of embedding rows, padded so that all tensor-parallel ranks hold equally many.
-
-    Rows of padding are never predicted.
-    """
+    """Return the number of embedding rows, padded (never predicted) to be equal on all tensor-parallel ranks."""
     return -(-shape.vocab_size // tp) * tp  # rounded up: 63 entries, tp 2 -> 64
 
 
@@ -90,10 +81,7 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of transformer layers in each of `num_stages` consecutive pipeline stages.
-
-    The first have one more if the division is uneven; the last have fewer, since the head comes on top.
-    """
+    """Return the layers of consecutive pipeline stages; uneven: one more in the first, as the last have the head."""
     least, rest = divmod(num_layers, num_stages)
     return [least + (stage < rest) for stage in range(num_stages)]
 
@@ -189,10 +177,7 @@ def _uneven_stages(shape: ModelShape, layout: Layout) -> list[list[str]] | None:
 
 
 def _recompute(layout: Layout) -> dict[str, Any]:
-    """Return Megatron's options for activation recomputation.
-
-    `full` keeps the inputs of each layer; `selective` recomputes attention (Korthikanti et al. 2022).
-    """
+    """Return Megatron's options for recomputation: layers (full), attention (selective; Korthikanti et al. 2022)."""
     if layout.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if layout.recompute == "selective":
@@ -219,7 +204,7 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def _eight_bits(shape: ModelShape) -> dict[str, Any]:
     """Return Megatron's options for fp8: E4M3 forward, E5M2 for gradients (Micikevicius et al. 2022), current scaling.
 
-    Delayed scaling has a state that is in no checkpoint, so that a resumed run would differ from the uninterrupted one.
+    Delayed scaling has a state that is in no checkpoint, so that a resumed run would differ.
     """
     padding = {"moe_router_padding_for_quantization": True} if shape.num_experts else {}
     return {"fp8": "hybrid", "fp8_recipe": "tensorwise", **padding}

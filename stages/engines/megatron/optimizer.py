@@ -90,10 +90,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:
-        """Clip the gradients to a norm and update the parameters by AdamW. Collective.
-
-        grad_norm: the finite result of the last `grad_norm()`.
-        """
+        """Clip gradients and update parameters by AdamW. Collective. grad_norm: finite result of `grad_norm()`."""
         assert math.isfinite(grad_norm)
         if max_grad_norm is not None:
             for optimizer in self.megatron.chained_optimizers:
@@ -114,10 +111,7 @@ class Adam:
 
 
 def _exceptions(settings: EngineSettings) -> dict[Any, Any] | None:
-    """Return Megatron's overrides for parameters: a higher learning rate of B (LoRA+), or weight decay for vectors too.
-
-    None: vectors do not decay.
-    """
+    """Return Megatron's overrides: LoRA+'s learning rate of B, or vectors' weight decay; None: no decay of vectors."""
     if settings.adapter and settings.adapter.loraplus_lr_ratio:  # all that learns are matrices
         return {ParamKey(name="*.lora_B*"): {"lr_mult": settings.adapter.loraplus_lr_ratio}}
     return {} if settings.adam.decay_norms_and_biases else None

@@ -1,7 +1,7 @@
 """Creation of Megatron's process groups for a parallel layout, before the model is built.
 
-Ranks are laid out with tensor parallelism innermost (its traffic is the heaviest), then context, data and pipeline
-parallelism; expert parallelism is folded into data and context parallelism.
+Tensor parallelism is innermost (its traffic is the heaviest), then context, data and pipeline parallelism; expert
+parallelism is folded into data and context parallelism.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def start_model_parallel(layout: Layout, *, is_mixture: bool, seed: int, timeout
 
 
 def represents_share() -> bool:
-    """Return whether this process adds the loss of its data-parallel share to sums over all shares.
-
-    One process per share does: the one that has the loss.
-    """
+    """Return whether this process, which has the loss, adds it for its data-parallel share to sums over all."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0

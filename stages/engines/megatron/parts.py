@@ -66,8 +66,7 @@ class Part:
     is_copy: bool = False
     """True if the parameter is a copy of the tied embedding, which serves as output head on another pipeline stage."""
     left_out: frozenset[str] = frozenset()
-    """Names of LoRA factors that exist only in Megatron's fused layer, since the recipe adapts just some of the joined
-    layers."""
+    """LoRA factors that exist only in Megatron's fused layer, as not all of its layers are adapted."""
 
     def weight_names(self) -> list[str]:
         """Return the names of the Hugging Face weights that make up the Megatron parameter."""
@@ -78,10 +77,7 @@ class Part:
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
     def pieces(self, model: ModelShape) -> list[Piece]:
-        """Return the ranges of Hugging Face weights (rows or columns) that this process holds of the parameter.
-
-        Padding and left-out weights are in none.
-        """
+        """Return the ranges of Hugging Face weights that this process holds, without padding and left-out weights."""
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
     def _pieces(self, model: ModelShape) -> list[Piece]:
@@ -150,10 +146,7 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
 
 
 def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
-    """Return the index of the rule that maps a parameter to Hugging Face weights, and the parameter's expert.
-
-    The expert's index is 0 for a parameter that belongs to no expert.
-    """
+    """Return the index of the rule for a parameter, and the parameter's expert (0 if it has none)."""
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
     if rules[number].weights == (HEAD,) and model.tied_embeddings:
@@ -168,10 +161,7 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
 
 
 def _place_among_processes(rule: Rule) -> tuple[int, int]:
-    """Return the index of this process's tensor-parallel slice of a parameter, and the number of slices.
-
-    They are 0 and 1 for an uncut parameter.
-    """
+    """Return the index of this process's tensor-parallel slice, and the number of slices (0 and 1 if uncut)."""
     if rule.cut in (Cut.WHOLE, Cut.STACKED):
         return 0, 1
     if rule.of_experts:
@@ -183,10 +173,7 @@ def _place_among_processes(rule: Rule) -> tuple[int, int]:
 
 
 def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str, int, int]]:
-    """Yield the row blocks of Megatron's fused QKV matrix in order: each group's queries, keys and values.
-
-    A block is a weight name, its first row, and its number of rows.
-    """
+    """Yield the fused QKV's row blocks in order, each group's q, k, v: weight name, first row, number of rows."""
     query, key, value = names
     head, queries = model.head_dim, model.query_width // model.num_kv_heads
     for group in range(model.num_kv_heads):
@@ -196,9 +183,8 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
 
 
 def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
-    """Yield the overlaps of stacked Hugging Face weights with the rows that one process holds of the stack.
+    """Yield overlaps of stacked Hugging Face weights with the `num_rows` rows from `first_row` on.
 
-    These are `num_rows` rows from `first_row` on.
     blocks: weight name, its first row and number of rows, stacked from top to bottom.
     """
     top = 0

@@ -1,7 +1,7 @@
 """Forward and backward passes of micro-batches through the model's chunks, by Megatron's pipeline schedules.
 
-Every process of a share of the global batch gets the same micro-batches and takes its part of each. The caller passes a
-function for the log-probabilities, which is called on the last stage.
+Every process of a share of the global batch gets the same micro-batches and takes its part of each. The caller's
+function for the log-probabilities is called on the last stage.
 """
 
 from __future__ import annotations
@@ -26,23 +26,19 @@ from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_siz
 from stages.parallel.layout import Layout
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that returns cosines and sines [1, tokens, width] of rotary angles, in the dtype of its first argument. The
-second argument has the positions, [1, tokens]."""
+"""Function of a dtype's tensor and positions [1, tokens]: cosines and sines [1, tokens, width] of rotary angles."""
 
 FP8_ROWS = 16
 """Number that must divide the tokens of a process for matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""Function that computes values of each token, such as log-probabilities, from logits split over ranks. The result,
-[rows, tokens, values], is the same on every rank.
+"""Function that computes values of each token, [rows, tokens, values], the same on every rank, from split logits.
 
-Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the entries of
-the vocabulary.
-"""
+Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the vocabulary's
+size."""
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
-"""Function that turns a micro-batch's log-probabilities and training signal into a value to differentiate, such as a
-loss, and a result to keep."""
+"""Function of a micro-batch's log-probabilities and signal: a value to differentiate, and a result to keep."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +62,9 @@ class Pipeline:
         backward: bool,
         of_logits: OfLogits = wanted_log_probabilities,
     ) -> list[Tensor]:
-        """Run micro-batches through the pipeline, forward and optionally backward; return one result for each.
+        """Run micro-batches forward and optionally backward (gradients are summed); return one result for each.
 
-        The list is empty except on the last pipeline stage. Gradients are summed.
+        The list is empty except on the last pipeline stage.
         """
         batches = _filled_up(micro_batches, self.layout)
         transformer = get_model_config(self.chunks[0])

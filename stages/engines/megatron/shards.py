@@ -1,7 +1,7 @@
 """Shards of Megatron's optimizer state on this process, and their places in Hugging Face weights (for checkpoints).
 
 Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
-flattened part. Such a range is cut into blocks: rectangles of a weight, which any layout and engine can put together.
+flattened part, which is cut into blocks: rectangles of a weight, which any layout and engine can put together.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Shard:
         return torch.as_tensor(kept, dtype=torch.float32, device="cpu").clone()
 
     def count_steps(self, value: Tensor) -> None:
-        """Set the shard's number of optimizer steps, when a checkpoint is loaded."""
         state = self.optimizer.state[self.master]
         if "step" in state:  # torch's; Transformer Engine's counts for a whole group
             state["step"].copy_(value)
@@ -76,10 +75,7 @@ class Shard:
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def blocks(self, model: ModelShape) -> Iterator[Block]:
-        """Yield the blocks (rectangles) of Transformers weights that the optimizer shard covers, without padding.
-
-        Their `start` counts from the shard's first element.
-        """
+        """Yield the blocks of Transformers weights that the shard covers, without padding; `start` counts within it."""
         # [start, stop): elements of the flattened parameter on this process
         stop = self.start + self.master.numel()
         shapes = self.part.weight_shapes(model)
@@ -154,11 +150,9 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def _blocks(
     piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
 ) -> Iterator[Block]:
-    """Yield the blocks (rectangles) of a Hugging Face weight in a range of a Megatron parameter, for checkpoints.
+    """Yield the blocks (rectangles) of a Hugging Face weight in a range of a flattened Megatron parameter.
 
-    The range is of the flattened parameter.
-    piece: the shared rows or columns.
-    The rectangles are at most the end of a row, whole rows, and the beginning of a row.
+    piece: the shared rows or columns. Blocks are at most the end of a row, whole rows, and the beginning of a row.
     """
     columns = part_shape[1] if len(part_shape) > 1 else 1
     rows = (piece.parameter_start, piece.parameter_start + piece.length) if piece.dim == 0 else (0, part_shape[0])
@@ -183,8 +177,8 @@ def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
 def _as_in_transformers(block: Block, model: ModelShape) -> Block:
     """Convert a block (rectangle) of a weight as stored in files to its block of the weight that Transformers loads.
 
-    In Transformers, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows,
-    columns], and down.
+    There, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows, columns], and
+    down.
     """
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
     if of_expert := EXPERT_FACTOR.fullmatch(weight):
@@ -204,7 +198,7 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
 
 
 def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
-    """Convert a block (rectangle) of one expert's LoRA factor to its block in the factor that holds all experts.
+    """Convert a block of one expert's LoRA factor to its block in all experts' factor.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

@@ -1,7 +1,7 @@
 """Modules of Megatron's decoder layers: Transformer Engine's where installed on CUDA, else local ones.
 
-The local modules are Megatron's own linear layers with an RMSNorm and an attention of this project, because Megatron's
-refuse sequence parallelism, packing and context parallelism.
+The local are Megatron's linear layers with this project's RMSNorm and attention, since Megatron's refuse sequence
+parallelism, packing and context parallelism.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ def check_precision(precision: Precision) -> None:
 def decoder_spec(
     config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, has_adapter: bool
 ) -> TransformerBlockSubmodules:
-    """Return Megatron's specification of the layers in this pipeline stage's model chunk `vp_stage`.
-
-    Norms are explicit: otherwise Megatron chooses its own.
-    """
+    """Return the layers' specification in model chunk `vp_stage`, with explicit norms, else Megatron's own."""
     first = get_transformer_layer_offset(config, vp_stage)  # number of layers in earlier chunks
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     experts = [shape.num_experts if shape.is_mixture(layer) else None for layer in layers]
@@ -99,10 +96,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None, has_adapter:
 
 
 def _with_norms_apart(spec: ModuleSpec, num_experts: int | None) -> ModuleSpec:
-    """Separate norms from the linear layers with which Transformer Engine fuses them.
-
-    An adapter needs the norm's output, which the fused layers do not return.
-    """
+    """Separate norms from the linear layers that Transformer Engine fuses them with, as adapters need their output."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     layer = spec.submodules

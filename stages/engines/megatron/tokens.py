@@ -1,9 +1,9 @@
 """Split of a micro-batch's tokens over context-parallel ranks (zigzag), and their padding.
 
-All rows of a micro-batch become one sequence. Under context parallelism every document is padded until 2 × ranks chunks
-of equal length make it up. Rank r takes the r-th and the r-th from the end, so that causal attention is the same amount
-of work everywhere (Llama 3, section 3.3.2; what Transformer Engine's kernels expect). All micro-batches of a step get
-the same length, since pipeline stages exchange tensors of one shape: padding is one more document at the end.
+All rows become one sequence, in which every document is padded until 2 × ranks chunks of equal length make it up. Rank
+r takes the r-th and the r-th from the end, so that causal attention is the same amount of work everywhere (Llama 3,
+section 3.3.2; what Transformer Engine's kernels expect). All micro-batches of a step get the same length, since
+pipeline stages exchange tensors of one shape: padding is one more document at the end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class TokenSplit:
     lengths: tuple[int, ...]
     """Length of every document in tokens, padding included. The lengths add up to the tokens of all ranks."""
     origins: Tensor
-    """Index in the flattened rows of each token that a rank holds, int64 [ranks, tokens of a rank]; `num_tokens` for
-    padding."""
+    """Index in the flattened rows of each token, int64 [ranks, tokens of a rank]; `num_tokens` for padding."""
     positions: Tensor
     """Position of each token in its document, int64 [ranks, tokens of a rank]."""
     document_ids: Tensor
@@ -37,25 +36,21 @@ class TokenSplit:
     """Number of tokens in the flattened rows, before padding."""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
-        """Return the values of one context-parallel rank's tokens, [1, tokens of a rank, …].
-
-        values: int64 [rows, sequence, …].
-        """
+        """Return the values, from int64 [rows, sequence, …], of one rank's tokens, [1, tokens of a rank, …]."""
         # [rows × sequence + 1, …]: `origins` point to the last place for padding
         padded = torch.cat([values.flatten(0, 1), values.new_full((1, *values.shape[2:]), padding)])
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        """Return a copy of this split of tokens over context-parallel ranks, with its tensors on `device`."""
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
         return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
-    """Return the number of tokens to which all micro-batches of a step are padded, so that they split evenly.
+    """Return the tokens to which all micro-batches of a step are padded, so that they split evenly.
 
-    It is a multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism, which splits a
-    rank's tokens further.
+    A multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism, which splits them
+    further.
     """
     # The longest micro-batch of this process's step: all others are filled up to it.
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
@@ -84,9 +79,8 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
-    """Gather values of tokens from all context-parallel ranks, in the order of the flattened rows; differentiable.
+    """Gather token values, [1, tokens of a rank, …], in the order of the flattened rows, [tokens, …]; differentiable.
 
-    [1, tokens of a rank, …] becomes [tokens of the flattened rows, …].
     Every rank must compute the same from the result: a rank's gradient is its part of the result's, not a sum over
     ranks.
     """

@@ -1,7 +1,7 @@
 """Reading and writing of Hugging Face weights for a Megatron model in any layout, never all on one process.
 
-Reading: a process reads its parts from the safetensors files. Writing: parameter by parameter, the processes that have
-a part send it to rank 0, which puts the weights together and writes shards. `parts` says which part is where.
+A process reads its parts (`parts`) from the safetensors files, and sends them, parameter by parameter, to rank 0, which
+puts the weights together and writes shards.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ NUM_NAMED = 5
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) -> None:
-    """Load the parameters of this process's model chunks from the safetensors files in `folder`. Collective.
+    """Load this process's parameters, and only their bytes, from the safetensors files in `folder`. Collective.
 
-    A process reads the bytes of its own parts only. Raises ModelError, on every process, when a weight is missing, has
-    another shape than the config says, or is unknown to the mapping.
+    Raises ModelError, on every process, for a weight that is missing, of another shape than in the config, or unknown.
     """
     parts = list(local_parts(chunks, model))
     with WeightFiles(folder) as files:
@@ -57,9 +56,8 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole weight with its Hugging Face name, on rank 0's CPU only. Collective.
 
-    learning_only: yield an adapter's trained weights only, not those of its frozen base model.
-
-    Parts travel through host memory: the weights are wanted there, and no device needs room for them.
+    learning_only: only an adapter's trained weights. Parts travel through host memory, as no device needs room for
+    them.
     """
     chosen = [
         (part, parameter)
@@ -103,11 +101,7 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
 
 
 def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
-    """Return the tensor-parallel slices of each parameter over all processes, each with the rank that holds it.
-
-    Collective.
-    Parameters are in the order in which weights are written.
-    """
+    """Return all processes' slices of each parameter with their ranks, in the order of writing. Collective."""
     everyones: list[list[Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     owners: dict[Key, dict[int, tuple[int, Part]]] = {}
