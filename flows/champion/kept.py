@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flows.champion import champions
-from flows.servers.kept_commands import DESCRIPTOR, Kept
+from flows.servers.supervised_commands import DESCRIPTOR, SupervisedCommand
 from flows.servers.supervisor import keep
 from stages.core.process_tree import TOKEN_VARIABLE
 from stages.serving.config import ServeExecution
@@ -25,7 +25,7 @@ CHECKS_S = 300.0
 """Seconds that `serve --follow` may take beyond the engine's start limit, to query MLflow and check answers."""
 
 
-def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
+def serve_supervised(name: str, alias: str, host: str, port: int | None, arguments: Sequence[str]) -> NoReturn:
     """Supervise `lifecycle serve --follow` in a child that inherits the listening socket.
 
     Raises StoreError when there is no champion, ResourceError for a taken port.
@@ -36,7 +36,7 @@ def keep_serving(name: str, alias: str, host: str, port: int | None, arguments: 
     if API_KEY_VARIABLE not in environment:
         environment[API_KEY_VARIABLE] = secrets.token_urlsafe(32)
         print(f"API key: {environment[API_KEY_VARIABLE]}", flush=True)
-    serving = Kept(
+    serving = SupervisedCommand(
         name=f"the server of {name}",
         command=[sys.executable, "-c", PROGRAM, *arguments, "--descriptor", DESCRIPTOR],
         environment=environment,

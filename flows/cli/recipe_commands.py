@@ -107,11 +107,11 @@ def data(
     Learned tokens are green; where there are no colours, ⟦ and ⟧ enclose them.
     """
     from flows.cli.data_views import print_look, write_page
-    from flows.cli.store_commands import Silent
+    from flows.cli.store_commands import NullObserver
     from flows.running.data_look import LookRequest, look_at_data
 
     request = LookRequest(recipe.absolute(), stage, tuple(overrides), num_rows, download)
-    look = look_at_data(request, Silent())
+    look = look_at_data(request, NullObserver())
     written = write_page(look, recipe, stage, page)
     if as_json:
         print_json({"page": str(written), **look.model_dump(mode="json")})

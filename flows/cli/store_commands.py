@@ -77,7 +77,7 @@ def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, b
         raise RecipeError("--base names the model of an adapter: expected with `--kind adapter`, and with that alone")
     store = Store(store_root())
     its_base = shown.find_artifact(store.index(), base) if base else None
-    built = adoption.adopt(store, path, kind, name, Silent(), its_base)
+    built = adoption.adopt(store, path, kind, name, NullObserver(), its_base)
     if as_json:
         print_json({"name": name, "version": built.version, "state": built.state, "artifact": str(built.artifact)})
     else:
@@ -300,9 +300,9 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
     """Turn this process into a supervisor that runs the same `serve` command in another process and restarts it."""
     from flows.champion import champions
-    from flows.champion.kept import keep_serving
+    from flows.champion.kept import serve_supervised
 
-    keep_serving(*champions.parse(uri), host, port, sys.argv[1:])
+    serve_supervised(*champions.parse(uri), host, port, sys.argv[1:])
 
 
 def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:
@@ -341,7 +341,7 @@ def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:
     return [*shown.serve_arguments(artifact, index), "--version", artifact.record.version]
 
 
-class Silent:
+class NullObserver:
     """Observer of a stage outside any refresh, such as by `lifecycle adopt`, which prints only its waits."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from flows.recipe.text import show
 from stages.core.contract import StageConfig
 from stages.core.errors import LifecycleError, RecipeError, TransientError
 from stages.core.fields import values_named
-from stages.serving.engine import NotAsked
+from stages.serving.engine import UncheckedOptions
 from stages.serving.registry import chosen_engine
 
 OFTEN_OVERRIDDEN = ("execution.", "epochs")
@@ -148,7 +148,7 @@ def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -
         field: chosen_engine(serving).argument_problems(arguments, at_once=at_once)
         for field, (serving, arguments) in asked.items()
     }
-    known = {field: answer for field, answer in answers.items() if not isinstance(answer, NotAsked)}
+    known = {field: answer for field, answer in answers.items() if not isinstance(answer, UncheckedOptions)}
     # A field of one option is not followed by the option's name again.
     problems = [
         f"{field}.{problem}" if field.endswith(".arguments") else f"{field}: {problem.partition(': ')[2]}"
@@ -160,7 +160,7 @@ def check_arguments(recipe: Recipe, chosen: Collection[str], *, at_once: bool) -
     return [
         f"{field}: whether {chosen_engine(asked[field][0]).title} takes them {answer.why}"
         for field, answer in answers.items()
-        if isinstance(answer, NotAsked)
+        if isinstance(answer, UncheckedOptions)
     ]
 
 

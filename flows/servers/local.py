@@ -26,7 +26,6 @@ from flows.ledger.home import home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import RunningRefreshes
 from flows.servers import copied, supervisor
-from flows.servers.kept_commands import Kept, Plan
 from flows.servers.keyed import KEY_FILE_VARIABLE, USER, client_settings, key_file, make_key
 from flows.servers.lock import Lock
 from flows.servers.programs import (
@@ -41,6 +40,7 @@ from flows.servers.programs import (
     listener,
 )
 from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
+from flows.servers.supervised_commands import HandOver, SupervisedCommand
 from stages.core.errors import ServerError
 from stages.core.files import read_end
 from stages.core.lines import say
@@ -132,7 +132,7 @@ def up(*, worker: bool = False) -> Endpoints:
             if not worker or (is_supervised and _runs_with(WORKER, records, endpoints.environment())):
                 return endpoints
         # From here on nothing restarts what dies, until a supervisor is started below.
-        plan = _take(lock) if worker or is_supervised else Plan()
+        plan = _take(lock) if worker or is_supervised else HandOver()
         records, kept = read_records(), {one.name: one for one in plan.kept}
         try:
             _start(absent, records, settings, kept)
@@ -151,7 +151,7 @@ def up(*, worker: bool = False) -> Endpoints:
                 # Servers that run unsupervised since an earlier `up`; no supervisor has their sockets.
                 others = [program for program in ours if program.name in records and program.name not in kept]
                 adopted = [_adopted(program, records[program.name], settings) for program in others]
-                supervisor.start(Plan([*kept.values(), *adopted], str(home()), plan.lock))
+                supervisor.start(HandOver([*kept.values(), *adopted], str(home()), plan.lock))
     return endpoints
 
 
@@ -201,7 +201,7 @@ def revive_supervisor() -> None:
         ]
         # No settings: the worker's environment, which is inherited, has the addresses and the key already.
         worker = _adopted(WORKER, records[WORKER.name], {})
-        supervisor.start(Plan([*kept, worker], str(home()), _take(Lock(home())).lock))
+        supervisor.start(HandOver([*kept, worker], str(home()), _take(Lock(home())).lock))
 
 
 def status() -> list[ServerStatus]:
@@ -332,7 +332,7 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
     )
 
 
-def _take(lock: Lock) -> Plan:
+def _take(lock: Lock) -> HandOver:
     """Take the supervisor's lock and the commands that a running one supervised.
 
     Raises `ServerError` when another machine holds it.
@@ -346,13 +346,15 @@ def _take(lock: Lock) -> Plan:
     return plan
 
 
-def _close(kept: Collection[Kept]) -> None:
+def _close(kept: Collection[SupervisedCommand]) -> None:
     for one in kept:
         if one.descriptor is not None:
             os.close(one.descriptor)
 
 
-def _start_worker(records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, Kept]) -> None:
+def _start_worker(
+    records: dict[str, ServerRecord], settings: Mapping[str, str], kept: dict[str, SupervisedCommand]
+) -> None:
     """Start the worker, unless it runs with the current servers. A refresh that a dead worker started goes on."""
     if not _runs_with(WORKER, records, settings):
         # One that lives, but has other settings, is stopped with its refreshes, which would ask the former servers.
@@ -364,7 +366,7 @@ def _start(
     programs: list[ServerProgram],
     records: dict[str, ServerRecord],
     settings: Mapping[str, str],
-    kept: dict[str, Kept],
+    kept: dict[str, SupervisedCommand],
     *,
     spare_children: bool = False,
 ) -> None:
@@ -386,7 +388,7 @@ def _start(
 
 
 def _launch(
-    program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, Kept]
+    program: ServerProgram, before: ServerRecord | None, settings: Mapping[str, str], kept: dict[str, SupervisedCommand]
 ) -> ServerRecord:
     """Start one local server or the worker and return its record.
 
@@ -413,11 +415,11 @@ def _launch(
     return ServerRecord(process=identity, port=port, token=token, settings=_digest(settings), home=home())
 
 
-def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, str]) -> Kept:
+def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, str]) -> SupervisedCommand:
     folder = home() / program.name
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**_inherited(program), **NO_TELEMETRY, **settings, **program.environment(folder, port)}
-    return Kept(
+    return SupervisedCommand(
         program.name,
         program.command,
         {**environment, TOKEN_VARIABLE: token},
@@ -430,7 +432,7 @@ def _kept(program: ServerProgram, port: int, token: str, settings: Mapping[str, 
     )
 
 
-def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> Kept:
+def _adopted(program: ServerProgram, record: ServerRecord, settings: Mapping[str, str]) -> SupervisedCommand:
     """Return the command to supervise for a server that was started earlier, with its process if it is alive."""
     kept = _kept(program, record.port, record.token, settings)
     if record.process.alive():

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flows.servers.kept_commands import Plan
+from flows.servers.supervised_commands import HandOver
 
 HAND_OVER_TIMEOUT_S = 5.0
 
@@ -43,7 +43,7 @@ class Lock:
             return found.pid if found else None
         return None
 
-    def take(self) -> Plan | None:
+    def take(self) -> HandOver | None:
         """Take over from the previous supervisor, which ends; return its lock and the commands that it supervised.
 
         One that hangs is killed. None when the lock is held on another machine or in another container.
@@ -53,8 +53,8 @@ class Lock:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # No supervisor runs: there is nothing to take over.
         if self._acquire(descriptor, 0.0):
-            return Plan(lock=descriptor)
-        handed = Plan()
+            return HandOver(lock=descriptor)
+        handed = HandOver()
         # None: it runs elsewhere, and its socket cannot be reached from here.
         if holder := self._holder():
             try:
@@ -109,7 +109,7 @@ def this_machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _ask_to_hand_over(address: str) -> Plan:
+def _ask_to_hand_over(address: str) -> HandOver:
     """Ask a supervisor to hand over its commands and sockets, after which it ends. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(HAND_OVER_TIMEOUT_S)
@@ -120,7 +120,7 @@ def _ask_to_hand_over(address: str) -> Plan:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 64)
     if not descriptors:
         raise ConnectionResetError(errno.ECONNRESET, "handed nothing over")
-    plan = Plan.read(descriptors[0])
+    plan = HandOver.read(descriptors[0])
     sockets = iter(descriptors[1:])
     for one in plan.kept:
         if one.descriptor is not None:

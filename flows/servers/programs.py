@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.servers.kept_commands import DESCRIPTOR
+from flows.servers.supervised_commands import DESCRIPTOR
 from stages.core.errors import ServerError
 
 LOOPBACK = "127.0.0.1"

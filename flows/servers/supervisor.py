@@ -2,11 +2,11 @@
 
 python -m flows.servers.supervisor DESCRIPTOR
 
-DESCRIPTOR is a file in memory that holds a `Plan` as JSON: environments hold secrets, which must lie on no disk. The
-supervisor imports the standard library alone, since it stays for as long as the machine runs.
+DESCRIPTOR is a file in memory that holds a `HandOver` as JSON: environments hold secrets, which must lie on no disk.
+The supervisor imports the standard library alone, since it stays for as long as the machine runs.
 
-It holds the listening socket of each command (`kept_commands.py`): when a command dies, clients wait in the socket's
-queue until its successor answers. A command that lives, but does not answer, is killed.
+It holds the listening socket of each command (`supervised_commands.py`): when a command dies, clients wait in the
+socket's queue until its successor answers. A command that lives, but does not answer, is killed.
 
 The supervisor of a home holds a lock (`lock.py`) that the kernel releases when it dies; `lifecycle up` and `down` ask
 it to hand over what it keeps, and to end. `keep` turns a process into the supervisor of one command.
@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from flows.servers.kept_commands import SYSTEMD_VARIABLES, Kept, Plan, open_log, rotate, say
 from flows.servers.lock import Holder, is_of_this_user, supervisor_folder, this_machine
+from flows.servers.supervised_commands import SYSTEMD_VARIABLES, HandOver, SupervisedCommand, open_log, rotate, say
 from stages.core.process_tree import TOKEN_VARIABLE, end_processes, send
 
 LOOK_EVERY_S = 1.0
@@ -40,7 +40,7 @@ LIVED_S = 60.0
 LONGEST_PAUSE_S = 60.0
 
 
-def keep(kept: Kept, public: socket.socket) -> NoReturn:
+def keep(kept: SupervisedCommand, public: socket.socket) -> NoReturn:
     """Turn this process into the foreground supervisor of one command, whose listening socket is `public`.
 
     The command ends when this process does, however that ends. After SIGTERM and SIGINT it gets a SIGTERM, and all the
@@ -49,10 +49,10 @@ def keep(kept: Kept, public: socket.socket) -> NoReturn:
     (`Type=notify`) with the first answer, and that it lives (`WatchdogSec=`).
     """
     kept.descriptor, kept.dies_with_us = public.detach(), True
-    become(Plan([kept]))
+    become(HandOver([kept]))
 
 
-def become(plan: Plan) -> NoReturn:
+def become(plan: HandOver) -> NoReturn:
     """Turn this process into the supervisor of the given commands."""
     # Exec discards what is still in Python's buffer.
     sys.stdout.flush()
@@ -63,7 +63,7 @@ def become(plan: Plan) -> NoReturn:
     os.execv(sys.executable, [*_COMMAND, str(plan_descriptor)])  # noqa: S606 (no shell)
 
 
-def start(plan: Plan) -> None:
+def start(plan: HandOver) -> None:
     """Start the supervisor of the local servers in the background; it outlives this process."""
     folder = supervisor_folder(plan.home)
     plan_descriptor = plan.in_memory()
@@ -102,7 +102,7 @@ def notify(state: str) -> None:
 class Supervisor:
     """Event loop that restarts supervised commands when they die or hang, until it is stopped or replaced."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: HandOver):
         self.plan = plan
         # Of the folder, not its path: a home that was moved is recognised, and so is another one at its place.
         self._home_inode = _inode(plan.home)
@@ -142,7 +142,7 @@ class Supervisor:
         """Return whether this supervisor runs the named command and the command's last health check succeeded."""
         return any(one.answers for one in self.running if one.kept.name == name)
 
-    def record(self, kept: Kept) -> None:
+    def record(self, kept: SupervisedCommand) -> None:
         """Write the process of a supervised command, and its deaths in a row, into the records of local servers."""
         if self.plan.home and self.finds_home():
             arguments = [kept.name, str(kept.pid or 0), str(kept.deaths)]
@@ -224,7 +224,7 @@ class Supervisor:
 class _Running:
     """State of a supervised command: process, health checks (`has_answered`: since its start) and next restart."""
 
-    def __init__(self, kept: Kept, supervisor: Supervisor):
+    def __init__(self, kept: SupervisedCommand, supervisor: Supervisor):
         self.kept = kept
         self.exit_code: int | None = None
         self.has_answered = self.has_ever_answered = self.answers = False
@@ -380,7 +380,7 @@ def _shell_code(exit_code: int | None) -> int:
 
 def main() -> None:
     """Supervise the commands that another process handed over; with --detach, in a daemon that outlives the caller."""
-    plan = Plan.read(int(sys.argv[1]))
+    plan = HandOver.read(int(sys.argv[1]))
     for descriptor in plan.descriptors():
         # Not for all commands: each inherits its own socket alone, and none of them the lock.
         os.set_inheritable(descriptor, False)

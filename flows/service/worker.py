@@ -158,7 +158,7 @@ def plan_schedules() -> None:
 
 
 @dataclass(frozen=True)
-class Duty:
+class BackgroundTask:
     """Task that the worker repeats in the background. name: completes the error message "could not …"."""
 
     name: str
@@ -166,15 +166,15 @@ class Duty:
     perform: Callable[[], object]
 
 
-def duties() -> list[Duty]:
+def background_tasks() -> list[BackgroundTask]:
     """Return the background tasks that the worker performs at its start and then at intervals."""
     return [
-        Duty("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
-        Duty("report dead refreshes", 5.0, Reaper().reap),  # so that a death is known within 10 s
-        Duty("start the supervisor", 5.0, revive_supervisor),
-        Duty("keep the reserve of disk space", 0.5, keep_reserve),  # a refresh that fails ends within seconds
-        Duty("apply the retention policy", 86_400.0, apply_retention),
-        Duty("plan runs after the clock was set back", 60.0, Clock(plan_schedules).look),
+        BackgroundTask("look whether the home was moved", 5.0, functools.partial(end_if_moved, home_identity())),
+        BackgroundTask("report dead refreshes", 5.0, Reaper().reap),  # so that a death is known within 10 s
+        BackgroundTask("start the supervisor", 5.0, revive_supervisor),
+        BackgroundTask("keep the reserve of disk space", 0.5, keep_reserve),  # a refresh that fails ends within seconds
+        BackgroundTask("apply the retention policy", 86_400.0, apply_retention),
+        BackgroundTask("plan runs after the clock was set back", 60.0, Clock(plan_schedules).look),
     ]
 
 
@@ -189,7 +189,7 @@ async def work(public: socket.socket | None) -> None:
     await worker.start(with_healthcheck=public is None)
 
 
-def repeat(duty: Duty) -> None:
+def repeat(duty: BackgroundTask) -> None:
     """Perform a background task of the worker forever; a failure is printed, and the task is tried again next time."""
     while True:
         try:
@@ -246,7 +246,7 @@ def main() -> None:
         update_entrypoints()
     except ServerError as error:
         print(f"could not look at the deployments: {error}", flush=True)
-    for duty in duties():  # each in a thread of its own: a slow one keeps no other waiting
+    for duty in background_tasks():  # each in a thread of its own: a slow one keeps no other waiting
         threading.Thread(target=repeat, args=(duty,), daemon=True).start()
     server_heartbeat().start()
     try:

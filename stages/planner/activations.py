@@ -16,7 +16,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.costs import StepCase
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
 """Temporary bytes per weight while a layer is dequantized: a fp32 copy, plus half an index (nf4) or the rounded value
@@ -149,7 +149,7 @@ def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float
     return kept / shape.num_layers
 
 
-def recomputed_products_share(shape: ModelShape, software: Software) -> float:
+def recomputed_products_share(shape: ModelShape, software: ProgramTraits) -> float:
     """Return the share of a layer's matrix-product FLOPs that selective recomputation repeats in the backward pass."""
     # [queries, keys, values, out, …] -> keys, out, … are computed again.
     dropped = _products(shape)[1::2] if software.keeps_every_second_product else ()
@@ -157,7 +157,7 @@ def recomputed_products_share(shape: ModelShape, software: Software) -> float:
     return sum(inputs * outputs for inputs, outputs in dropped) / flops
 
 
-def _kept_results(shape: ModelShape, layout: Layout, software: Software) -> float:
+def _kept_results(shape: ModelShape, layout: Layout, software: ProgramTraits) -> float:
     """Return the number of values per token that selective recomputation keeps of matrix-product and attention results.
 
     The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
@@ -189,7 +189,7 @@ def _ffn_width(shape: ModelShape) -> float:
 
 
 def _ffn_bytes_per_token(
-    shape: ModelShape, size: int, into_products: int, inputs: float, software: Software, workload: Workload
+    shape: ModelShape, size: int, into_products: int, inputs: float, software: ProgramTraits, workload: Workload
 ) -> float:
     """Return the bytes per token that a feed-forward block keeps for backward, including tokens sent to experts."""
     into_activation = 1 if software.fp8_activation_inputs else size

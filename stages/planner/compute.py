@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from stages.models.shape import ModelShape
 from stages.planner.hardware import Hardware
-from stages.planner.workload import PlannedPrecision, Software
+from stages.planner.workload import PlannedPrecision, ProgramTraits
 
 TILE = 128
 """Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
@@ -112,7 +112,7 @@ class LayerTime:
 
 
 @lru_cache(maxsize=65536)
-def layer_time(work: LayerWork, software: Software, hardware: Hardware) -> LayerTime:
+def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> LayerTime:
     """Return the predicted seconds of one layer, averaged over the model's dense and mixture-of-experts layers."""
     shape = work.shape
     # Share of the layers that are mixtures of experts; the others are dense.
@@ -239,7 +239,7 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     return products.times(1 / hardware.efficiency.grouped) + Pass(moved, moved)
 
 
-def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
+def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
     shape = work.shape
     attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
     # Keys that a query meets on average: half of the row under the causal mask, else the whole window.
@@ -256,7 +256,7 @@ def _flash(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
     return Pass(forward_s, BACKWARD_ATTENTION * forward_s)
 
 
-def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
+def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
     """Return the seconds of unfused attention: two batched matrix products, softmax and dropout over all scores."""
     shape = work.shape
     # No kernel skips the masked half here: every score of the square is computed and stored.
@@ -271,7 +271,7 @@ def _unfused_attention(work: LayerWork, software: Software, hardware: Hardware) 
     return Pass(forward_s, 2 * forward_s)
 
 
-def _elementwise(work: LayerWork, software: Software, hardware: Hardware) -> Pass:
+def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
     """Return the seconds of elementwise kernels: norms, residuals, activation functions, rotary embedding and casts.
 
     Norms and residuals take ten passes over the hidden states.

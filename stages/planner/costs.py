@@ -16,7 +16,7 @@ from stages.planner.adapted import learning_parameters
 from stages.planner.compute import LayerTime, LayerWork, Pass
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, RankParameters
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepCase:
     engine: EngineCosts
     layout: Layout
     workload: Workload
-    software: Software
+    software: ProgramTraits
 
     @property
     def micro_batches(self) -> float:
@@ -90,7 +90,7 @@ class SearchRequest:
     hardware: Hardware
     num_gpus: int
     engines: tuple[EngineName, ...] = ENGINES
-    software: Software | None = None
+    software: ProgramTraits | None = None
     available_gib: float | None = None
     """Memory available on each device in GiB; None: the hardware's memory."""
 
@@ -112,7 +112,7 @@ class EngineCosts(ABC):
     """Memory and time costs specific to one training engine, and the layouts of it that are worth searching."""
 
     name: ClassVar[EngineName]
-    software: ClassVar[Software]
+    software: ClassVar[ProgramTraits]
     """Behaviour of this project's training program on the engine (fused kernels, overlap, …) when layers are not
     compiled."""
     keeps_products: ClassVar[bool]
@@ -130,7 +130,7 @@ class EngineCosts(ABC):
     """True if a larger micro-batch never takes less memory, so that the search can stop at the first one that does not
     fit."""
 
-    def program(self, layout: Layout, hardware: Hardware | None = None) -> Software:
+    def program(self, layout: Layout, hardware: Hardware | None = None) -> ProgramTraits:
         """Return how this project's training program behaves (fused kernels, overlap) under a layout on the hardware.
 
         Compiling layers fuses their elementwise operations.

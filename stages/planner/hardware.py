@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.core.errors import RecipeError
-from stages.planner.workload import PlannedPrecision, Software
+from stages.planner.workload import PlannedPrecision, ProgramTraits
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Hardware:
     for Grace."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Differences of the training program's behaviour on this hardware from its usual one, as pairs of a field of
-    `Software` and its value."""
+    `ProgramTraits` and its value."""
 
-    def habits(self, software: Software) -> Software:
+    def habits(self, software: ProgramTraits) -> ProgramTraits:
         """Return a training program's behaviour (fused kernels, …) with this hardware's exceptions applied."""
         changes: dict[str, Any] = dict(self.software)
         return replace(software, **changes)
@@ -262,7 +262,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
     """Check the `software` block of a hardware file: its keys and the types of its values. Returns it unchanged."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: software is {given!r}; expected fields with values")
-    known = {field.name: field.default for field in fields(Software)}
+    known = {field.name: field.default for field in fields(ProgramTraits)}
     for name, value in given.items():
         if name not in known:
             raise RecipeError(f"reading hardware from {path}: unknown software {name!r}; known: {', '.join(known)}")

@@ -23,7 +23,7 @@ from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 GIB = 2**30
 LOGITS_CHUNK = 2**27
@@ -78,7 +78,7 @@ def memory(
     layout: Layout,
     workload: Workload,
     *,
-    software: Software | None = None,
+    software: ProgramTraits | None = None,
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
 ) -> MemoryEstimate:

@@ -22,7 +22,7 @@ from stages.planner.costs import TimedCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def step_time(
     workload: Workload,
     hardware: Hardware,
     *,
-    software: Software | None = None,
+    software: ProgramTraits | None = None,
 ) -> TimeEstimate:
     """Estimate the time of one optimizer step of `workload` on `layout.world_size` devices."""
     shape = workload.trained_shape(shape)

@@ -1,4 +1,4 @@
-"""Training workload to plan for (`Workload`), and the behaviour of the training program that runs it (`Software`)."""
+"""Training workload to plan for (`Workload`), and the training program that runs it (`ProgramTraits`)."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Software:
+class ProgramTraits:
     """Behaviour of a training program that neither its layout nor its hardware describes, such as fused kernels."""
 
     flash_attention: bool = True

@@ -135,7 +135,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class NotAsked:
+class UncheckedOptions:
     """Reason why the options for an engine's server could not be checked.
 
     why: end of the message `whether ENGINE takes them …`.
@@ -144,7 +144,7 @@ class NotAsked:
     why: str
 
 
-LATER = NotAsked("is asked when it runs")
+LATER = UncheckedOptions("is asked when it runs")
 
 
 WeightFiles = Literal["safetensors", "gguf"]
@@ -237,8 +237,8 @@ class Engine(Protocol):
     def program_in_image(self, *, on_cpu: bool) -> Program:
         """Return the engine's program in a container image that was made for the engine."""
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
-        """Return `OPTION: reason` for server options that the engine refuses; NotAsked if they could not be checked.
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | UncheckedOptions:
+        """Return `OPTION: reason` for server options that the engine refuses; UncheckedOptions if it cannot be asked.
 
         at_once: answer without checks that take seconds.
 
@@ -337,8 +337,8 @@ def problems_by_parser(
     options: Mapping[str, Sequence[str]],
     *,
     at_once: bool = False,
-) -> list[str] | NotAsked:
-    """Return `OPTION: reason` for options that the engine's own parser refuses; NotAsked if the parser was not run.
+) -> list[str] | UncheckedOptions:
+    """Return `OPTION: reason` for options that the engine's own parser refuses; UncheckedOptions if it did not run.
 
     Answers are cached in the home. Where the parser cannot run, nothing is cached: it is asked again.
 
@@ -355,7 +355,7 @@ def problems_by_parser(
         if at_once:
             return LATER
         problems = parsed(tuple(command), asked)
-        if isinstance(problems, NotAsked):
+        if isinstance(problems, UncheckedOptions):
             return problems
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(problems))
@@ -365,8 +365,8 @@ def problems_by_parser(
 
 
 @functools.cache
-def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
-    """Run a program that checks options with an engine's parser; returns the problems, or NotAsked if it cannot run."""
+def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | UncheckedOptions:
+    """Run a program that checks options with an engine's parser; return the problems, or UncheckedOptions."""
     try:
         ended = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=PARSER_TIMEOUT_S, check=False
@@ -380,8 +380,8 @@ def parsed(command: tuple[str | Path, ...], asked: str) -> list[str] | NotAsked:
     return problems
 
 
-def _unable(reason: str) -> NotAsked:
-    return NotAsked(
+def _unable(reason: str) -> UncheckedOptions:
+    return UncheckedOptions(
         f"was not checked: its parser does not run here ({reason}); its server says at its start what it does not take"
     )
 

@@ -24,8 +24,8 @@ from stages.serving.engine import (
     FixedWeights,
     LaunchSpec,
     LoadResult,
-    NotAsked,
     PassedOptions,
+    UncheckedOptions,
     dtype_of,
     problems_by_parser,
 )
@@ -122,7 +122,7 @@ class PackagedEngine(FixedWeights):
         found = find_interpreter(self.name, title=self.title, variable=variable, environment=environment, how=how)
         return PackagedProgram(self, *found)
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | UncheckedOptions:
         if refused := list(self.passed.refusals(arguments)):
             return refused
         program = self.find_program()

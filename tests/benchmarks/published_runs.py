@@ -22,7 +22,7 @@ from stages.planner.adapted import LowRank
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
-from stages.planner.workload import Passes, PlannedPrecision, Software, Workload
+from stages.planner.workload import Passes, PlannedPrecision, ProgramTraits, Workload
 
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
@@ -58,7 +58,7 @@ FIRST_RECORDED_MIXTURES = (26, 6)
 CUDA graph and overlap token dispatch with compute (scripts/performance/configs of its repository)."""
 UNFUSED, FIRST_FLASH = ("unfused", "eager", "core", "none"), ("flash1", "flash-1", "fa1")
 """Words in the CSV column `kernel` that mean unfused attention, and words that mean FlashAttention 1."""
-BEFORE_FLASH = Software(
+BEFORE_FLASH = ProgramTraits(
     flash_attention=False,
     dropout=True,
     gradient_bytes=2,
@@ -70,7 +70,7 @@ BEFORE_FLASH = Software(
 )
 BF16_BEFORE_FLASH = replace(BEFORE_FLASH, gradient_bytes=4, gradient_copy_bytes=2, optimizer_bytes=12)
 """Training program assumed for published bf16 runs before FlashAttention: it also accumulates gradients in fp32."""
-MODERN_MEGATRON = Software(
+MODERN_MEGATRON = ProgramTraits(
     overlaps_layers=True, chunked_logits=False, fused_cross_entropy=True, gathers_gradients=False
 )
 FP8_MEGATRON = replace(MODERN_MEGATRON, gradient_bytes=2, keeps_frozen_in_fp8=True)
@@ -176,7 +176,7 @@ class PublishedRun:
     layout: Layout
     workload: Workload
     hardware: Hardware
-    software: Software
+    software: ProgramTraits
     assumed: list[str] = field(default_factory=list)
 
 
@@ -291,7 +291,7 @@ def _main_sizes(cells: Cells, layers: int | None, hidden: int | None) -> tuple[i
     return layers, hidden
 
 
-def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Hardware) -> Layout:
+def _degrees(cells: Cells, engine: EngineName, software: ProgramTraits, hardware: Hardware) -> Layout:
     tp, pp, cp = (cells.number(name) or 1 for name in ("tp", "pp", "cp"))
     gpus, dp = cells.number("gpus"), cells.number("dp")
     if dp is None:
@@ -308,7 +308,7 @@ def _degrees(cells: Cells, engine: EngineName, software: Software, hardware: Har
     )  # fmt: skip
 
 
-def _shards(cells: Cells, engine: EngineName, software: Software, hardware: Hardware, dp: int) -> int:
+def _shards(cells: Cells, engine: EngineName, software: ProgramTraits, hardware: Hardware, dp: int) -> int:
     """Return the processes over which a run shards its optimizer state (FSDP: all; HSDP: a node's).
 
     Modern Megatron is assumed to shard unless the row denies it.
@@ -385,7 +385,7 @@ def _fits(run: PublishedRun) -> bool:
     return needed.peak_gib <= run.hardware.memory_gib
 
 
-def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
+def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> ProgramTraits:
     """Return the training program of a published run: the usual one of its year, with the changes that its row states.
 
     Rows state it in the columns `kernel`, `overlap`, `overlap_experts`, `overlap_gradients`, `cuda_graphs`,
@@ -413,7 +413,7 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
     return replace(_of_its_time(cells, engine, shape, hardware), **changes)
 
 
-def _of_its_time(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> Software:
+def _of_its_time(cells: Cells, engine: EngineName, shape: ModelShape, hardware: Hardware) -> ProgramTraits:
     """Return the training program that was usual in a run's year: Megatron or FSDP, with or without FlashAttention.
 
     FSDP (but Megatron's) is eager, FSDP1 with the first FlashAttention. Megatron on V100, and GPTs on A100, predate

@@ -24,7 +24,7 @@ from stages.core.supervised import Supervised
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.rollouts.rounds import Round
-from stages.kinds.train.rollouts.server import NamedServer, named_server_problems
+from stages.kinds.train.rollouts.server import ExternalServer, external_server_problems
 from stages.kinds.train.run import run
 from stages.models.facts import ModelFacts
 from stages.models.recorded import read_record
@@ -196,9 +196,11 @@ def test_a_named_server_is_refused_where_it_does_not_do(
 ) -> None:
     """GRPO rejects a named vLLM whose context is too short, or that sees another weights folder (/proc/self/cwd)."""
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
-    (problem,) = named_server_problems(config, ModelFacts(artifacts["base"] / "model"))
+    (problem,) = external_server_problems(config, ModelFacts(artifacts["base"] / "model"))
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
-    named = NamedServer.of(make(2, grpo={**UNSERVED, "server": named_server}), ModelFacts(artifacts["base"] / "model"))
+    named = ExternalServer.of(
+        make(2, grpo={**UNSERVED, "server": named_server}), ModelFacts(artifacts["base"] / "model")
+    )
     named.check(tmp_path / "seen")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ServerError, match="must have the same one under the same path"):

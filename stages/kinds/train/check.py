@@ -37,11 +37,11 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     yield from ((field, error) for error in check_teacher(config, models))
     if config.sampling and config.sampling.server:
         from stages.kinds.train.rollouts.server import (
-            named_server_problems,  # and torch, with what lies beneath it
+            external_server_problems,  # and torch, with what lies beneath it
         )
 
         field = f"{config.sampling_block}.server"
-        yield from ((field, error) for error in named_server_problems(config, models.start))
+        yield from ((field, error) for error in external_server_problems(config, models.start))
     if config.rollouts:
         yield from rollout_problems(config, config.rollouts, stage_input, models.start)
         return

@@ -73,9 +73,9 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     for problem in check_teacher(config, models):
         raise problem
     if config.sampling and config.sampling.server:
-        from stages.kinds.train.rollouts.server import named_server_problems  # and aiohttp
+        from stages.kinds.train.rollouts.server import external_server_problems  # and aiohttp
 
-        for problem in named_server_problems(config, models.start, context):
+        for problem in external_server_problems(config, models.start, context):
             raise problem
     data = _read_data(config, context, models)
     check_lengths(data.longest_document, context, models.start)

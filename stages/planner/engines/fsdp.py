@@ -14,14 +14,14 @@ from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, merged_ex
 from stages.planner.compute import LayerTime, Pass
 from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
-from stages.planner.workload import Software
+from stages.planner.workload import ProgramTraits
 
 
 class FsdpCosts(EngineCosts):
     """Memory and time costs of PyTorch's FSDP2 around Transformers' layers, whose norms are unfused operations."""
 
     name = "fsdp"
-    software = Software(fused_elementwise=False, fragments_states=True, casts_at_products=True)
+    software = ProgramTraits(fused_elementwise=False, fragments_states=True, casts_at_products=True)
     keeps_products = True
     joins_layers = False
     merges_experts = True

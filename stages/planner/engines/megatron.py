@@ -15,7 +15,7 @@ from stages.planner.adapted import joined_bytes
 from stages.planner.compute import LayerTime, Pass
 from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
 from stages.planner.partition import PipelineStage, RankParameters, rank_parameters
-from stages.planner.workload import Software
+from stages.planner.workload import ProgramTraits
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 INTERLEAVINGS = (1, 2, 3, 4, 5, 6, 8)
@@ -25,7 +25,7 @@ class MegatronCosts(EngineCosts):
     """Memory and time costs of Megatron-core's own layers and its distributed optimizer."""
 
     name = "megatron"
-    software = Software(chunked_logits=False, gathers_gradients=False)
+    software = ProgramTraits(chunked_logits=False, gathers_gradients=False)
     keeps_products = False
     joins_layers = True
     merges_experts = False

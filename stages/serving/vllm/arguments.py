@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.serving.engine import NotAsked, problems_by_parser
+from stages.serving.engine import UncheckedOptions, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -107,7 +107,7 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
 
 def argument_problems(
     python: Path, version: str, arguments: Mapping[str, JsonValue], *, at_once: bool = False
-) -> list[str] | NotAsked:
+) -> list[str] | UncheckedOptions:
     """Return `OPTION: reason` for options that this project or the parser of the installed vLLM refuses.
 
     The parser's answers are cached.

@@ -26,7 +26,7 @@ from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
-from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, NotAsked, Quantization
+from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization, UncheckedOptions
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
@@ -232,7 +232,7 @@ class Vllm:
     def program_in_image(self, *, on_cpu: bool) -> VllmProgram:
         return VllmProgram(Path("vllm"), Path("python"), "image+cpu" if on_cpu else "image")
 
-    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | NotAsked:
+    def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | UncheckedOptions:
         program = self.find_program()
         return argument_problems(program.python, program.version, arguments, at_once=at_once)
 

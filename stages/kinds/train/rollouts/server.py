@@ -67,7 +67,7 @@ class SamplingServer(Protocol):
     def alive(self) -> bool: ...
 
 
-class Host(Protocol):
+class ServerProvider(Protocol):
     """Provider of the sampling server (protocol). remedy: what is done about a failed server, in messages."""
 
     @property
@@ -86,7 +86,9 @@ class Host(Protocol):
 class RolloutServer:
     """Sampling server as rank 0 uses it: opens with the first weights, is restarted on failure, must be closed."""
 
-    def __init__(self, host: Host, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool) -> None:
+    def __init__(
+        self, host: ServerProvider, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool
+    ) -> None:
         self._host = host
         self._execution = execution
         self._warn = warn
@@ -349,8 +351,8 @@ WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
-class NamedServer:
-    """Sampling server that others started, checked before use and never ended; implements `Host` and `SamplingServer`.
+class ExternalServer:
+    """Sampling server that others started, checked before use and never ended; a `ServerProvider` and `SamplingServer`.
 
     Weights reach it by a folder, which it must see under the same path. num_tokens: most of a prompt and its
     completion.
@@ -423,14 +425,14 @@ class NamedServer:
         self.engine.prepare_reloads(folder, self.client)
 
 
-def named_server_problems(
+def external_server_problems(
     config: TrainConfig, model: ModelFacts, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
     """Yield problems of the server that the recipe names, if any. context: of a run, whose folders it must read."""
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
-        NamedServer.of(config, model).check(context.scratch / WEIGHTS / "none" if context else None)
+        ExternalServer.of(config, model).check(context.scratch / WEIGHTS / "none" if context else None)
     except TransientError as error:
         yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")
     except LifecycleError as error:
@@ -460,9 +462,9 @@ class SyncedServer:
         dtype = options.dtype(config.precision)
         # bf16 on either side rounds to some 0.01 nats, however exact the other side is.
         self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
-        host: Host
+        host: ServerProvider
         if options.server:
-            host = NamedServer.of(config, model)
+            host = ExternalServer.of(config, model)
         else:
             serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
             host = OwnServer(context, serving, config.execution, model.folder if config.adapter else None)

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from flows.ledger.process_identity import ProcessIdentity
-from flows.servers import kept_commands, local, supervisor
+from flows.servers import local, supervised_commands, supervisor
 from flows.servers import lock as lock_module
-from flows.servers.kept_commands import DESCRIPTOR, Kept, Plan, rotate
 from flows.servers.lock import Lock
 from flows.servers.programs import listener
 from flows.servers.records import ServerRecord, write_records
+from flows.servers.supervised_commands import DESCRIPTOR, HandOver, SupervisedCommand, rotate
 from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, started_ticks
 
 PATIENCE_S = 120.0
@@ -53,9 +53,9 @@ ctypes.CDLL(None).pthread_exit(None)  # the process is a zombie as long as its o
 """
 KEEPER = """
 import socket, sys, json
-from flows.servers.kept_commands import Kept
+from flows.servers.supervised_commands import SupervisedCommand
 from flows.servers.supervisor import keep
-keep(Kept(**json.load(sys.stdin)), socket.socket(fileno=int(sys.argv[1])))
+keep(SupervisedCommand(**json.load(sys.stdin)), socket.socket(fileno=int(sys.argv[1])))
 """
 
 
@@ -81,7 +81,7 @@ def ask(port):
 def kept(folder, port, program=SERVER, **fields):
     command = [sys.executable, "-c", program, DESCRIPTOR]
     environment = {**os.environ, "KEY": "secret", TOKEN_VARIABLE: os.urandom(16).hex()}
-    return Kept("server", command, environment, port, "/", folder=str(folder), **fields)
+    return SupervisedCommand("server", command, environment, port, "/", folder=str(folder), **fields)
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_p
     write_records({"prefect": ServerRecord(process=ProcessIdentity.own(), port=1, token="none", deaths=4)})
     assert local.status()[0].trouble == ""
     lock = Lock(tmp_path)
-    supervisor.start(Plan([one], str(tmp_path), lock.take().lock))
+    supervisor.start(HandOver([one], str(tmp_path), lock.take().lock))
     try:
         eventually(lambda: "died 9 times in a row" in local.status()[0].trouble)
         trouble = local.status()[0].trouble
@@ -356,7 +356,7 @@ def test_status_says_that_a_server_dies_again_and_again_and_its_last_words(tmp_p
 
 
 def test_a_log_is_rotated_while_a_program_writes_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_commands, "LOG_BYTES", 1000)
+    monkeypatch.setattr(supervised_commands, "LOG_BYTES", 1000)
     log = tmp_path / "server.log"
     with log.open("ab", buffering=0) as program:
         for number in range(7):

@@ -16,16 +16,16 @@ from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB, memory
 from stages.planner.partition import pipeline_stages
 from stages.planner.time import step_time
-from stages.planner.workload import Software, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 GPT = gpt(layers=4, hidden=1024, heads=16, vocab=51200)
 LLAMA = KNOWN["llama3 8b"]
-PAPER = Software(flash_attention=False, dropout=True, chunked_logits=False, gathers_gradients=False)
+PAPER = ProgramTraits(flash_attention=False, dropout=True, chunked_logits=False, gathers_gradients=False)
 WORK = Workload(sequence_length=2048, global_batch_size=64)
 NO_OVERHEAD = Efficiency(runtime_gib=0, communicator_gib=0, fragmentation=0)
 
 
-def kept(layout: Layout, software: Software = PAPER) -> float:
+def kept(layout: Layout, software: ProgramTraits = PAPER) -> float:
     """Return the activation bytes that a layer keeps for each token, divided by the hidden size."""
     return kept_bytes_per_token(StepCase(GPT, COSTS["megatron"], layout, WORK, software)) / GPT.hidden_size
 
@@ -37,10 +37,10 @@ def test_selective_recomputation_keeps_results_of_products():
     well. If compiled, the last result is not kept, which only the next layer needs.
     """
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
-    every_second = Software(keeps_every_second_product=True)
+    every_second = ProgramTraits(keeps_every_second_product=True)
     expected = {
-        (Software(), False): 4 * hidden + hidden + 2 * keys + 2 * ffn,
-        (Software(), True): 4 * hidden + 2 * keys + 2 * ffn,
+        (ProgramTraits(), False): 4 * hidden + hidden + 2 * keys + 2 * ffn,
+        (ProgramTraits(), True): 4 * hidden + 2 * keys + 2 * ffn,
         (every_second, False): 2 * hidden + hidden + keys + ffn + hidden,
         (every_second, True): 2 * hidden + hidden + keys + ffn,
     }
@@ -52,8 +52,8 @@ def test_selective_recomputation_keeps_results_of_products():
 def test_what_selective_recomputation_drops_is_computed_again():
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     share = (keys + hidden + ffn) / (2 * hidden + 2 * keys + 3 * ffn)
-    assert recomputed_products_share(LLAMA, Software(keeps_every_second_product=True)) == pytest.approx(share)
-    assert recomputed_products_share(LLAMA, Software()) == 0
+    assert recomputed_products_share(LLAMA, ProgramTraits(keeps_every_second_product=True)) == pytest.approx(share)
+    assert recomputed_products_share(LLAMA, ProgramTraits()) == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

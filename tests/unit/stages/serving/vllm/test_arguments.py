@@ -11,7 +11,7 @@ from stages.kinds.serve.config import ServeConfig
 from stages.serving import engine
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
-from stages.serving.engine import LaunchSpec, NotAsked, parsed
+from stages.serving.engine import LaunchSpec, UncheckedOptions, parsed
 from stages.serving.registry import ENGINES
 from stages.serving.vllm import arguments
 from stages.serving.vllm.arguments import argument_problems, refusals, written
@@ -142,7 +142,7 @@ def test_a_vllm_that_cannot_be_asked_leaves_it_to_its_server_and_says_why(
 
     found = argument_problems(unable, "0.32.0", {"block-size": 16})
 
-    assert isinstance(found, NotAsked)
+    assert isinstance(found, UncheckedOptions)
     assert f"was not checked: its parser does not run here ({reason}); its server says" in found.why
     assert not (tmp_path / "cache").exists()
 

@@ -21,7 +21,7 @@ from stages.core.errors import RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rollouts import server
-from stages.kinds.train.rollouts.server import NamedServer, RolloutServer
+from stages.kinds.train.rollouts.server import ExternalServer, RolloutServer
 from stages.models.facts import ModelFacts
 from tests.http_server import serving
 from tests.train_stage import make_artifacts, make_config
@@ -202,7 +202,7 @@ def test_a_server_without_the_routes_is_told_how_to_start(
 def test_a_server_that_does_not_see_the_folder_is_no_use(
     served: Served, artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
-    named = NamedServer.of(config_of(served.url), ModelFacts(artifacts["base"] / "model"))
+    named = ExternalServer.of(config_of(served.url), ModelFacts(artifacts["base"] / "model"))
     named.check(tmp_path / "seen")
     assert served.loaded == [], "that changed no weights"
     served.sees_files = False
@@ -214,7 +214,7 @@ def test_a_server_that_does_not_see_the_folder_is_no_use(
 def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
     """Provide our client of a fake sampling server that the recipe names, and the list of its warnings."""
     config, warned = config_of(served.url), []
-    host = NamedServer.of(config, ModelFacts(artifacts["base"] / "model"))
+    host = ExternalServer.of(config, ModelFacts(artifacts["base"] / "model"))
     yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned
 
 

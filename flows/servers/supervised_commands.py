@@ -70,7 +70,7 @@ def say(text: str) -> None:
 
 
 @dataclass
-class Kept:
+class SupervisedCommand:
     """Command that a supervisor keeps running: its process, listening socket, health check and log.
 
     command: `{descriptor}` in it becomes the descriptor number of the socket, which listens already. environment: the
@@ -160,13 +160,13 @@ class Kept:
 
 
 @dataclass
-class Plan:
+class HandOver:
     """Commands that a supervisor keeps running, with their sockets and the supervisor's lock.
 
     home: of the servers that it keeps; empty: it keeps a command in the foreground, as `keep` says. lock: descriptor.
     """
 
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[SupervisedCommand] = field(default_factory=list)
     home: str = ""
     lock: int | None = None
 
@@ -190,10 +190,10 @@ class Plan:
         return descriptor
 
     @classmethod
-    def read(cls, descriptor: int) -> Plan:
+    def read(cls, descriptor: int) -> HandOver:
         """Read the supervised commands that the previous supervisor wrote into memory, and close the descriptor."""
         with open(descriptor, encoding="utf-8") as stream:
             # The writer shares the file's position, which is at its end.
             stream.seek(0)
             content = json.load(stream)
-        return cls(**{**content, "kept": [Kept(**one) for one in content["kept"]]})
+        return cls(**{**content, "kept": [SupervisedCommand(**one) for one in content["kept"]]})
