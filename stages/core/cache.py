@@ -1,12 +1,10 @@
 """Caches on disk that several processes share: keys, folders made by one process, checksums, and last use for cleanup.
 
-<cache>/<room>/<entry>    a file or a folder; where each room of a cache belongs to one kind of content
+<cache>/<room>/<entry> a file or a folder; where each room of a cache belongs to one kind of content
 
-The last use of an entry is its modification time, which `lifecycle gc` goes by: readers of an entry call `note_use`.
-The time of reading says nothing: many file systems do not keep it (`noatime`).
-
-A disk may return other bytes than were written, and training would learn them. So files and folders may get a seal
-(sha256), which is compared when they are read.
+The last use of an entry is its modification time, which `lifecycle gc` goes by: readers of an entry call `note_use`
+(many file systems keep no time of reading, `noatime`). A disk may return other bytes than were written, so files and
+folders may get a seal (sha256), compared on reading.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ from stages.core.files import write_atomically
 KEY_CHARACTERS = 32
 SEAL = ".sha256"
 FOLDERS_BELOW_ROOM = {"datasets": 2, "evalscope": 0}
-"""Depth in folders of the entries below a top folder of the cache, where a library chose the folder's structure. The
-depth is 1 in all other top folders.
+"""Depth of the entries below a top folder of the cache where it is not 1, since a library chose the structure.
 
-In the folder of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); all that EvalScope
-keeps in its folder is one entry.
-"""
+In the folder of Hugging Face's `datasets` an entry is a configuration (`json/default-<hash>`); all that EvalScope keeps
+in its folder is one entry."""
 
 
 def note_use(entry: Path) -> None:
@@ -41,20 +37,14 @@ def note_use(entry: Path) -> None:
 
 
 def note_use_of_file(room: Path, file: Path) -> None:
-    """Record that the cache entry which holds a file is used now, so that cleanup keeps it.
-
-    Do nothing for a file outside the top folder `room`.
-    """
+    """Record that the cache entry which holds a file is used now, to keep it; no effect outside the folder `room`."""
     if file.is_relative_to(room):
         depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
         note_use(room.joinpath(*file.relative_to(room).parts[:depth]))
 
 
 def entries_of(room: Path) -> Iterator[Path]:
-    """Yield the entries of one top folder of the cache, for cleanup, and files that other programs keep there.
-
-    A top "folder" that is a file is its own entry.
-    """
+    """Yield the entries of one top folder of the cache, for cleanup; a top "folder" that is a file is its own entry."""
     depth = FOLDERS_BELOW_ROOM.get(room.name, 1)
     level = [room]
     for _ in range(depth):
@@ -79,8 +69,8 @@ def file_digest(path: Path) -> str:
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
     """Return the cache folder `cache/key`; if it is missing or incomplete, one process fills it while others wait.
 
-    `make` fills an empty folder, which is then renamed.
-    Leftovers of an interrupted or failed `make` are removed, at the latest by the next one.
+    `make` fills an empty folder, which is then renamed. Leftovers of a failed one are removed, at the latest by the
+    next.
     """
     from filelock import FileLock  # which recipes do without: their configs import this module
 

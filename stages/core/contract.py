@@ -77,18 +77,14 @@ FINDING = "finding"
 
 
 class Execution(LauncherBlocks):
-    """Options of a stage about where and how it runs, such as launcher, retries and time limit.
-
-    They do not identify its artifact.
-    """
+    """Options of a stage about where and how it runs, which do not identify its artifact: launcher, retries, limits."""
 
     nodes: PositiveInt = Field(
         1, description="Number of machines; more than one only for training on a cluster. Default 1."
     )
     network_interface: NetworkInterface | None = Field(
         None,
-        description="Network interface, such as ib0, over which processes on several nodes communicate; "
-        "default: chosen by the libraries.",
+        description="Network interface, such as ib0, between nodes' processes; default: chosen by the libraries.",
     )
     threads: PositiveInt | None = Field(
         None,
@@ -96,8 +92,7 @@ class Execution(LauncherBlocks):
     )
     slots: PositiveInt | None = Field(
         None,
-        description="Number of device slots (GPUs, or shares of the CPU) held "
-        "while the stage runs; default: as many as it keeps busy.",
+        description="Device slots (GPUs, or shares of the CPU) held; default: as many as the stage keeps busy.",
     )
     timeout_s: Seconds | None = Field(
         None, description="Time limit of the stage in seconds, after which it is stopped; default: none."
@@ -133,11 +128,9 @@ class Execution(LauncherBlocks):
 class Reported:
     """Choice, for one kind of stage, of the metrics and files that reports show in tables and charts.
 
-    - measured: metric of the run, such as its speed → heading of its column
-    - under_load: METRIC of the metrics `METRIC_concurrency_N` → heading of its column
-    - counts_data: whether metrics named like a count say what the stage read, made or left out
-    - not_data: metrics that are named like such a count, and are none
-    - curves: whether `metrics.jsonl` shows how the stage learns, step by step
+    measured: metric of the run → heading. under_load: METRIC of `METRIC_concurrency_N` → heading. counts_data: whether
+    metrics named like a count say what the stage read, made or left out. not_data: those named so that are none.
+    curves: whether `metrics.jsonl` shows how the stage learns, step by step.
     """
 
     measured: Mapping[str, str] = dataclass_field(default_factory=dict)
@@ -149,11 +142,9 @@ class Reported:
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """Config of a model whose `config.json` is already on this machine when a refresh is planned, before any download.
+    """Config of a model that is on this machine when a refresh is planned, before any download.
 
-    - source: address that it is downloaded from
-    - config: content of its `config.json`
-    - folder: its files at their source, where all of them are downloaded from this machine
+    source: address that it is downloaded from. folder: its files, where all of them are downloaded from this machine.
     """
 
     source: str
@@ -167,8 +158,7 @@ class StageConfig(StrictModel, ABC):
     STAGE_VERSION: ClassVar[int]
     """Version of the stage kind's code, raised when the same config would give another artifact than before."""
     HAS_CHECK: ClassVar[bool] = False
-    """True if this kind of stage has a module `stages/kinds/<kind>/check.py`, which checks the stage's inputs before it
-    runs."""
+    """True if `stages/kinds/<kind>/check.py` exists, which checks the stage's inputs before it runs."""
     LESS_MEMORY: ClassVar[str] = "raise its execution.slots, so that less runs beside it"
     """Advice for the user when the kernel kills the stage for lack of memory."""
     PRODUCTS: ClassVar[tuple[Product, ...]] = ()
@@ -176,8 +166,7 @@ class StageConfig(StrictModel, ABC):
     REPORTED: ClassVar[Reported] = Reported()
     """Choice of this stage kind's metrics and charts that reports show."""
     RELATION: ClassVar[Relation | None] = None
-    """Relation of the stage's model to the model that it was made from, for model cards; None if there is no such
-    relation."""
+    """Relation of the stage's model to the one it was made from, for model cards, or None."""
     LEARNS: ClassVar[bool] = False
     """True if this kind of stage trains a model on the datasets that its config refers to."""
     SPANS_NODES: ClassVar[bool] = False
@@ -214,8 +203,8 @@ class StageConfig(StrictModel, ABC):
     def identity(self) -> dict[str, JsonValue]:
         """Return those config fields, with defaults filled in, that identify the stage's artifact and so its version.
 
-        Left out are `execution` and fields marked `AddedLater` that have their default. References and outside paths
-        are left out too: the versions of the referenced stages and the contents of the paths identify the artifact.
+        Left out are `execution`, fields marked `AddedLater` that have their default, references and outside paths: the
+        versions of the referenced stages and the contents of the paths identify the artifact.
         """
         skipped = {path for path, _ in marked_values(self, Reference)}
         skipped |= {path for path, _ in marked_values(self, OutsideInput)}
@@ -223,10 +212,7 @@ class StageConfig(StrictModel, ABC):
         return without(self.model_dump(mode="json", exclude={"execution"}), skipped)
 
     def progress_kept(self, scratch: Path) -> int:
-        """Return how far an interrupted run got, such as training steps, to see whether retries make progress.
-
-        Any unit may be used. 0 if unknown.
-        """
+        """Return how far an interrupted run got, in any unit, to see whether retries make progress; 0 if unknown."""
         return 0
 
     def resume_identity(self) -> dict[str, JsonValue]:
@@ -249,24 +235,18 @@ class StageConfig(StrictModel, ABC):
         return self
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield an error for each conflict of the config with the recipe's other stages, one line each.
-
-        References to stages of a wrong kind are found elsewhere (`Reference`).
-        """
+        """Yield an error for each conflict of the config with other stages; `Reference` finds those of wrong kinds."""
         return iter(())
 
     def planned_problems(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
-        """Yield config errors that are found only by reading files, such as an evaluation's tasks, as `FIELD: PROBLEM`.
-
-        For checks that read files, such as those of tasks: a plan makes them, not every reading of the recipe.
-        """
+        """Yield `FIELD: PROBLEM` for errors found only by reading files, which a plan does, not every reading."""
         return iter(())
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-        """Yield errors of the config that the `config.json` of the stage's input model shows, as `FIELD: PROBLEM`.
+        """Yield `FIELD: PROBLEM` for errors that the `config.json` of the stage's input model shows.
 
-        read_config: returns the model's `config.json`, empty where it cannot be known yet; it may ask a hub. Raises
-        LifecycleError for a config that the download, or the check of its files, will refuse.
+        read_config: returns it, empty where it cannot be known yet; it may ask a hub. Raises LifecycleError for a
+        config that the download, or the check of its files, will refuse.
         """
         return iter(())
 
@@ -275,36 +255,28 @@ class StageConfig(StrictModel, ABC):
     ) -> Iterator[tuple[str, LifecycleError | str]]:
         """Yield each problem that the input model's files show while a refresh is planned, with its config field.
 
-        A problem is an error, or a note as text.
-
-        - find_model: returns the model that the stage starts from; None where its config is not here. Raises
-          LifecycleError for a config that cannot be read
-        - gpu_type: torch's name for the kind of this machine's GPUs; None for a stage that does not run on them
+        It is an error, or a note as text. find_model: returns the start model; None where its config is not here;
+        raises LifecycleError for an unreadable one. gpu_type: torch's name for this machine's GPUs; None for a stage
+        that does not run on them.
         """
         return iter(())
 
     def first_problems(
         self, find_model: Callable[[], Path | None], find_dataset: Callable[[str], Path | None]
     ) -> Iterator[str]:
-        """Yield errors that file headers and first rows of a dataset show before a run, as `FIELD: PROBLEM`.
+        """Yield `FIELD: PROBLEM` for errors that file headers and first rows of a dataset show before a run.
 
-        - find_model: returns the folder of the model that the stage starts from; None where it is not here
-        - find_dataset: returns the folder, or the only file, of the dataset of a stage
+        find_model: returns the start model's folder; None where it is not here. find_dataset: returns the folder, or
+        the only file, of the dataset of a stage.
         """
         return iter(())
 
     def target_problems(self, store: Path) -> Iterator[str]:
-        """Yield errors about the place outside the store that the stage will publish to, as `FIELD: PROBLEM`.
-
-        Reads the environment and looks at folders of this machine; asks no server.
-        """
+        """Yield `FIELD: PROBLEM` for the publishing target, from the environment and this machine's folders alone."""
         return iter(())
 
     def to_install(self) -> str | None:
-        """Return the packages that the stage will install before it runs, with their size; None if nothing is missing.
-
-        Raises ResourceError where it cannot be installed.
-        """
+        """Return the packages to install first, with their size, or None; ResourceError where it cannot be done."""
         return None
 
     def hint_for(self, recipe_folder: Path) -> str | None:
@@ -312,17 +284,11 @@ class StageConfig(StrictModel, ABC):
         return None
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
-        """Return how the stage divides its devices, such as for training and sampling, in words; None if it does not.
-
-        devices: those that the recipe names by this variable, empty if it names none.
-        """
+        """Return in words how the stage divides its devices, or None. devices: those named in the recipe."""
         return None
 
     def missing_here(self, gpus: Sequence[str]) -> Iterator[str]:
-        """Yield each requirement of the stage that the machine does not meet.
-
-        gpus: torch's names of the machine's GPUs.
-        """
+        """Yield each requirement that the machine does not meet. gpus: torch's names of its GPUs."""
         return iter(())
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
@@ -346,10 +312,7 @@ class StageConfig(StrictModel, ABC):
 
 
 def base_of(name: str, stages: Mapping[str, StageConfig]) -> str:
-    """Return the name of the stage that makes an adapter's base model, also if the adapter continues another adapter.
-
-    For a stage that makes a whole model, return its own name.
-    """
+    """Return the stage that makes an adapter's base model, through continued adapters; of a whole model, `name`."""
     while stages[name].product == "adapter":
         name = nearest_base(stages[name].references())
     return name
@@ -361,10 +324,7 @@ def nearest_base(by_field: Mapping[str, T]) -> T:
 
 
 class Lease(StrictModel):
-    """Address and process of a server that a serve stage keeps running for later stages of the same refresh.
-
-    Its API key is in the environment.
-    """
+    """Address and process of a server kept for later stages of a refresh; its API key is in the environment."""
 
     url: str
     pid: int
@@ -373,7 +333,7 @@ class Lease(StrictModel):
 class Trial(StrictModel):
     """Options of a trial run, which measures a stage's first steps and makes no artifact.
 
-    Not part of a config: a recipe cannot ask for it, so it can enter no version and no store.
+    No part of a config: a recipe cannot ask for it, so it can enter no version and no store.
     """
 
     steps: PositiveInt = Field(description="Number of training steps of the trial run, whatever the config says.")
@@ -392,17 +352,13 @@ class StageInput(StrictModel):
     )
     outside: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Facts outside the store that decide the result, such as a hub's revision, as they were when the "
-        "refresh was planned.",
+        description="Facts outside the store that decide the result, such as a hub's revision, when planned.",
     )
     trial: Trial | None = Field(None, description="Options of a trial run, if the stage is only to be measured.")
     warnings: tuple[str, ...] = Field(
         (), description="Warnings about the inputs found before the stage started, which the stage reports again."
     )
-    cache: Path = Field(
-        description="Cache folder that is kept between runs; its entries have content-dependent names and are written "
-        "atomically."
-    )
+    cache: Path = Field(description="Cache folder kept between runs, with content-dependent names, written atomically.")
 
 
 class StageEvent(StrictModel):
@@ -419,9 +375,8 @@ class StageEvent(StrictModel):
 class StageResult(StrictModel):
     """Result of a stage that succeeded, stored in `result.json`: final metrics, tags and files to upload.
 
-    Metrics and tags go to MLflow; `files` are uploaded there, with paths relative to the work folder. The first few
-    metrics are shown to people. With a `lease` the artifact is complete although the process goes on, as a server,
-    until it is stopped.
+    They go to MLflow; `files` are relative to the work folder. The first few metrics are shown to people. With a
+    `lease` the artifact is complete although the process goes on, as a server, until it is stopped.
     """
 
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -430,10 +385,7 @@ class StageResult(StrictModel):
     lease: Lease | None = None
 
     def refused_for(self, findings: Sequence[LifecycleError]) -> Self:
-        """Return a copy of the result with a tag that marks the artifact as unusable and holds the stage's errors.
-
-        The first error's class stands for all.
-        """
+        """Return a copy with a tag of errors that marks the artifact as unusable; the first's class stands for all."""
         if not findings:
             return self
         messages = "\n".join(dict.fromkeys(map(str, findings)))
@@ -457,7 +409,6 @@ class StageFailure(StrictModel):
 
     @classmethod
     def of(cls, error: Exception) -> StageFailure:
-        """Return the record of an error that ended a stage."""
         died = isinstance(error, LifecycleError) and error.died
         return cls(error=class_name(error), message=redact(str(error)), died=died)
 
@@ -490,10 +441,7 @@ class ProgressLines:
 
 @dataclass(frozen=True)
 class StageContext:
-    """Access of a stage's process to its work folder: inputs, scratch space, and reports of metrics and progress.
-
-    Only rank 0 of several processes writes.
-    """
+    """Access of a stage's process to its work folder; only rank 0 of several processes writes."""
 
     work: Path
     name: str
@@ -540,8 +488,8 @@ class StageContext:
         """Mark the stage's artifact as unusable: it is stored with the error, but no other stage may use it.
 
         For checks at the end of slow work, whose result would be lost by raising: the artifact is committed with the
-        finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. To be called by
-        rank 0, or by all ranks, with what lies whole in the work folder.
+        finding as a tag, the refresh fails with it, and later runs repeat that instead of the work. Call it on rank 0,
+        or all ranks, with all files whole.
         """
         self.findings.append(finding)
         if is_main_process():

@@ -1,7 +1,7 @@
 """Error classes for expected errors, each with an exit code that stage processes and `lifecycle` share.
 
-A message says what was being done, what was found, what was expected, and what to do next. These are the errors of
-the outside world (a user, a file, a server); a bug of ours is any other exception and exits with `INTERNAL_ERROR`.
+A message says what was being done, what was found, what was expected, and what to do next. Any other exception is a bug
+of ours and exits with `INTERNAL_ERROR`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ class LifecycleError(Exception):
     exit_code = INTERNAL_ERROR
 
     def __init__(self, message: str = "", *, died: bool = False) -> None:
-        """Create the error from its message, from which secrets are removed.
-
-        died: a signal that no one requested killed a process of the stage or its server.
-        """
+        """Create the error, without secrets. died: an unrequested signal killed a process of the stage or server."""
         super().__init__(redact(message))
         self.died = died
 
     def add(self, sentence: str) -> None:
-        """Append a sentence to the first line of this error's message."""
         first, newline, rest = str(self).partition("\n")
         self.args = (f"{first}; {redact(sentence)}{newline}{rest}",)
 
@@ -189,8 +185,5 @@ def error_classes() -> dict[str, type[LifecycleError]]:
 
 
 def class_name(error: Exception) -> str:
-    """Return the name of an error's class, or of its nearest base class with an exit code.
-
-    Other processes know only these.
-    """
+    """Return the name of an error's nearest class with an exit code, the only ones that other processes know."""
     return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)

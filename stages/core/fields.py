@@ -1,7 +1,4 @@
-"""Building blocks for config classes: the strict base class, number types with bounds, and marks for config fields.
-
-Base, types and marks serve everything that a recipe may say, or that processes leave for each other in files.
-"""
+"""Building blocks for config classes: the strict base class, number types with bounds, and marks for config fields."""
 
 from __future__ import annotations
 
@@ -48,14 +45,13 @@ def _as_held(value: float) -> float:
 
 
 HELD_IN_FP32 = AfterValidator(_as_held)
-"""Validator that refuses numbers too large or too small for fp32. It stands last in a type, since validators after it
-would be missing from the JSON schema."""
+"""Validator that refuses numbers beyond fp32; last in a type, as those after it would miss in the JSON schema."""
 PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
 NatsPerToken = Annotated[float, Field(gt=0, le=12)]
-"""Type of a config field that bounds a difference of log-probabilities, in nats per token. A uniform guess among
-160,000 tokens is 12 nats from certainty, so a larger bound would let everything pass."""
+"""Bound on log-probability differences, in nats per token; a uniform guess among 160,000 tokens is 12 from
+certainty."""
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 """Type of a config field for a duration in seconds, at most three years, since system calls refuse larger numbers."""
@@ -93,17 +89,11 @@ class SourceText:
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Mark on an optional config field that was added later; with its default, artifacts keep their old versions.
-
-    At its default it is no part of the identity: existing artifacts keep their versions.
-    """
+    """Mark on an optional config field that was added later; with its default, artifacts keep their old versions."""
 
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every config field annotated with a given mark, unless None, at any depth.
-
-    Each item of a tuple has a path: `evaluations.0`.
-    """
+    """Yield dotted path (tuple: `evaluations.0`) and value of fields with a mark, unless None, at any depth."""
     marked = marked_fields(type(model), marker)
     for name, value in vars(model).items():
         if value is None:

@@ -12,10 +12,7 @@ from stages.core.errors import ModelError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: a reader, or a crash, sees either the old content or the whole new one.
-
-    Text is written as UTF-8.
-    """
+    """Write a file (text as UTF-8) so that a reader, or a crash, sees either the old content or the whole new one."""
     # In the same folder, since a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

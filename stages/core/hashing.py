@@ -1,7 +1,7 @@
 """Hashing (sha256) of large files in parallel, with progress on stderr and a cache, so that each is hashed once.
 
-What a file hashed to is kept in `<LIFECYCLE_HOME>/cache/hashes.sqlite`, by its path, size, times and inode. A file
-that changed within the last seconds is not kept: a file system's clock may be too coarse to tell its next change.
+Hashes are in `<LIFECYCLE_HOME>/cache/hashes.sqlite`, by path, size, times and inode; not of a file that changed within
+the last seconds, as a file system's clock may be too coarse to tell its next change.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
 """Smallest size in bytes of a file whose hash is cached; smaller files are read as fast as they are looked up."""
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
-"""Smallest total size in bytes of files whose hashing has a time limit, since fewer bytes take long only on a busy
-machine. Opening a file counts as reading some more bytes."""
+"""Smallest total size of files whose hashing has a time limit, and bytes that opening a file counts as."""
 SETTLED_S = 2
 THREADS = 4
 REPORT_INTERVAL_S = 5
@@ -43,9 +42,8 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
     """Return the sha256 hex digest of each file, by name; progress is printed on stderr if it takes long.
 
-    limit_s: stop after this time, unless the files are small, and raise TransientError; the files that were done need
-    not be hashed again.
-    Raises `OSError` when one cannot be read.
+    limit_s: time after which, unless the files are small, TransientError is raised; finished files are not hashed
+    again. Raises `OSError` when one cannot be read.
     """
     total_bytes = sum(path.stat().st_size for path in files.values())
     is_small = total_bytes + len(files) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
@@ -79,10 +77,7 @@ class _Job:
         self._stopped.set()
 
     def hash(self, path: Path) -> str:
-        """Return a file's sha256 as hex digits, from the cache if the file is unchanged.
-
-        After `stop` was called the digest may be wrong, as reading ends early.
-        """
+        """Return a file's sha256 hex digest, if unchanged from the cache; after `stop`, which ends reading, wrong."""
         status = path.stat()
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)

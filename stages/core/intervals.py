@@ -1,7 +1,7 @@
 """Confidence intervals (95%) of evaluation scores and of differences between models on the same samples.
 
-A score whose samples are all 0 or 1 is a share. Its normal interval is empty at 0 of 30, although the next sample may
-well be right, and leaves [0, 1] near the ends; the score intervals of Wilson (1927) and Newcombe (1998) do neither.
+Where all samples are 0 or 1, the normal interval is empty at 0 of 30, although the next may well be right, and leaves
+[0, 1] near the ends; the score intervals of Wilson (1927) and Newcombe (1998) do neither.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def wilson(share: float, num_samples: int) -> Interval:
 def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Interval:
     """Return Newcombe's interval for the difference of two models' proportions of right answers to the same samples.
 
-    The arguments count samples by who was right. Method 10 of "Improved confidence intervals for the difference
-    between binomial proportions based on paired data" (Statistics in Medicine 17, 2635-2650): Wilson's interval of each
-    share, combined with their correlation.
+    The arguments count samples by who was right. Method 10 of "Improved confidence intervals for the difference between
+    binomial proportions based on paired data" (Statistics in Medicine 17, 2635-2650): Wilson's intervals, combined with
+    their correlation.
     """
     num_samples = both + only_first + only_second + neither
     first, second = (both + only_first) / num_samples, (both + only_second) / num_samples
@@ -61,10 +61,10 @@ def student_t(mean: float, standard_error: float, num_samples: int) -> Interval:
 
 
 def score_interval(value: float, standard_error: float, num_samples: int | None) -> Interval:
-    """Return the interval of a score: Wilson's if every sample is right or wrong, else Student's t.
+    """Return a score's interval: Wilson's if every sample is right or wrong, else Student's t.
 
-    Values of samples from 0 to 1 have the standard error √(p (1 − p) / (n − 1)) if and only if all are 0 or 1. Where
-    `num_samples` is unknown, the normal distribution's.
+    Values from 0 to 1 have the standard error √(p (1 − p) / (n − 1)) if and only if all are 0 or 1. Without
+    `num_samples`, the normal distribution's.
     """
     if num_samples is None or num_samples < 2:
         return value - QUANTILE_95 * standard_error, value + QUANTILE_95 * standard_error
@@ -80,10 +80,7 @@ NUM_CUT = "num_answers_cut"
 
 
 def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:
-    """Return advice for a score of 0, which most often means that prompts differ from those in training.
-
-    num_cut: answers of the evaluation that ended at the most tokens that they may have.
-    """
+    """Return advice for a score of 0, most often due to unlike prompts. num_cut: answers at the token limit."""
     cut = f" ({num_cut} answers reached max_gen_toks and were cut there)" if num_cut else ""
     return (
         f"{name} is 0: of {num_samples} answers none was right{cut}. Read them: `lifecycle show {evaluation} "

@@ -1,7 +1,7 @@
 """Text for terminals and logs: unsafe characters escaped, numbers with their nouns, lines with the time of day.
 
-A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks that turn the
-writing direction. A terminal would obey them: they could hide or replace what stands beside them.
+A text from outside (a row, a model's answer, a name on a hub) may hold control characters and marks of the writing
+direction, which a terminal would obey, and hide or replace what stands beside them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Pattern of characters in foreign text that a terminal must not receive: control characters (not tab and newline),
-marks of the writing direction, and surrogates."""
+"""Pattern of control characters (not tab, newline), writing directions and surrogates, which no terminal must get."""
 INTERVAL_S = 10.0
 """Seconds between the lines that are printed while a server starts."""
 
@@ -29,7 +28,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line at once (default: to stdout), in one write.
+    """Print a line (default: to stdout) at once, in one write.
 
     `print` writes the end of a line by itself: with PYTHONUNBUFFERED, or from two threads, another line may come
     between.

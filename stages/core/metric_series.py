@@ -1,7 +1,7 @@
 """Reader of the metrics that a running stage logs, as JSON lines in `metrics.jsonl` of its work folder.
 
-A line holds "step", "time_ms" and numbers by metric name; NaN and Infinity stand for themselves. The file outlives the
-attempts at a stage: one that resumes from a checkpoint may log steps again, of which the first value counts.
+A line holds "step", "time_ms" and numbers (NaN, Infinity) by metric name. One attempt may log steps of an earlier one
+again, of which the first value counts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ NOT_METRICS = ("step", "time_ms")
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """Metrics that a stage logged at one step, and when.
-
-    values: by metric name, without values that a resumed attempt logged again.
-    """
+    """Metrics that a stage logged at one step, by name, without those of a resumed attempt; and when."""
 
     step: int
     time_ms: int
@@ -31,8 +28,7 @@ class LoggedStep:
 class MetricSeries:
     """Reader of a stage's logged metrics that continues, at each call, where it stopped before.
 
-    position: byte at which the next line begins.
-    last_steps: last step of each metric that was read.
+    position: byte at which the next line begins. last_steps: last step of each metric that was read.
     """
 
     def __init__(
@@ -42,9 +38,9 @@ class MetricSeries:
         last_byte: int | None = None,
         last_steps: Mapping[str, int] | None = None,
     ) -> None:
-        """Create a reader of a stage's metrics file that begins at byte `first_byte`.
+        """Create a reader of a metrics file's bytes from `first_byte` to `last_byte` (default: its end).
 
-        `last_byte` ends it (default: the file's end); `last_steps`: last step of each metric before `first_byte`.
+        last_steps: last step of each metric before `first_byte`.
         """
         self.position = first_byte
         self.last_steps = dict(last_steps or {})
@@ -52,7 +48,7 @@ class MetricSeries:
         self._last_byte = last_byte
 
     def steps(self) -> Iterator[LoggedStep]:
-        """Yield the training steps whose metrics were logged since the last call; the file need not exist yet.
+        """Yield the training steps logged since the last call; the file need not exist yet.
 
         An unfinished last line is read once it is whole; a line that a crash has torn is left out.
         """

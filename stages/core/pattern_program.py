@@ -1,8 +1,7 @@
 """Process that matches untrusted regular expressions: `python -m stages.core.pattern_program CPU_SECONDS`.
 
-Uses `regex` instead of `re`: it has the same expressions, and most of those that are exponential in `re` take it no
-time. Uses `re` where a library will do so later. The expression and the search for it may take any time, the expression
-alone any memory (`(?:(?:a{1000}){1000}){1000}`).
+Most that are exponential in `re` take `regex` no time; `re` is used where a library will do so later. Expression and
+search may take any time, the expression alone any memory (`(?:(?:a{1000}){1000}){1000}`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ MEMORY_BYTES = 1 << 30
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
     """Import the regular-expression library and return the function that matches texts with patterns.
 
-    For each text of a request it returns the index of the first pattern that matches.
-    A request has `patterns`, `texts`, and `how` to compare them.
+    For each of a request's `texts` it returns the index of the first of `patterns` that matches; `how`: to compare
+    them.
     """
     import regex
 

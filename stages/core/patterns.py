@@ -28,7 +28,6 @@ class Patterns:
     """Client of the process that matches regular expressions, which ends with the `with` block."""
 
     def __init__(self, limit_s: float) -> None:
-        """Create the client of the process that matches regular expressions, which starts at the first call."""
         self._limit_s = limit_s
         self._program = Program("stages.core.pattern_program", str(limit_s))
 

@@ -2,14 +2,12 @@
 
     python -I -S process_tree.py LIFELINE GRACE_S COMMAND ARGUMENT…
 
-The program dies with the process that started it, and takes every descendant of the command along. LIFELINE is the
-read end of a pipe whose write end only the starting process holds, so its end means that this process is gone. (A
+The program dies with the process that started it, and takes every descendant of the command along. LIFELINE is the read
+end of a pipe whose write end only the starting process holds, so its end means that this process is gone. (A
 parent-death signal alone would fire when the starting *thread* ends, and Prefect runs tasks in threads.) Descendants
 are found by walking /proc: some programs start their workers in sessions of their own, where no process group reaches
-them. Exits like the command: with its exit code, or 128 + the signal that killed it.
-
-`supervised.py` is the starting side. This file uses the standard library only (psutil is out of reach without
-site-packages) and starts in 30 ms.
+them. Exits with the command's code, or 128 + the signal that killed it. `supervised.py` is the starting side. Standard
+library only (psutil is out of reach without site-packages); starts in 30 ms.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ TOKEN_VARIABLE = "LIFECYCLE_STAGE_TOKEN"  # noqa: S105 (marks processes, no secr
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 (where POSIX shared memory lies)
 SAMPLE_INTERVALS_S = (0.5, 5.0)
-"""Shortest and longest interval in seconds between checks of the shared memory that supervised processes use. It is
-removed at their end; most of it is mapped in the first seconds."""
+"""Shortest and longest interval in seconds between looks at the shared memory, which is mostly mapped early."""
 SAMPLES_PER_AGE = 20
 CLEANING_S = 2.0
 EXEC_LOOKS, EXEC_LOOK_S = 50, 0.001
@@ -101,7 +98,7 @@ def end_processes(find: Callable[[], list[int]], shared_memory: Iterable[Path] =
     """Kill the processes that `find` returns, and remove the shared-memory files (/dev/shm) that they leave behind.
 
     Python's resource trackers are killed last: a tracker removes the shared memory of ended processes, which it knows
-    better than a look from outside does, and then ends by itself. shared_memory: files known from earlier looks.
+    better than a look from outside, and then ends by itself. shared_memory: files known from earlier looks.
     """
     files = {*shared_memory, *shared_memory_of(find())}
     kill_until_gone(lambda: [pid for pid in find() if not _cleans_up(pid)])
@@ -127,8 +124,8 @@ def send(number: int, pids: Iterable[int]) -> None:
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Return the shared-memory files in /dev/shm that these processes have mapped.
 
-    By inode: glibc maps a new semaphore under a passing name before it links it to its own. Of this /dev/shm alone: a
-    container's has the same numbers.
+    By inode, as glibc maps a new semaphore under a passing name, and of this /dev/shm alone: a container's has the same
+    numbers.
     """
     if not Path(SHARED_MEMORY).exists():
         return set()

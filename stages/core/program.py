@@ -1,14 +1,14 @@
 """Client of a helper process (a "program") that works on untrusted input within limits of time and memory.
 
-Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*:
-a module that calls `program_loop.answer_questions`. This is the asking side:
+Code, patterns, formulas and templates from outside may take any time and any memory. They are worked on by a *program*,
+a module that calls `program_loop.answer_questions`; this is the asking side:
 
     with Program("stages.rewards.math_program", "5") as program:
         found = program.ask({"text": "$1$", "reference": "1"}, timeout_s=6)
 
 A question and its answer are JSON, of any size: one question with many rows costs less than many with one (some 30 µs
-each). The program has a bare environment (no keys, no home unless it is given one), and a session of its own; it ends
-with this process, however that ends. What it starts ends with it.
+each). The program has a bare environment (no keys, a home only if given one), and a session of its own; with all that
+it starts, it ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ PIECE_BYTES = 1 << 16
 LONGEST_POLL_S = 1000.0
 
 NOWHERE = Path("/nonexistent")
-"""Home directory, which does not exist, of helper processes that need none. A real folder would be left behind if a
-process were killed."""
+"""Missing home directory of helper processes that need none; a real folder would be left after a kill."""
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
 
 
 class ProgramError(Exception):
-    """Raised when a helper process returns an error for a request; the process itself continues.
-
-    kind: name of its class, such as `MemoryError`.
-    """
+    """Raised when a helper process returns an error for a request, and continues. kind: its class's name."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text if kind == "RefusedError" else f"{kind}: {text}")
@@ -61,17 +57,13 @@ class ProgramEndedError(Exception):
 
 
 class Program:
-    """Client of a helper process for untrusted input; the process starts at the first request.
+    """Client of a helper process for untrusted input, for one thread at a time; it starts at the first request.
 
     It ends with `close` or with the `with` block.
-    For one thread at a time.
     """
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client of a helper process, which starts at the first request.
-
-        needs_home: whether it gets an empty folder, which this process removes when it ends normally.
-        """
+        """Create the client. needs_home: the process gets an empty folder, removed when this one ends normally."""
         self._needs_home = needs_home
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
@@ -99,7 +91,7 @@ class Program:
 
         timeout_s: from here to the answer's last byte. Raises TimeoutError when that is over, or the program's own
         limit of CPU time is; ProgramError for an error of its function; ProgramEndedError. It is ended where it may
-        still be at work on the question; the next one then starts it again.
+        still be at work on the question.
         """
         # `surrogatepass`: texts may hold half of a character, which UTF-8 refuses.
         line = _ENCODER.encode(question).encode("utf-8", "surrogatepass") + b"\n"
@@ -107,10 +99,9 @@ class Program:
         return self._answer(line, timeout_s)
 
     def ask_hostile(self, question: Any, timeout_s: float) -> Any:
-        """Send an untrusted request, which may exhaust the time, memory or stack of the helper process.
+        """Send a request that may exhaust time, memory or stack of the helper process: each raises TimeoutError.
 
-        Each of these raises TimeoutError.
-        Which of time, memory, the stack or the process itself is gone first depends on the machine.
+        Which of these, or the process itself, is gone first depends on the machine.
         """
         # Outside of the `try`: a program that cannot be started is an error of its own, no timeout.
         self.start()
@@ -175,8 +166,7 @@ class Program:
     def _exchanged(self, question: bytes, deadline_s: float) -> bytes:
         """Send a request to the helper process as one line, and return its response, also one line.
 
-        Both pipes are served at once, and neither is waited for beyond the deadline: a program may stop to read in the
-        middle of a question, or to write in the middle of an answer.
+        Both pipes are served at once, until the deadline: a program may stop to read or write in the middle of a line.
         """
         assert self._process and self._process.stdin and self._process.stdout
         questions, answers = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -225,10 +215,7 @@ def bare_environment(home: Path) -> dict[str, str]:
 
 
 def _decoded(line: bytes) -> tuple[str, Any]:
-    """Decode a helper process's response line into `answer` or `error`, and its content.
-
-    Raises ProgramEndedError for any other line.
-    """
+    """Decode a response line into `answer` or `error`, and its content; ProgramEndedError for any other line."""
     try:
         ((outcome, content),) = json.loads(line).items()
     except (ValueError, AttributeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Main loop of a helper process, which answers JSON requests of the process that started it (`program.py`).
 
-A program is a module with a main function that calls `answer_questions`. Standard library only, and little of it, so
-that a program is started in some 20 ms and has the memory that it may take for its own work.
+Standard library only, and little of it, so that a program is started in some 20 ms and has the memory that it may take
+for its own work.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RefusedError(Exception):
 
 
 def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answered:
-    """Call `work` and return its result. Raises TimeLimitError when the call has used `cpu_s` seconds of CPU time.
+    """Call `work` and return its result; raise TimeLimitError after `cpu_s` seconds of CPU time.
 
-    Only Python's own steps are interrupted: a product of huge integers is not, and neither is a wait. The deadline of
-    the asking process ends these. Takes some 2 µs, for one row of a question with many. Not to be nested.
+    Only Python's own steps are interrupted, not a product of huge integers nor a wait: the asking process's deadline
+    ends these. Takes some 2 µs. Not to be nested.
     """
     try:
         try:
@@ -57,13 +57,10 @@ def answer_questions(
 ) -> None:
     """Answer requests (one JSON line each) from standard input until it ends or the client process is gone.
 
-    - begin: imports what is needed, and returns the function from a question to its answer, both of which are JSON. Its
-    end, or its error, is the first answer
-    - memory_bytes: address space that this process may have from then on
-    - cpu_s: CPU time for a question
-
-    An error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues.
-    Text printed to the standard output goes to the standard error.
+    begin: imports what is needed, and returns the function from a question to its answer, both JSON; its end, or error,
+    is the first answer. memory_bytes: address space of this process from then on. cpu_s: CPU time for a question. An
+    error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues. Text
+    printed to the standard output goes to the standard error.
     """
     _end_with_asking_process()
     # From here on, only `answers` leads to the asking process.

@@ -1,10 +1,8 @@
 """Redaction of secrets (API keys, passwords, tokens) in messages, logs and files.
 
-Secrets are values of environment variables that are named like secrets, passwords in URLs, and texts in the form of
-known services' keys.
-
-A secret reaches a stage only through its environment. Messages are redacted where they are made; logs, which many
-programs write, when their stage has ended. A text of any length takes time in proportion to it. Standard library only.
+Secrets are values of environment variables that are named like secrets, by which alone they reach a stage, passwords in
+URLs, and texts in the form of known services' keys. Messages are redacted where they are made; logs, which many
+programs write, when their stage has ended. Time is in proportion to the text. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ REPLACEMENT = "***"
 MIN_CHARACTERS = 4
 """Smallest length of a secret. Shorter values of environment variables occur everywhere and are not secrets."""
 MIN_CHARACTERS_ANYWHERE = 8
-"""Smallest length of a secret that is also redacted inside longer words. Shorter secrets must stand alone, so that
-`main` does not match `remainder`."""
+"""Smallest length of a secret that is redacted inside longer words too; a short `main` must not match `remainder`."""
 
 _SECRET_NAME = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PWD|_PASS|KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
 )
 _SWITCHES = frozenset({"true", "false", "none", "null"})
-"""Values of environment variables that are not secret although the variable's name suggests it
-(HF_HUB_DISABLE_IMPLICIT_TOKEN)."""
+"""Values that are no secrets although the variable's name suggests it (HF_HUB_DISABLE_IMPLICIT_TOKEN)."""
 # Begins at `://` instead of the scheme, and stops at `/`: no character is looked at from two places where it may begin,
 # so the time is linear. The last `@` ends the password: a URL's host has none.
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s:@]*:)([^/\s\"<>]+)@")  # of one slash where a path was made of it
@@ -68,18 +64,12 @@ def secrets_in(environment: Mapping[str, str]) -> set[str]:
 
 
 def redact(text: str, secrets: Iterable[str] | None = None) -> str:
-    """Return the text without secrets (by default those of this process's environment), URL passwords and API keys.
-
-    A secret is found in plain form, and as JSON, Python or a URL spell it.
-    """
+    """Return the text without secrets (default: of this environment), spelled plainly or as JSON, Python, URL."""
     return _without(text, _spellings(secrets_in(os.environ) if secrets is None else secrets))
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Return the text without secrets, shortened to at most `max_characters` with `…` at its end.
-
-    It is redacted before it is cut: the first half of a secret is not recognised, and would be shown.
-    """
+    """Return the text without secrets, then cut to `max_characters` with `…`; half a secret would not be recognised."""
     spellings = _spellings(secrets_in(os.environ))
     if len(text) <= _WINDOW_CHARACTERS:
         redacted = _without(text, spellings)
@@ -92,10 +82,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def quoted(value: object, max_characters: int) -> str:
-    """Return a value in quotes for a message, without secrets, shortened, with control characters escaped.
-
-    Bytes are read as UTF-8; a value that is no text is shown as JSON.
-    """
+    """Return a value (bytes: UTF-8; no text: JSON) quoted, without secrets, shortened, control characters escaped."""
     if isinstance(value, bytes):
         value = value[: 4 * _WINDOW_CHARACTERS].decode(errors="replace")  # a character has at most four bytes
     return repr(shortened(value if isinstance(value, str) else json.dumps(value, default=str), max_characters))

@@ -1,7 +1,6 @@
 """Start of a command under a supervisor process (`process_tree.py`), which leaves no descendant behind.
 
-Whatever happens (the command ends, the supervisor is killed, this process is killed), no descendant of the command
-stays behind: the supervisor ends them when this process is gone, this process ends them when the supervisor is gone.
+The supervisor ends all descendants when this process is gone, this process when the supervisor is.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ def was_killed(exit_code: int) -> bool:
 class Supervised:
     """Running command under its supervisor process, which can be polled and stopped.
 
-    - token: marks its processes; keep it to find stragglers after this process has died
-    - output: receives stdout and stderr; the caller may close it at once
-    - environment: the whole environment of the command
-    - grace_s: seconds between SIGTERM and SIGKILL when it is stopped
+    token: marks its processes, to find stragglers after this process has died. output: receives stdout and stderr; the
+    caller may close it at once. environment: the command's whole. grace_s: seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -83,10 +80,9 @@ class Supervised:
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Return the command's exit code, or None while it runs.
+        """Return the command's exit code, with no descendant left, or None while it runs.
 
         It is 128 + signal if the command was killed, and negative if the supervisor was.
-        No descendant is left once there is an exit code.
         """
         code = self.process.poll()
         if code is not None:
@@ -94,7 +90,6 @@ class Supervised:
         return code
 
     def alive(self) -> bool:
-        """Return whether the supervised command still runs."""
         return self.poll() is None
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """Limits on YAML text (size, depth, number of values), checked while parsing, before any object is built.
 
 PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few bytes may end the process or fill the
-memory. Its events come one after the other, so that reading them takes time in proportion to the text.
+memory. Its events come one after the other, in time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 @dataclass
 class _Collection:
-    """YAML mapping or list whose end has not been read yet.
-
-    num_values: count of it and all values in it, without keys.
-    """
+    """Unfinished YAML mapping or list. num_values: count of it and all values in it, without keys."""
 
     anchor: str | None
     is_mapping: bool
@@ -37,10 +34,7 @@ class _Collection:
     """Current position in the YAML mapping or list, for error messages: the last key, or the number of items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count one more key or value of this YAML mapping or list.
-
-        text: text of a scalar; None for a mapping or list.
-        """
+        """Count one more key or value of this mapping or list. text: of a scalar; else None."""
         self.num_children += 1
         # In a mapping, keys and values come by turns.
         is_key = self.is_mapping and self.num_children % 2 == 1
@@ -112,10 +106,7 @@ class _Reader:
 
 
 def check_bounds(text: str, loader: Any) -> None:
-    """Raise RecipeError for YAML text that is invalid, too long, too deep or expands to too many values.
-
-    Errors name line and field.
-    """
+    """Raise RecipeError, with line and field, for invalid, too long, too deep or too much expanding YAML text."""
     if len(text) > MAX_BYTES:
         raise RecipeError(f"it is longer than {MAX_BYTES:,} characters, which nothing in a recipe or a task is")
     _check_escapes(text, loader)

@@ -1,12 +1,10 @@
 """Comparison of a served model with what its training recorded: predictions of tokens, and prompts that offer tools.
 
-An adapter can be lost on its way in silence: loaded but of no effect, left out by name, or another in its slot. So
-each is also compared with its base in the same server: one that is nearer to its base than to what training recorded
-does nothing, and that is an error. How far a whole model may be from its record depends on its precision; that is
-measured, and a gate of the promotion bounds it.
+An adapter can be lost in silence: loaded but of no effect, left out by name, or another in its slot. So one that is
+nearer to its base in the same server than to what training recorded is an error. How far a whole model may be from its
+record depends on its precision; a gate of the promotion bounds it.
 
-A prompt with tools is written by the server's own rendering of the chat template. Where its tokens are others than
-those that were learned, the model is asked what it has not seen: that is a warning, and a metric.
+A prompt with tools is rendered by the server: tokens other than the learned ones are a warning, and a metric.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences between a served model's predictions and those that its training recorded.
+    """Differences of a served model's predictions from training's record.
 
-    differing_tool_prompts: number of prompts with tools that the server renders to other tokens than training did; None
-    if none was compared.
+    differing_tool_prompts: number of prompts with tools that the server renders to other tokens; None if none was
+    compared.
     """
 
     num_documents: int
@@ -65,16 +63,12 @@ def compare_with_records(
     warn: Callable[[str], None],
     base_name: str | None = None,
 ) -> dict[str, Agreement]:
-    """Compare served models with the predictions that their training recorded; returns the differences by model name.
+    """Compare served models with the predictions that their training recorded, if any; return them by model name.
 
-    Models without a record beside their folder are left out.
-
-    client: of the server of `spec`.
-    names: models of the server to compare.
-    base_name: model that adapters are compared with; default: their base.
-    warn: gets the reason if no document is compared; those that do not fit into `context_tokens` are left out.
-
-    Raises ServerError for a model that the server does not list, and for an adapter without effect.
+    client: of the server of `spec`. names: models of the server to compare. base_name: model that adapters are compared
+    with; default: their base. warn: gets the reason if no document is compared; those that do not fit into
+    `context_tokens` are left out. Raises ServerError for a model that the server does not list, and for an adapter
+    without effect.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
@@ -100,10 +94,7 @@ def compare_with_records(
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
-    """Return, as metrics, how far each served model's predictions are from those that its training recorded.
-
-    Metrics of models other than `served_name` end in `_NAME`.
-    """
+    """Return all models' differences as metrics; those of others than `served_name` end in `_NAME`."""
     metrics: dict[str, float] = {}
     for name, agreement in sorted(agreements.items(), key=lambda item: item[0] != served_name):
         suffix = "" if name == served_name else f"_{name}"
@@ -185,8 +176,8 @@ def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) ->
 def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert chat messages from the form that chat templates take to the form of OpenAI's requests.
 
-    Arguments of tool calls become JSON text, and thoughts the field `reasoning`.
-    Calls that have no id get one, which requests need, and tools' answers that of their call.
+    Arguments of tool calls become JSON text, thoughts the field `reasoning`; calls without an id, and their answers,
+    get one.
     """
     sent, unanswered = [], []
     for number, message in enumerate(messages):

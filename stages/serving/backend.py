@@ -1,7 +1,7 @@
 """Backends of the proxy (an engine, or one model in an engine), and the choice between champion and canary.
 
-A canary gets a share of the requests by a hash of their session, user or address, so that no one is answered by one
-version now and by another later. Without a session or a user, the client's address is all that the proxy knows.
+A canary gets a share of the requests by a hash of their session, user or client address, so that no one is answered by
+one version now and by another later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SESSION_HEADER = "X-Session-Id"
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Address where an engine listens: a Unix socket in a private folder, or a port on 127.0.0.1.
+    """Address of an engine: a Unix socket in a private folder, or a port on 127.0.0.1.
 
     named: URL, without `/v1`, of an engine that others started.
     """
@@ -36,10 +36,7 @@ class EngineAddress:
     named: str | None = None
 
     def connector(self) -> aiohttp.BaseConnector:
-        """Return an aiohttp connector to the engine, which opens a new connection for each request.
-
-        A kept connection could be closed by the engine just when a request is sent on it.
-        """
+        """Return an aiohttp connector with a new connection for each request: an engine may just close a kept one."""
         if self.socket:
             return aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         return aiohttp.TCPConnector(limit=0, force_close=True)
@@ -52,10 +49,7 @@ class EngineAddress:
 def post_to_engine(
     address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
 ) -> list[Answer]:
-    """Post requests directly to an engine with its API key, bypassing the proxy; return the answers in order.
-
-    Raises as `ask_aiohttp` does.
-    """
+    """Post requests to an engine itself, not its proxy; return the answers in order; raises as `ask_aiohttp`."""
 
     async def post() -> list[Answer]:
         headers = {"Authorization": f"Bearer {expected.key}"}
@@ -77,9 +71,8 @@ class Naming:
 class Backend:
     """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
-    naming: None for an engine whose names are public.
-    version: None if no versions are compared; requests then pass unread.
-    is_gone: True once its engine has ended; it is not asked any more.
+    naming: None for an engine whose names are public. version: None if no versions are compared; requests then pass
+    unread.
     """
 
     def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):
@@ -100,10 +93,7 @@ class Canary:
     share: float
 
     def takes(self, key: str) -> bool:
-        """Return whether the canary answers the requests of a client with this key.
-
-        The same version always gets the same keys; another version gets others.
-        """
+        """Return whether the canary answers clients with this key; the same version always gets the same keys."""
         version = self.backend.version
         digest = hashlib.sha256(f"{version.version if version else ''}\n{key}".encode("utf-8", "surrogatepass"))
         # Hashes are uniform over 64 bits: a `share` of all keys lies below the bound.
@@ -111,10 +101,7 @@ class Canary:
 
 
 def sticky_key(request: web.BaseRequest, asked: dict[str, Any] | None) -> str:
-    """Return a key that identifies the client, so that one client always gets the same model version.
-
-    It is the session's header, else the user of OpenAI's API, else the client's address.
-    """
+    """Return a client's lasting key: the session's header, else OpenAI's `user`, else the client's address."""
     if session := request.headers.get(SESSION_HEADER):
         return f"session {session}"
     user = asked.get("user") if asked else None

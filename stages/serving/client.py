@@ -50,10 +50,9 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Client:
-    """Client of one OpenAI-compatible server; raises ServerError for a bad answer, TransientError for no answer.
+    """Client of an OpenAI-compatible server; raises ServerError for a bad answer, TransientError for none.
 
-    url: address of the server, without `/v1`.
-    model: name that requests ask for.
+    url: without `/v1`. model: name that requests ask for.
     """
 
     url: str
@@ -81,14 +80,12 @@ class Client:
         return [model.id for model in self.models()]
 
     def models(self) -> list[ListedModel]:
-        """Return the models that the server lists at `/v1/models`."""
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
-        """Raise ServerError unless the server lists the model that this client queries.
+        """Raise ServerError unless the server lists this client's model.
 
-        server: name of the server in the message.
-        advice: end of the message, such as a remedy.
+        server: its name in the message. advice: end of the message, such as a remedy.
         """
         if self.model not in (names := self.model_names()):
             serves = shortened(", ".join(names), QUOTED_CHARACTERS)
@@ -116,10 +113,7 @@ class Client:
         return list(self.predictions([token_ids])[0].log_probabilities)
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return the server's ln p of each given token, and the likeliest token at its position.
-
-        The first token of a sequence has no prediction.
-        """
+        """Return the server's ln p and likeliest token at each given token but a sequence's first."""
         return [self._predicted(echoed, len(row)) for echoed, row in zip(self.echoed(rows), rows, strict=True)]
 
     def echoed(self, rows: list[list[int]]) -> list[TokenLogProbs]:
@@ -152,18 +146,12 @@ class Client:
         return self.answer(CHAT, ChatPrompt, {**request, "return_token_ids": True}).prompt_token_ids
 
     def counter(self, name: str) -> float:
-        """Return the value of a Prometheus counter in the server's `/metrics`, summed over its labels.
-
-        name: such as `vllm:request_success_total`.
-        """
+        """Return a Prometheus counter of `/metrics`, such as `vllm:request_success_total`, summed over its labels."""
         lines = self._asked("/metrics", METRICS_BYTES).check().body.decode(errors="replace").splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def _predicted(self, logprobs: TokenLogProbs, num_tokens: int) -> Predicted:
-        """Return the server's ln p of each token of an echoed prompt, and the likeliest token at its position.
-
-        The first token has no prediction.
-        """
+        """Return ln p and the likeliest token at each token of an echoed prompt but the first."""
         # Each entry lists the prompt's own token, too, beside the likeliest.
         likeliest = [max(top, key=lambda name: top[name]) for top in logprobs.likeliest_of_prompt(num_tokens, self.url)]
         return Predicted(logprobs.of_prompt(num_tokens, self.url), [token_number(name, self.url) for name in likeliest])
@@ -224,10 +212,7 @@ class TokenLogProbs(AnswerModel):
         return _all(self.token_logprobs[1:num_tokens], num_tokens - 1, server)
 
     def likeliest_of_prompt(self, num_tokens: int, server: str) -> list[dict[str, float]]:
-        """Return, for every token but the first of an echoed prompt, ln p of the likeliest tokens at its position.
-
-        Raises ServerError if some are missing.
-        """
+        """Return ln p of the likeliest tokens at each prompt token but the first; raise ServerError if some lack it."""
         return _all([top or None for top in (self.top_logprobs or ())[1:num_tokens]], num_tokens - 1, server)
 
 
@@ -242,7 +227,6 @@ class Choice(AnswerModel):
     token_ids: list[Count] | None = None
 
     def written(self, server: str) -> str:
-        """Return the completion's text. Raises ServerError if it has none."""
         if self.text is None:
             raise ServerError(f"{server} answered with a completion that has no text")
         return self.text
@@ -307,10 +291,7 @@ class EventChoice(AnswerModel):
 
 
 class ChatEvent(AnswerModel):
-    """Event of a streamed chat or completion; the last event may hold only the token counts (`usage`).
-
-    error: reason of the server for ending the answer early.
-    """
+    """Event of a streamed chat or completion; the last may hold only `usage`. error: why the server ended it early."""
 
     choices: list[EventChoice] = Field(default_factory=list)
     usage: Usage | None = None
@@ -324,10 +305,7 @@ class Models(AnswerModel, Generic[Shape]):
 
 
 class ListedModel(AnswerModel):
-    """Entry of the server's model list: a model's name and context length.
-
-    max_model_len: context length for prompt and answer together; None where the server does not report it.
-    """
+    """Entry of the server's model list. max_model_len: length of prompt and answer together; None if unreported."""
 
     id: str
     max_model_len: Annotated[int, Field(gt=0)] | None = None
@@ -341,10 +319,7 @@ def _all(values: Sequence[Value | None], count: int, server: str) -> list[Value]
 
 
 def answer_bytes(request: Mapping[str, Any]) -> int:
-    """Return an upper bound of an answer's bytes, computed from the tokens and log-probabilities that are requested.
-
-    An echoed prompt is answered with log-probabilities of its own tokens, which makes large answers legitimate.
-    """
+    """Return an upper bound of an answer's bytes, from requested tokens and log-probabilities (of prompts too)."""
     prompt = request.get("prompt") or []
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     of_prompts = sum(map(len, prompts))  # of a text, there are fewer tokens than characters

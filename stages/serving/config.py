@@ -51,8 +51,8 @@ class ServingConfig(StrictModel):
     tool_call_parser: Annotated[str | None, AddedLater()] = Field(
         None,
         min_length=1,
-        description="Name of the engine's parser that reads tool calls from answers. Default: chosen by the chat "
-        "template for vllm; llama_cpp has its own. Without a parser, requests with tools are refused.",
+        description="Engine's parser of tool calls. Default: by the chat template for vllm; llama_cpp has its own. "
+        "Without one, requests with tools are refused.",
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,
@@ -75,8 +75,7 @@ class BenchmarkConfig(StrictModel):
     )
     requests_per_concurrency: PositiveInt = Field(
         8,
-        description="Number of benchmark requests for each concurrent request: 8 means 8 requests at concurrency "
-        "1, 64 at concurrency 8.",
+        description="Requests per concurrent request: 8 means 8 requests at concurrency 1, 64 at concurrency 8.",
     )
     input_tokens: PositiveInt = Field(128, description="Number of tokens of each benchmark prompt.")
     output_tokens: PositiveInt = Field(64, description="Number of tokens of each benchmark answer.")
@@ -138,9 +137,7 @@ def limit_problems(
 ) -> Iterator[tuple[str, str]]:
     """Yield (dotted config field, problem) for server settings that the model's `config.json` does not allow.
 
-    environment: of the server.
-
-    Raises ModelError for a config that no model has.
+    environment: of the server. Raises ModelError for a config that no model has.
     """
     check_config(facts, "its config")
     max_tokens = _max_tokens(facts.fields)
@@ -202,10 +199,7 @@ def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, to
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    """Return the model's context length as vLLM derives it: `max_position_embeddings` times the RoPE scaling factor.
-
-    None where the config does not give it.
-    """
+    """Return the context length as vLLM derives it, `max_position_embeddings` × RoPE scaling factor, or None."""
     positions = fields.get("max_position_embeddings")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"

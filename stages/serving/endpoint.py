@@ -20,10 +20,7 @@ from stages.serving.server import Server, api_key, started_server
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Running or starting server of the model that a stage queries, with a client for it.
-
-    server: None if a serve stage started the server, and not this stage.
-    """
+    """Running or starting server of the model that a stage queries. server: None if a serve stage started it."""
 
     client: Client
     spec: LaunchSpec
@@ -56,7 +53,6 @@ class Endpoint:
         )
 
     def _compare(self, context_tokens: int) -> None:
-        """Log metrics of how far the server's predictions are from those that the model's training recorded."""
         name = self.spec.served_name
         agreements = compare_with_records(self.client, self.spec, [name], context_tokens, self.context.warn)
         if agreements:
@@ -78,7 +74,7 @@ class Endpoint:
 def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[Endpoint]:
     """Provide the endpoint of a stage's model: a serve stage's running server if it answers, else a new server.
 
-    A server of our own may still be starting. Raises ModelError or ResourceError before anything slow.
+    A new server may still be starting. Raises ModelError or ResourceError before anything slow.
     """
     spec = _launch_spec(config, context)
     leased = _leased_client(config, context, spec)
@@ -109,10 +105,7 @@ def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:
 
 
 def _leased_client(config: AskedModelConfig, context: StageContext, spec: LaunchSpec) -> Client | None:
-    """Return a client of the server that a serve stage keeps running for this refresh (pipeline run).
-
-    None if there is no such server, or if it fails its check.
-    """
+    """Return a client of the server that a serve stage keeps for this refresh, or None if none passes its check."""
     lease = context.leases.get(config.model)
     if lease is None:
         return None

@@ -1,9 +1,9 @@
 """Serving engines: the protocol that each implements, the launch spec of a server, and code that engines share.
 
-A new engine is a module and a line in `registry.py`. An engine lives in an environment of its own and is never
-imported: its program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers
-`/health`, `/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, and takes the bearer token that
-its environment gives it. What not all engines support is listed in their `Capabilities`.
+A new engine is a module and a line in `registry.py`. It lives in an environment of its own and is never imported: its
+program is started and spoken to over HTTP, through a proxy (`proxy.py`) that alone reaches it. It answers `/health`,
+`/metrics`, `/v1/models` and `/v1/completions` as OpenAI's clients expect, with a bearer token from its environment;
+what not all support is in their `Capabilities`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ REASON_CHARACTERS = 200
 
 
 class LaunchSpec(StrictModel):
-    """Launch spec: everything needed to start the same server again. A serve stage stores it as `launch.json`.
+    """Launch spec: everything needed to start the same server again; a serve stage stores it as `launch.json`.
 
-    Files written before there was more than one engine have `vllm_version`.
-
-    model: folder of the weights, or of the adapters' base.
-    served_name: name that requests ask for by default.
+    Files written before there was more than one engine have `vllm_version`. model: folder of the weights, or of the
+    adapters' base. served_name: name that requests ask for by default.
     """
 
     model: Path
@@ -64,13 +62,13 @@ class LaunchSpec(StrictModel):
     )
     for_training: bool = Field(
         False,
-        description="True if a training stage learns from the server's answers: new weights may be loaded while it "
-        "runs, and the model's own sampling defaults are ignored.",
+        description="True if training learns from the answers: new weights may be loaded, and the model's own "
+        "sampling defaults are ignored.",
     )
     num_tried: int = Field(
         0,
-        description="Number of servers that a user starts together for a short trial, this one included. They start "
-        "fast and share the GPUs. 0 for a server that is no trial.",
+        description="Number of servers started together for a short trial, this one included: they start fast and "
+        "share the GPUs. 0: no trial.",
     )
     serving: ServingConfig
     engine: str = "vllm"
@@ -116,10 +114,8 @@ def is_k_quant(weights: str) -> bool:
 class Quantization:
     """Description of a quantization, so that a serving engine can check whether it can serve the quantized model.
 
-    method: name of the method in recipes.
-    group_size: input channels that share a scale (int4).
-    ignore: names or patterns (`re:…`) of layers that stay unquantized.
-    tensor_parallel_size: of the server.
+    method: name in recipes. group_size: input channels that share a scale (int4). ignore: names or patterns (`re:…`) of
+    layers that stay unquantized. tensor_parallel_size: of the server.
     """
 
     method: str
@@ -136,10 +132,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class UncheckedOptions:
-    """Reason why the options for an engine's server could not be checked.
-
-    why: end of the message `whether ENGINE takes them …`.
-    """
+    """Reason why a server's options could not be checked: the end of `whether ENGINE takes them …`."""
 
     why: str
 
@@ -154,16 +147,12 @@ WeightFiles = Literal["safetensors", "gguf"]
 class Capabilities:
     """Capabilities of a serving engine, such as adapters; recipes that need more are refused.
 
-    weights: kind of weight files that it reads.
-    prompt_log_probabilities: whether `/v1/completions` gives them with `echo`, for tasks that compare log-likelihoods.
-    adapters: whether it serves adapters on a model.
-    new_weights: whether a running server takes other weights, for methods that learn from completions.
-    token_prompts: whether `/v1/completions` takes prompts of token ids; else prompts are texts, and what is served is
-    not compared with the record of its training.
-    stop_texts: whether an answer may end at any text.
-    prompt_token_ids: whether `/v1/chat/completions` returns the token ids of the rendered prompt.
-    dtypes: dtypes that it computes in.
-    idle_fields: fields of `serving` that it does not use.
+    weights: kind of files that it reads. prompt_log_probabilities: whether `/v1/completions` gives them with `echo`,
+    for tasks that compare log-likelihoods. new_weights: whether a running server takes other weights, for methods that
+    learn from completions. token_prompts: whether `/v1/completions` takes token ids; else what is served is not
+    compared with its training's record. stop_texts: whether an answer may end at any text. prompt_token_ids: whether
+    `/v1/chat/completions` returns those of the rendered prompt. dtypes: that it computes in. idle_fields: fields of
+    `serving` that it does not use.
     """
 
     weights: WeightFiles
@@ -198,7 +187,6 @@ class LoadResult:
     """Benchmark result at `concurrency` concurrent requests: median latencies in ms, and total throughput.
 
     inter_token_latency_ms: median over requests of the mean time to each token after the first.
-    num_output_tokens: number of tokens in all answers.
     """
 
     concurrency: int
@@ -213,12 +201,9 @@ class LoadResult:
 class Engine(Protocol):
     """Protocol of a serving engine, such as vLLM: how to start its server, query it and change its weights.
 
-    name: in recipes, records and metrics (`NAME_version`).
-    title: in messages.
-    installation: what to do when it is missing.
-    settings: environment variables of every server.
-    waiting_requests_metric: name of the metric of queued requests in `/metrics`.
-    listens_on_sockets: whether it can listen on a Unix socket; if not, it gets a port of the loopback.
+    name: in recipes, records and metrics (`NAME_version`). title: in messages. installation: what to do when it is
+    missing. settings: environment variables of every server. waiting_requests_metric: that of queued requests in
+    `/metrics`. listens_on_sockets: whether on a Unix socket; if not, it gets a port of the loopback.
     """
 
     name: str
@@ -240,9 +225,7 @@ class Engine(Protocol):
     def argument_problems(self, arguments: Mapping[str, JsonValue], *, at_once: bool) -> list[str] | UncheckedOptions:
         """Return `OPTION: reason` for server options that the engine refuses; UncheckedOptions if it cannot be asked.
 
-        at_once: answer without checks that take seconds.
-
-        Raises ResourceError if the engine is not installed.
+        at_once: without checks that take seconds. Raises ResourceError if the engine is not installed.
         """
 
     def root_cause(self, log: str) -> str | None:
@@ -252,40 +235,27 @@ class Engine(Protocol):
         """Return the context length of a running server, prompt and answer together, in tokens."""
 
     def smoke_log_probabilities(self, client: Client) -> list[float]:
-        """Return the log-probabilities of a few generated tokens, to check a new server.
-
-        Raises ServerError for none.
-        """
+        """Return a few generated tokens' log-probabilities, to check a new server; raise ServerError for none."""
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return the server's ln p of each given token, and the likeliest token at its position.
+        """Return the server's ln p of each given token but the first, and the likeliest token at its position.
 
-        The first token of a sequence has no prediction.
         The likeliest tokens are left out if the engine gives no token ids.
         """
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
-        """Run the load benchmark at each concurrency; writes `benchmark.json` and `benchmark.log` into `folder`.
-
-        Raises ServerError if the load could not be generated.
-        """
+        """Run the load benchmark; write `benchmark.json` and `.log` into `folder`; raise ServerError if it fails."""
 
     def check_adapters(self, spec: LaunchSpec) -> None:
-        """Raise ModelError, with a remedy, if the engine could not serve the adapters of `spec` on its model.
-
-        Reads configs and headers only.
-        """
+        """Raise ModelError, with a remedy, if configs and headers show that the adapters of `spec` cannot be served."""
 
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
         """Return whether a running server could load and fully apply one more adapter, given how it was started."""
 
     def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter into a running server.
-
-        Raises ServerError if the server refuses it, TransientError if it does not answer in time.
-        """
+        """Load an adapter into a running server; raise ServerError if it refuses, TransientError for no answer."""
 
     def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
         """Unload an adapter from a running server once no request uses it. Raises as `load_adapter` does."""
@@ -293,36 +263,26 @@ class Engine(Protocol):
     def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
         """Raise ServerError unless a server that the user started can take new weights and sample for training.
 
-        The message says how to start it.
-
-        num_tokens: length of prompt and answer that it must take.
-        dtype: that it must compute in.
+        The message says how to start it. num_tokens: of prompt and answer. dtype: that it must compute in.
         """
 
     def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Raise ServerError unless a running server can read files that we write to `folder`.
-
-        The server's weights stay as they are.
-        """
+        """Raise ServerError unless a running server, which stays as it is, can read files that we write to `folder`."""
 
     def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
         """Prepare a model folder so that a server can start from it, or load new weights from it while it runs.
 
-        The caller owns the folder.
-        client: of the server, if others started it.
+        The caller owns the folder. client: of the server, if others started it.
         """
 
     def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        """Replace the weights of a running server, started with `for_training`, by those in `folder`.
+        """Replace a running server's weights, started `for_training`, by those in `folder`.
 
         No request may be under way. Raises as `load_adapter` does.
         """
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
-        """Raise RecipeError, with a remedy, if the engine could not serve a model's layers once they are quantized.
-
-        facts: of the unquantized model.
-        """
+        """Raise RecipeError, with a remedy, if a model's layers could not be served once quantized. facts: before."""
 
     def caveats(self, quantization: Quantization) -> list[str]:
         """Return warnings about a quantized model that can be served, but with larger errors or more memory than
@@ -340,11 +300,8 @@ def problems_by_parser(
 ) -> list[str] | UncheckedOptions:
     """Return `OPTION: reason` for options that the engine's own parser refuses; UncheckedOptions if it did not run.
 
-    Answers are cached in the home. Where the parser cannot run, nothing is cached: it is asked again.
-
-    command: program that reads options from stdin, as JSON, and prints problems as its last line.
-    options: name → its arguments on the command line.
-    at_once: only answer from the cache.
+    Answers are cached in the home. command: program that reads options from stdin, as JSON, and prints problems as its
+    last line. options: name → its arguments on the command line. at_once: only answer from the cache.
     """
     # The engine's version is in the key: another one may know other options.
     asked = json.dumps(options, sort_keys=True)
@@ -390,11 +347,8 @@ def _unable(reason: str) -> UncheckedOptions:
 class PassedOptions:
     """Allow-list of the options that a recipe may pass to an engine's server; all others are refused.
 
-    Most options of these servers do more than tune: they load weights that are no safetensors, run code of others, name
-    files that no version knows, or open ways around the proxy.
-
-    title: name of the engine in messages.
-    names: the options that are passed.
+    Most do more than tune: they load weights that are no safetensors, run code of others, name files that no version
+    knows, or open ways around the proxy. title: name of the engine in messages.
     """
 
     title: str
@@ -423,10 +377,7 @@ class PassedOptions:
 
 
 def dtype_of(spec: LaunchSpec) -> str:
-    """Return the dtype for the engine's command line: the recipe's, but bfloat16 for `auto` with fp32 weights.
-
-    The engine itself would choose float16 for such weights.
-    """
+    """Return the recipe's dtype, but bfloat16 for `auto` with fp32 weights, where engines would choose float16."""
     stored = spec.facts.config
     if spec.serving.dtype == "auto" and "float32" in (stored.get("dtype"), stored.get("torch_dtype")):
         return "bfloat16"
@@ -436,8 +387,7 @@ def dtype_of(spec: LaunchSpec) -> str:
 class FixedWeights:
     """Mixin for engines that serve no adapters and load their weights only once.
 
-    Recipes that ask for more are refused by `Capabilities` when they are read; these errors are the last line of
-    defence.
+    `Capabilities` refuse recipes that ask for more; these errors are the last line of defence.
     """
 
     title: str

@@ -16,10 +16,7 @@ from stages.serving.backend import EngineAddress
 
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 2.0
-"""Longest idle time, in seconds, after which a connection to an engine is used again.
-
-Engines close connections that are idle for longer: uvicorn, which most of them use, after 5 s.
-"""
+"""Longest idle time, in seconds, of a reused connection; most engines (uvicorn) close theirs after 5 s."""
 MAX_HEAD_BYTES = 64 * 2**10
 MAX_UNREAD_BYTES = 256 * 2**10
 """Number of buffered answer bytes at which the engine must wait for a client that reads more slowly."""
@@ -41,11 +38,10 @@ class EngineConnections:
         self._idle: deque[tuple[EngineConnection, float]] = deque()
 
     async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
-        """Send a request to the engine; returns the connection once the headers of the answer have arrived.
+        """Send a request to the engine; return the connection once the headers of the answer have arrived.
 
-        headers: their lines, without the host and the body's length.
-
-        Raises NotConnectedError and ServerDisconnectedError.
+        headers: their lines, without the host and the body's length. Raises NotConnectedError and
+        ServerDisconnectedError.
         """
         line = f"{method} {target} HTTP/1.1\r\nHost: engine\r\n".encode("utf-8", "surrogateescape")
         # A POST says its length even if it is 0 (RFC 9110, 8.6).
@@ -74,7 +70,6 @@ class EngineConnections:
             self._idle.popleft()[0].close()
 
     def close(self) -> None:
-        """Close all idle connections to the engine."""
         while self._idle:
             self._idle.pop()[0].close()
 
@@ -101,12 +96,9 @@ class EngineConnections:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Connection to an engine, which carries one request and its answer at a time.
+    """Connection to an engine, for one request at a time; as a context, it is kept after a complete answer.
 
-    As a context, it is kept if the answer is complete, else closed.
-
-    status: of the answer; 0 until its headers have arrived.
-    is_whole: whether the engine has sent all of it.
+    status: of the answer; 0 until its headers have arrived. is_whole: whether the engine has sent all of it.
     """
 
     status: int
@@ -132,10 +124,7 @@ class EngineConnection(asyncio.Protocol):
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def ask(self, request: bytes) -> Self:
-        """Send a request to the engine; returns once the headers of the answer have arrived.
-
-        Raises ServerDisconnectedError.
-        """
+        """Send a request; return once the answer's headers have arrived. Raises ServerDisconnectedError."""
         self.status, self.reason, self.headers = 0, "", CIMultiDict()
         self.is_whole = self._is_kept_alive = False
         self._parts: list[bytes] = []
@@ -152,18 +141,15 @@ class EngineConnection(asyncio.Protocol):
         return self
 
     async def part(self) -> bytes:
-        """Wait for the next bytes of the answer's body, and return all that have arrived; the last chunk may be empty.
-
-        Raises ServerDisconnectedError.
-        """
+        """Wait for the next bytes of the body, perhaps none at its end. Raises ServerDisconnectedError."""
         while not self._parts and not self.is_whole:
             await self._wait()
         return self._arrived()
 
     async def hand_on(self, take: Callable[[bytes], bool]) -> None:
-        """Call `take` with each chunk of an answer as it arrives, until `take` returns False or the last chunk arrives.
+        """Call `take` with each chunk of an answer as it arrives, until it returns False or the last (left to `part`).
 
-        `part` returns that one. No task is woken for the others, which would take half of the proxy's time for a part.
+        No task is woken for the others, which would take half of the proxy's time for a part.
         """
         self._take = take
         try:

@@ -1,7 +1,7 @@
 """Exchange: a request and its answer, from which the proxy reads token counts, finish reasons and content.
 
-An engine counts the tokens of a stream only if it is asked to. So the proxy always asks, and removes the last event,
-which holds the counts, for a client that did not ask. Nothing else is changed.
+An engine counts a stream's tokens only if asked: so the proxy always asks, and removes the event with the counts for a
+client that did not. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from pydantic_core import from_json
 
 MAX_ANSWER_BYTES = 32 * 2**20
-"""Largest answer, or event of a stream, that the proxy parses, in bytes; longer ones are passed on without being
-parsed."""
+"""Largest answer, or event of a stream, that the proxy parses, in bytes; longer ones pass unparsed."""
 CLIENT_CLOSED = 499
 """HTTP status under which the proxy counts requests whose client disconnected, as nginx does."""
 MAX_COUNT = 2**53
@@ -28,8 +27,7 @@ ENDS_OF_EVENTS = (b"\n\n", b"\n\r\n")
 DATA = b"data:"
 # Possessive: a plain `\s*` would give back the space before `null`, and match that.
 COUNTED = re.compile(rb'"(?:usage|finish_reason)"\s*+:\s*+(?!null)')
-"""Pattern of server-sent events that hold token counts or a finish reason. Within a generated text, the quotes would be
-escaped."""
+"""Pattern of events with token counts or a finish reason; in a generated text, the quotes would be escaped."""
 
 
 @dataclass
@@ -75,9 +73,8 @@ class Choice:
 class Exchange:
     """Request and what the proxy has read of its answer so far: status, token counts, finish reasons, content.
 
-    status: of the answer, once it is complete; 502 if the engine broke it off.
-    asked: the request's JSON object.
-    keeps_content: whether `choices` get the text; else most events of a stream pass unread.
+    status: 502 if the engine broke the answer off. asked: the request's JSON object. keeps_content: whether `choices`
+    get the text; else most events of a stream pass unread.
     """
 
     def __init__(self, asked: dict[str, Any], *, keeps_content: bool = False):
@@ -147,10 +144,7 @@ class Exchange:
         return held if self._reads_events else b""
 
     def _events(self, start: int) -> Iterator[bytes]:
-        """Remove the complete server-sent events from the buffer, and yield those that are sent on to the client.
-
-        None ends before `start`.
-        """
+        """Remove the buffer's complete events, none of which ends before `start`, and yield those to send on."""
         while end := END_OF_EVENT.search(self._held, start):
             start = 0
             event = bytes(self._held[: end.end()])
@@ -167,10 +161,7 @@ class Exchange:
         return self.keeps_content or COUNTED.search(events) is not None
 
     def _read(self, content: dict[str, Any]) -> None:
-        """Collect token counts, finish reasons and content from a parsed answer or streamed event.
-
-        Invalid ones are ignored, and still reach the client.
-        """
+        """Collect counts, finish reasons and content from an answer or event; invalid ones still reach the client."""
         with suppress(TypeError, ValueError, AttributeError, OverflowError):
             usage = content.get("usage") or {}
             self.prompt_tokens = _count(usage.get("prompt_tokens")) or self.prompt_tokens
@@ -189,10 +180,7 @@ def _count(value: object) -> int:
 
 
 def json_object(body: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object; None for anything else, and for NaN, lone surrogates and over 200 levels of nesting.
-
-    Some parsers refuse those.
-    """
+    """Parse a JSON object; None for anything else, and, as some parsers refuse it: NaN, lone surrogates, 200 levels."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError:

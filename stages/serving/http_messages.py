@@ -22,10 +22,9 @@ NOT_PASSED_ON = frozenset(
         *("host", "date", "server", "origin", "expect"),
     }
 )
-"""Headers that the proxy does not forward, since they concern one connection (RFC 9110, section 7.6.1) or one server.
+"""Headers that concern one connection (RFC 9110, section 7.6.1) or one server, which the proxy does not forward.
 
-`Origin` is among them since the proxy stands in for the client: an engine would check it against its allowed origins.
-"""
+`Origin`, too: an engine would check it against its allowed origins, but the proxy stands in for the client."""
 NOT_SENT = frozenset(name.encode() for name in ("content-length", *NOT_PASSED_ON))
 
 
@@ -35,10 +34,7 @@ def passed(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the header lines of a request that the proxy forwards to the engine.
-
-    Content-Length is left out, as the body may differ.
-    """
+    """Return a request's header lines for the engine, without Content-Length, as the body may differ."""
     return b"".join(b"%b: %b\r\n" % header for header in headers if header[0].lower() not in NOT_SENT)
 
 

@@ -32,14 +32,11 @@ def inherited_environment() -> dict[str, str]:
 
 
 def find_interpreter(package: str, *, title: str, variable: str, environment: str, how: str) -> tuple[Path, str]:
-    """Return the Python interpreter of the environment in which a package is installed, and the package's version.
+    """Return the Python interpreter of a package's environment, and the package's version.
 
-    It is the one that `variable` names, or `ENVIRONMENT/bin/python` beside our environment.
-
-    title: name of the program in messages.
-    how: command that makes the environment.
-
-    Raises ResourceError if there is no interpreter, or it has no such package.
+    It is the one that `variable` names, or `ENVIRONMENT/bin/python` beside our environment. title: name of the program
+    in messages. how: command that makes the environment. Raises ResourceError if there is no interpreter, or no
+    package.
     """
     named = os.environ.get(variable)
     beside = Path(sys.prefix).parent / environment / "bin" / "python"
@@ -68,7 +65,7 @@ class InstalledPackage:
 
 @cache
 def find_package(command: Path, package: str) -> InstalledPackage:
-    """Find a package in the Python environment of a command, by its metadata instead of a slow import.
+    """Find a package in a command's environment, by its metadata instead of a slow import.
 
     Raises PackageNotFoundError, which is not cached: the environment may still be made.
     """
@@ -86,15 +83,11 @@ def root_cause(
     generic: Collection[str],
     cures: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Return the root cause of a failure from an engine's log, with a remedy if known; None if the log shows none.
+    """Return a failure's root cause from an engine's log, with a remedy if known; None if the log shows none.
 
-    It is what the option parser says, else the first exception with its message, or, where it has none, with the code
-    that raised it.
-
-    prefix: text that the server puts before its lines.
-    usage: the parser's line, with what it says as group 1.
-    generic: phrases, in lower case, of exceptions that only follow from others.
-    cures: text of a cause → what to change.
+    It is what the option parser says, else the first exception with its message, or else with the code that raised it.
+    prefix: text that the server puts before its lines. usage: the parser's line, with what it says as group 1. generic:
+    phrases, in lower case, of exceptions that only follow from others. cures: text of a cause → what to change.
     """
     lines = [prefix.sub("", line).rstrip() for line in log.splitlines()]
     misused = (match.group(1) for match in map(usage.match, lines) if match)

@@ -1,9 +1,8 @@
 """Program that runs LMDeploy's HTTP server: `lmdeploy_program.py MODEL OPTION…`, as `lmdeploy serve api_server`.
 
 With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
-last line on stdout is a JSON list of problems. A program for the interpreter of LMDeploy's environment; it imports
-nothing of ours. LMDeploy takes its API key as an option only, which everyone on the machine can read: here it is
-LMDEPLOY_SERVER_KEY of the environment.
+last line on stdout is a JSON list of problems. Runs in LMDeploy's environment and imports nothing of ours. LMDeploy
+takes its API key as an option only, which everyone on the machine can read: here it is LMDEPLOY_SERVER_KEY.
 """
 
 from __future__ import annotations

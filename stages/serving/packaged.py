@@ -1,8 +1,8 @@
 """SGLang and LMDeploy as serving engines, each described by one class with a table of its server's options.
 
 Written from their sources (SGLang 0.5.23, LMDeploy 0.18.0) and checked against their own argument parsers; no server of
-either was ever run here. What was not seen to work is not promised: neither puts adapters on a model, nor takes new
-weights while it runs. Each lives in an environment of its own, whose interpreter runs `NAME_program.py`.
+either was ever run here. So neither puts adapters on a model, nor takes new weights while it runs. Each environment's
+interpreter runs `NAME_program.py`.
 """
 
 from __future__ import annotations
@@ -77,15 +77,11 @@ class PackagedProgram:
 class PackagedEngine(FixedWeights):
     """Serving engine that comes as a Python package with an HTTP server; its class attributes describe the options.
 
-    before_model: option that precedes the model's folder; empty where that is a positional argument.
-    options: setting → the name of the engine's option for it.
-    fixed_options: options that every server gets.
-    eager_options: options that keep it from compiling and from capturing graphs.
-    passed: options that a recipe may pass through, of some hundred: those that tune.
-    log_prefix: text before each line of its log, such as time and process.
-    consequences: phrases, in lower case, of exceptions in the log that only follow from others.
-    cures: text of a cause in the log → what to change.
-    load_request: route and request fields by which it takes a prompt of token ids, where not those of completions.
+    before_model: option that precedes the model's folder; empty where that is a positional argument. options: setting →
+    the engine's option. fixed_options: of every server. eager_options: that keep it from compiling and from capturing
+    graphs. passed: tuning options that a recipe may pass. log_prefix: text before each line of its log. consequences:
+    phrases, in lower case, of exceptions that only follow from others. cures: text of a cause in the log → what to
+    change. load_request: route and request fields for a prompt of token ids, where not those of completions.
     """
 
     name: str
@@ -207,10 +203,7 @@ class Sglang(PackagedEngine):
         return [math.nan if value is None else value for value in choice.reported(client.url).token_logprobs]
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
-        """Return the log-probabilities of given tokens, without the likeliest token at each position.
-
-        SGLang names the likeliest tokens by their texts, which several tokens may share.
-        """
+        """Return log-probabilities of given tokens, without the likeliest, which SGLang names by ambiguous texts."""
         reports = zip(rows, client.echoed(rows), strict=True)
         return [Predicted(report.of_prompt(len(row), client.url), ()) for row, report in reports]
 
@@ -223,8 +216,8 @@ def _chat_of_ids(prompt: list[int]) -> dict[str, Any]:
 class Lmdeploy(PackagedEngine):
     """LMDeploy as a serving engine: only its chat route takes token ids and returns log-probabilities.
 
-    Its `/v1/completions` takes a list of token ids for a list of prompts, and gives no log-probabilities. So prompts
-    are texts, and what it serves is compared with no record of training.
+    Its `/v1/completions` takes a list of token ids for a list of prompts. So prompts are texts, and what it serves is
+    compared with no record of training.
     """
 
     name = "lmdeploy"
@@ -274,9 +267,8 @@ class Lmdeploy(PackagedEngine):
     load_request = (CHAT, _chat_of_ids)
 
     def max_model_len(self, spec: LaunchSpec) -> int:
-        """Return the context length in tokens for the command line of LMDeploy's server.
+        """Return the context length for LMDeploy's command line, as no answer of its server reports it.
 
-        It is always given, since no answer of LMDeploy's server reports the length.
         Raises ModelError where neither the recipe nor the model's config gives one.
         """
         length = spec.serving.max_model_len or spec.facts.max_positions

@@ -1,10 +1,10 @@
 """Authenticating HTTP proxy in front of every model server; clients reach engines only through the proxy.
 
-Engines guard some of their routes with a key, and leave others open: vLLM's own key guards `/v1` only. So an engine
-listens where only the proxy is (`EngineAddress`), and the proxy, on the public address, asks for the key on every path,
-passes on the routes of `ROUTES` alone, and bounds the size, the number and the time of requests. Answers pass as they
-are made. The engine behind it may be exchanged while requests are under way, or the model in it: the public name stays
-(`Naming`). A share of the requests may go to another engine or model, a canary.
+Engines leave some routes open: vLLM's own key guards `/v1` only. So an engine listens where only the proxy is
+(`EngineAddress`), and the proxy, on the public address, asks for the key on every path, passes on the routes of
+`ROUTES` alone, and bounds the size, the number and the time of requests. Answers pass as they are made. The engine
+behind it, or its model, may be exchanged under way: the public name stays (`Naming`). A share of the requests may go to
+another, a canary.
 
 It runs in a thread, so that whatever ends this process ends the proxy, and no process, port or socket is left. It and
 its neighbours import nothing but their HTTP libraries, pydantic and Prometheus' client: in Kubernetes it runs in the
@@ -57,8 +57,7 @@ ROUTES = {
     METRICS: "GET",
     VERSIONS: "GET",
 }
-"""HTTP method of each route of the proxy, by path. An engine's other routes (vLLM: `/collective_rpc`, `/tokenize`, …)
-cannot be reached."""
+"""HTTP method of each route of the proxy; an engine's others (`/collective_rpc`, `/tokenize`, …) cannot be reached."""
 MAX_BODY_BYTES = 32 * 2**20
 MAX_REQUESTS = 1024
 """Largest number of requests that the proxy handles at a time; further ones get status 429."""
@@ -112,8 +111,8 @@ class Proxy:
     ):
         """Create the proxy of an engine; clients can connect once `listening` runs the proxy.
 
-        sampler: takes conversations for a dataset.
-        waiting: where requests wait for the next engine when one is gone; None where there will be none.
+        sampler: takes conversations for a dataset. waiting: where requests wait for the next engine; None where there
+        will be none.
         """
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
@@ -126,10 +125,7 @@ class Proxy:
         self._connections: dict[Backend, EngineConnections] = {}
 
     def switch(self, backend: Backend) -> Backend:
-        """Send new requests to another engine or model; returns the former one, which may still be answering some.
-
-        A canary that becomes the backend is no canary any more.
-        """
+        """Send new requests to another backend, no longer a canary; return the former, which may still answer some."""
         with self._lock:
             before, self._backend = self._backend, backend
             if self._canary and self._canary.backend is backend:
@@ -147,10 +143,7 @@ class Proxy:
             self.tallies_of_canary = Tallies()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Forward one client's request to an engine, and the engine's answer to the client.
-
-        Cancelled when the client disconnects, which ends the engine's work too.
-        """
+        """Forward a client's request and the engine's answer; ends the engine's work when the client disconnects."""
         refusal = self._refusal(request)
         if refusal:
             return refusal
@@ -176,7 +169,6 @@ class Proxy:
             self._num_requests -= 1
 
     async def close(self) -> None:
-        """Close the proxy's idle connections to engines."""
         for connections in self._connections.values():
             connections.close()
 
@@ -211,10 +203,7 @@ class Proxy:
 
     @contextmanager
     def _under_way(self, key: str | None) -> Iterator[Backend]:
-        """Choose the backend for a request, and count the request as active there until its answer is complete.
-
-        key: of the client, for the canary's share; None to leave the canary out.
-        """
+        """Choose a request's backend, where it counts as active until answered. key: the client's; None: no canary."""
         with self._lock:
             backend = self._backend
             if self._canary and key is not None and self._canary.takes(key):
@@ -263,10 +252,7 @@ class Proxy:
         return backend is not self._backend
 
     async def _is_healthy(self, backend: Backend) -> bool:
-        """Return whether an engine answers its health check; False without asking if the engine is known to have ended.
-
-        Another engine may listen at its address by then.
-        """
+        """Return an engine's health; False if it has ended, since another may listen at its address by then."""
         if backend.is_gone:
             return False
         headers = header_lines([(b"Authorization", self._bearer)])
@@ -309,10 +295,7 @@ class Proxy:
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Forward a request to an engine, and its answer to the client.
-
-        Raises EngineGoneError if the engine fails before the client got any of it.
-        """
+        """Forward a request and its answer; raise EngineGoneError if the engine fails before any of it was sent."""
         response: web.StreamResponse | None = None
         try:
             connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
@@ -484,10 +467,7 @@ async def _answer_until(
 
 
 class _Connection(web.RequestHandler):
-    """Client's connection to the proxy; invalid HTTP gets an error response.
-
-    It logs none of the client's text, which may hold an API key; aiohttp would.
-    """
+    """Client's connection to the proxy, whose invalid HTTP, with perhaps an API key, is not logged as aiohttp would."""
 
     def handle_error(
         self,
@@ -505,7 +485,7 @@ class _Connection(web.RequestHandler):
 
 
 class _BoundedServer(web.Server):
-    """HTTP server that closes new connections once `MAX_CONNECTIONS` are open.
+    """HTTP server that closes new connections beyond `MAX_CONNECTIONS`.
 
     They are closed only once they are made: before, none of many simultaneous ones would be counted.
     """

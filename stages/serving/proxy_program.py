@@ -1,8 +1,7 @@
 """Program that runs the proxy in a Kubernetes pod: `python -m stages.serving.proxy_program SOCKET PORT`.
 
-It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET. While kubelet restarts the engine,
-requests wait. The API key is VLLM_API_KEY. It holds a lock beside the socket until it ends, by which others know when
-the engine is not needed any more.
+It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET, and requests wait while kubelet
+restarts it. The API key is VLLM_API_KEY. A lock beside the socket tells others until when the engine is needed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from stages.serving.waiting import WaitingRoom
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
-"""Time in seconds that running answers get after SIGTERM, since long ones take minutes. Without running answers, the
-proxy ends at once."""
+"""Seconds that running answers get after SIGTERM, since long ones take minutes; without any, the proxy ends at once."""
 
 
 def main() -> None:

@@ -30,10 +30,7 @@ def chosen_engine(serving: ServingConfig | None) -> Engine:
 
 
 def installed_version(engine: Engine) -> dict[str, str]:
-    """Return the installed engine's version as an artifact's tag, such as {"vllm_version": "0.32.0"}.
-
-    Raises ResourceError if it is not installed.
-    """
+    """Return the installed version as a tag, {"vllm_version": "0.32.0"}; ResourceError if not installed."""
     return {f"{engine.name}_version": engine.find_program().version}
 
 
@@ -107,10 +104,9 @@ def new_launch_spec(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     base_name: str | None = None,
 ) -> LaunchSpec:
-    """Return a launch spec for serving a model folder with an installed engine.
+    """Return a launch spec for serving a model folder with an installed engine; raise ResourceError without it.
 
     engine: default: the one that `serving` names, or else the one for the folder's weight files.
-    Raises ResourceError if the engine is not installed.
     """
     name = serving.engine or DEFAULT_ENGINES.get(weight_files_of(model), DEFAULT_ENGINE)
     engine = engine or engine_of(name)

@@ -1,10 +1,9 @@
 """Sampling of served conversations into dataset rows: a share of them, without personal data, in limited disk space.
 
-- `<folder>/requests-<UTC time>-<process>.jsonl`: rows of the format `messages`; never changed again
-- `<folder>/.requests-…`: file that is being written; hidden, so that no dataset holds half a row
-
-Rows hold the conversation, the tools that were offered, and the version that answered: no header, no key, no user. A
-conversation with pictures, one that no training would read, and an answer that was cut off are left out.
+`<folder>/requests-<UTC time>-<process>.jsonl` has rows of the format `messages`, and never changes; one being written
+is hidden (`.requests-…`), so that no dataset holds half a row. Rows hold the conversation, the tools that were offered,
+and the version that answered: no header, no key, no user. Conversations with pictures, those that no training would
+read, and answers that were cut off are left out.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ MAX_ROW_BYTES = 2**20
 MAX_WAITING = 32
 """Largest number of sampled conversations that wait to be written; further ones are dropped."""
 NUM_FILES = 8
-"""Approximate number of files that share the disk limit for sampled conversations. At the limit, each new file replaces
-the oldest one."""
+"""Approximate number of files within the disk limit, at which each new file replaces the oldest one."""
 FILE_AGE_S = 3600.0
 OPEN_PREFIX = "."
 NAME = "requests-"
@@ -47,8 +45,7 @@ NAME = "requests-"
 class Samples:
     """Context manager that stores a share (0 to 1) of the served conversations as dataset rows, in its own thread.
 
-    max_bytes: limit for all files together; the oldest are removed for new ones.
-    random_seed: seed of the choice; None for another choice every time.
+    max_bytes: of all files; the oldest are removed for new ones. random_seed: of the choice; None: a new one each time.
     """
 
     def __init__(self, folder: Path, share: float, max_bytes: int, random_seed: int | None = None) -> None:
@@ -82,7 +79,6 @@ class Samples:
         print_timed(f"{self._num_written} conversations were written to {self._folder}, {self._num_left_out} left out")
 
     def draws(self) -> bool:
-        """Return by chance whether the next conversation is to be sampled."""
         return self._numbers.random() < self._share
 
     def take(self, exchange: Exchange, version: str) -> None:

@@ -1,8 +1,7 @@
 """Stages that serve or query a model: their config fields, and checks of adapters against their base model.
 
-An adapter belongs to one base. In a recipe that is found by lineage and filled in as `base`, so that the base is among
-the stage's inputs: no clean-up removes it, and containers have it. A stage asks a model by the server of a serve stage,
-or by one of the stage's own.
+An adapter's one base is found by lineage and filled in as `base`, so that it is among the stage's inputs: no clean-up
+removes it, and containers have it. A stage asks a model by a serve stage's server, or by its own.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def adapters_base(model: str, stages: Mapping[str, StageConfig]) -> str | None:
 def base_problems(
     model: str, base: str | None, adapters: Sequence[str], stages: Mapping[str, StageConfig]
 ) -> Iterator[str]:
-    """Yield problems of a stage that serves `model` and adapters, such as adapters of different base models.
-
-    `base` is the model under `model`, if that is an adapter.
-    """
+    """Yield problems of a stage that serves `model` (on `base`, if an adapter) and adapters, such as several bases."""
     for field, name in (("model", model), *((f"adapters.{number}", name) for number, name in enumerate(adapters))):
         trained = getattr(stages[name], "adapter", None)
         if found := [option for option in NOT_PUT_ON_A_BASE if getattr(trained, option, None)]:
@@ -69,10 +65,7 @@ def base_problems(
 
 
 def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the folder of each adapter to serve on the base model, by name.
-
-    Raises ModelError for one that was trained on another model.
-    """
+    """Return each served adapter's folder, by name; raise ModelError for one that was trained on another model."""
     folders = {name: (inputs[name] / ADAPTER_FOLDER).resolve() for name in names}
     for name, folder in folders.items():
         trained_on = read_headers(folder).base
@@ -88,9 +81,7 @@ def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path])
 class ServedModel:
     """Model on a running server, with its client, context length and tokenizer folder, for a stage that queries it.
 
-    folder: of the model, for its tokenizer.
-    context_tokens: length of prompt and answer together.
-    takes_tokens: whether prompts may be token ids.
+    context_tokens: of prompt and answer together. takes_tokens: whether prompts may be token ids.
     """
 
     client: Client
@@ -122,8 +113,7 @@ class AskedModelConfig(StageConfig):
     )
     serving: ServingConfig | None = Field(
         None,
-        description="Settings of the server that this stage starts for a model or an adapter; not allowed if "
-        "`model` is a serve stage, which has its own.",
+        description="Settings of this stage's own server; not allowed if `model` is a serve stage.",
     )
     engine: Annotated[EngineName | None, AddedLater()] = Field(
         None, description="Engine of the serve stage in `model`, if it is not vllm; found automatically."
@@ -171,5 +161,4 @@ class AskedModelConfig(StageConfig):
 
     @property
     def serving_engine(self) -> Engine:
-        """Serving engine of the server that the stage queries."""
         return engine_of(self.engine) if self.engine else chosen_engine(self.serving)

@@ -1,7 +1,7 @@
 """Start, readiness check and stop of model servers; a server never outlives the process that started it.
 
-In: a `LaunchSpec`. Out: a `Server` with its address and its key, whose processes, port and temporary files are gone
-when the context ends, however it ends. Requests to the server are in `client.py`.
+From a `LaunchSpec` comes a `Server` whose processes, port and temporary files are gone when the context ends, however
+it ends.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ SOCKET_NAME = "engine.sock"
 
 @dataclass
 class Server:
-    """Started model server (engine and proxy); call `wait_until_ready` before the first request.
+    """Started model server; call `wait_until_ready` before the first request.
 
-    client: speaks to the proxy.
-    address: of the engine itself, for another proxy of this process.
+    client: speaks to the proxy. address: of the engine itself, for another proxy of this process.
     """
 
     client: Client
@@ -72,10 +71,10 @@ class Server:
         return self.process.alive()
 
     def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
-        """Wait until the server passes its health check; returns the seconds since its start.
+        """Wait until the server passes its health check; return the seconds since its start.
 
-        `report` gets the elapsed seconds, once a second.
-        Raises ServerError with the root cause from the log when the server ends, or is not ready in time.
+        report: gets the elapsed seconds, once a second. Raises ServerError, with the log's root cause, when the server
+        ends or is late.
         """
         reported_s = 0.0
         while (elapsed_s := time.monotonic() - self.started_s) < timeout_s:
@@ -90,7 +89,7 @@ class Server:
         raise self.failure(f"was not ready within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise ServerError unless the server lists its model and generates tokens with finite log-probabilities.
+        """Raise ServerError unless the server lists its model and generates finite log-probabilities.
 
         Some engines start with a model that they cannot run, and die of the first request: their logs give the reason.
         """
@@ -102,11 +101,10 @@ class Server:
             raise self.failure(f"failed at its first request ({error})") from error
 
     def failure(self, what: str) -> ServerError:
-        """Return an error with the cause of the server's failure, from its log.
+        """Return an error with the cause of the server's failure, from its log; waits a few seconds for its end.
 
-        Waits a few seconds for the process to end.
-        A server that has ended died if a signal ended it, or if its log has no cause: then one of its processes was
-        killed, a signal that only its parent sees, and the others have ended by themselves.
+        It died if a signal ended it, or if its log has no cause: then one of its processes was killed, a signal that
+        only its parent sees, and the others have ended by themselves.
         """
         deadline_s = time.monotonic() + GRACE_S
         while (exit_code := self.process.poll()) is None and time.monotonic() < deadline_s:
@@ -134,16 +132,11 @@ def started_server(
 ) -> Iterator[Server]:
     """Start a server for a launch spec: the engine, and in front of it a proxy at the address in `execution`.
 
-    On leaving, no process, port or temporary file of them is left. The API key is VLLM_API_KEY of our environment, or a
-    new one.
-
-    log_file: receives the engine's output.
-    runtime: folder for its socket and temporary files, emptied first and removed in the end.
-    environment: variables that override the engine's.
-    version: of a registered model, for the metrics.
-
-    Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the engine
-    could not put on the model; ResourceError when the port is taken or the engine is not installed.
+    On leaving, no process, port or temporary file is left. The API key is VLLM_API_KEY of our environment, or a new
+    one. log_file: receives the engine's output. runtime: folder for its socket and temporary files, emptied first and
+    removed in the end. environment: variables that override the engine's. version: of a registered model, for the
+    metrics. Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the
+    engine could not put on the model; ResourceError when the port is taken or the engine is not installed.
     """
     check_model_folder(spec.facts)
     engine = engine_of(spec.engine)
@@ -194,7 +187,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide the address at which an engine listens, in two forms: for the engine's process and for ours.
+    """Provide an engine's address for its process and for ours.
 
     The path of a socket may have 107 bytes, so both name it relative to the folder.
     """
@@ -220,10 +213,10 @@ def last_lines(log: str, num_lines: int = 5) -> str:
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on `port`, or with None on a free port. Raises ResourceError if the port is taken.
+    """Return a socket that listens on `port`, or with None on a free one; raise ResourceError if it is taken.
 
-    Open it before anything slow starts: from then on no other process can listen there and be taken for our server, and
-    early clients wait. A socket that is only bound would lose the port to the first process that listens.
+    Open it before anything slow: from then on no other process can be taken for our server, and early clients wait. A
+    socket that is only bound would lose the port to the first process that listens.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

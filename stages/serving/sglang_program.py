@@ -1,9 +1,8 @@
 """Program that runs SGLang's HTTP server: `sglang_program.py OPTION…`, with the options of `sglang serve`.
 
 With `--check-options` alone, its parser is asked about the options on stdin instead (JSON, option → its arguments); the
-last line on stdout is a JSON list of problems. A program for the interpreter of SGLang's environment; it imports
-nothing of ours. SGLang takes its API key as an option only, which everyone on the machine can read: here it is
-SGLANG_SERVER_KEY of the environment.
+last line on stdout is a JSON list of problems. Runs in SGLang's environment and imports nothing of ours. SGLang takes
+its API key as an option only, which everyone on the machine can read: here it is SGLANG_SERVER_KEY.
 """
 
 from __future__ import annotations

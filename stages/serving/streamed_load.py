@@ -25,11 +25,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of one benchmark request, in seconds.
-
-    first_s: until the first text.
-    tokens: length of the answer, by the server's count.
-    """
+    """Timing of a benchmark request. first_s: until the first text. tokens: of the answer, by the server's count."""
 
     first_s: float
     total_s: float
@@ -47,9 +43,7 @@ def generate_load(
     path: str = "/v1/completions",
     asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
 ) -> list[LoadResult]:
-    """Measure latency and throughput at each concurrency of a benchmark, with random token ids as prompts.
-
-    Leaves `benchmark.json` in `folder`.
+    """Measure latency and throughput at each concurrency, with random token ids as prompts; write `benchmark.json`.
 
     path, asked: route and request fields by which the server takes a prompt of token ids.
     """

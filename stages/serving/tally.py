@@ -1,7 +1,7 @@
 """Counts of the proxy's answers by model version, for Prometheus and for comparing a canary with its champion.
 
-Lines of the engines' own metrics get the same two labels, `lifecycle_model` and `lifecycle_version`, so that a panel of
-one dashboard shows a champion and its challenger, whichever engine serves them.
+Engines' own metrics get the same labels, `lifecycle_model` and `lifecycle_version`, so that one dashboard shows a
+champion and its challenger, whichever engine serves them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ class ServedVersion:
 
 @dataclass
 class Tally:
-    """Counts of one model version: requests by status, finish reasons, tokens, latencies.
-
-    latencies_s: of answers without error, from a request's arrival to the answer's last byte.
-    """
+    """Counts of one model version. latencies_s: of answers without error, from a request's arrival to the last byte."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -62,7 +59,6 @@ class Tally:
         return sum(count for (_, status), count in [*self.statuses.items()] if status >= 500)
 
     def count(self, route: str, exchange: Exchange, seconds: float) -> None:
-        """Add a request and its answer to a model version's counts."""
         self.statuses[route, exchange.status] += 1
         self.finish_reasons.update(exchange.finish_reasons)
         self.prompt_tokens += exchange.prompt_tokens
@@ -111,7 +107,6 @@ class Tallies(Collector):
         ]
 
     def as_text(self) -> str:
-        """Return the request counts in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def collect(self) -> Iterable[Metric]:
@@ -146,10 +141,9 @@ def _cumulative(buckets: Counter[float]) -> Iterator[tuple[str, float]]:
 
 
 def labelled(engines: Iterable[tuple[ServedVersion, str]]) -> str:
-    """Join the Prometheus metrics of several engines into one text, each sample labelled with its model version.
+    """Join the metrics of several engines into one Prometheus text, each sample labelled with its model version.
 
-    Families are kept together, as the format requires: of each, the comments of the first engine that has it, and the
-    samples of all.
+    Families are kept together, as the format requires, with the comments of the first engine that has them.
     """
     comments: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

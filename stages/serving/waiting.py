@@ -1,7 +1,7 @@
 """Queue of the proxy for requests that wait while no engine runs, such as during an engine's restart.
 
-Requests wait for a bounded time, with bodies of a bounded size together. A request of whose answer nothing was sent is
-sent to the next engine; not endlessly, since it may be what the engines die of.
+Time, and the size of all bodies together, are bounded. A request of whose answer nothing was sent is sent to the next
+engine; not endlessly, since it may be what the engines die of.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ PAUSE_S = 0.1
 
 
 class EngineGoneError(Exception):
-    """Error for an engine that ended before its answer began, so that the request may go to another engine.
-
-    was_sent: whether it may have got the request.
-    """
+    """Error for an engine that ended before its answer began, so that another may get it. was_sent: perhaps."""
 
     def __init__(self, message: str, *, was_sent: bool = True):
         super().__init__(message)
@@ -44,10 +41,7 @@ class WaitingRoom:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def visit(self, num_bytes: int) -> Visit:
-        """Create the state of one request, which may have to wait until an engine runs.
-
-        num_bytes: size of the request's body.
-        """
+        """Create the state of a request, with a body of `num_bytes`, that may have to wait until an engine runs."""
         self._loop = asyncio.get_running_loop()
         return Visit(self, num_bytes)
 
@@ -74,11 +68,10 @@ class Visit:
     async def wait(
         self, gone: EngineGoneError, is_replaced: Callable[[], bool], is_healthy: Callable[[], Awaitable[bool]]
     ) -> web.Response | None:
-        """Wait until the request can be sent to an engine again; returns an error response if that takes too long.
+        """Wait until the request can be sent to an engine again; return an error response if that takes too long.
 
-        gone: why the engine that was asked did not answer.
-        is_replaced: returns whether there is another engine by now.
-        is_healthy: returns whether that engine itself answers, after all or again.
+        gone: why the asked engine did not answer. is_replaced: whether there is another by now. is_healthy: whether it
+        answers itself.
         """
         self._num_engines += gone.was_sent  # an engine that never got the request did not die of it
         if self._num_engines >= MAX_ENGINES:

@@ -30,8 +30,7 @@ class KubernetesOptions(ClusterOptions):
     )
     job: Literal["train_job", "indexed_job"] = Field(
         "train_job",
-        description="Kind of job for training over several nodes: a TrainJob of Kubeflow Trainer, or an "
-        "indexed Kubernetes Job.",
+        description="Job for training over several nodes: Kubeflow Trainer's TrainJob, or an indexed Kubernetes Job.",
     )
     training_runtime: KubernetesName = Field(
         "torch-distributed", description="Name of the ClusterTrainingRuntime that a TrainJob refers to."
@@ -44,8 +43,7 @@ class KubernetesOptions(ClusterOptions):
     )
     secrets: dict[str, SecretKey] = Field(
         default_factory=dict,
-        description="Environment variables taken from Kubernetes Secrets: each name with "
-        "SECRET/KEY, such as {HF_TOKEN: hub/token}.",
+        description="Environment variables from Kubernetes Secrets: name: SECRET/KEY, such as {HF_TOKEN: hub/token}.",
     )
     node_selector: dict[str, str] = Field(
         default_factory=dict, description="Labels that a node must have to run the pods."

@@ -1,7 +1,7 @@
 """Base classes for the options of launchers in a recipe, with the checks that a plan of a refresh makes of them.
 
-Each launcher has a module here, light enough for a config to import. How one that is a cluster starts and follows jobs
-is in the module of its name in `flows/launch/`.
+Each launcher has a module here, light enough for a config to import; how a cluster's starts and follows jobs is in
+`flows/launch/`.
 """
 
 from __future__ import annotations

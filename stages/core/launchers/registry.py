@@ -41,12 +41,10 @@ class LauncherFields(StrictModel):
 
     @property
     def is_local(self) -> bool:
-        """Return whether the stage's processes run on the same machine as the refresh."""
         return LAUNCHERS[self.launcher].IS_LOCAL
 
     @property
     def options(self) -> LauncherOptions:
-        """Return the options of the chosen launcher."""
         return self.block(LAUNCHERS[self.launcher])
 
     def block(self, options: type[Options]) -> Options:

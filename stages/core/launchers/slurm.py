@@ -40,8 +40,8 @@ class SlurmOptions(ClusterOptions):
     qos: str | None = Field(None, description="Slurm quality of service of the job (`sbatch --qos`).")
     time_limit: TimeLimit | None = Field(
         None,
-        description="Time limit of the Slurm job, as minutes, HH:MM:SS or D-HH:MM:SS; a stage that reaches it "
-        "continues in another job.",
+        description="Time limit of the Slurm job, as minutes, HH:MM:SS or D-HH:MM:SS; after it the stage continues in "
+        "another.",
     )
     warning_s: PositiveInt = Field(
         60,

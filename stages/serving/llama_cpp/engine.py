@@ -50,10 +50,7 @@ BLOCK_SIZE = 32
 
 
 ERROR = re.compile(r"^[\d.]+ E (.+)$", re.MULTILINE)
-"""Pattern of an error line in llama.cpp's log.
-
-Such as `0.00.567.051 E llama_model_load: error loading model: tensor … not within the file bounds`.
-"""
+"""Error line in llama.cpp's log: `0.00.567.051 E llama_model_load: … tensor … not within the file bounds`."""
 PYTHON = re.compile(r"^(?:server_program\.py: error: .+|[A-Za-z_.]*(?:Error|Exception): .+)$", re.MULTILINE)
 GENERIC = "please check the input params"
 MAX_CHARACTERS = 600
@@ -81,10 +78,9 @@ class LlamaCppProgram:
 
 
 def free_cores() -> int:
-    """Return the number of CPU cores that were idle in the last minute, at least 1, for llama.cpp's threads.
+    """Return the CPU cores that were idle in the last minute, at least 1, as llama.cpp's number of threads.
 
-    Threads beyond those spin at barriers: an answer that takes 6 ms on an idle core took 6 s with two threads on two
-    busy ones.
+    Threads beyond those spin at barriers: an answer of 6 ms on an idle core took 6 s with two threads on two busy ones.
     """
     most = int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
     return max(1, min(most, len(os.sched_getaffinity(0)) - round(os.getloadavg()[0])))

@@ -1,8 +1,8 @@
 """Queries that OpenAI's API lacks, for a llama.cpp server: log-probabilities of given tokens, and tokenization.
 
-The server knows no `echo`, so each token is asked for on its own: after the tokens before it, one token is sampled that
-a bias makes certain. Its log-probability is reported as it is without the bias, and so is the likeliest token. The
-server caches earlier prompts: a token costs a step.
+The server knows no `echo`, so for each token one is sampled after those before it that a bias makes certain; its
+log-probability and the likeliest token are reported without the bias. The server caches earlier prompts: a token costs
+a step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ TOKEN_ID_BYTES = 16
 
 
 class Meta(AnswerModel):
-    """Context length and vocabulary size of the model, as a llama.cpp server reports them.
-
-    n_ctx: context length, for prompt and answer together.
-    """
+    """Context (prompt and answer together) and vocabulary sizes, as a llama.cpp server reports them."""
 
     n_ctx: Count
     n_vocab: Count
@@ -72,22 +69,18 @@ def meta_of(client: Client) -> Meta:
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
-    """Return the server's ln p of each given token, and the likeliest token at its position.
+    """Return the server's ln p and likeliest token at each given token but a sequence's first.
 
-    The first token of a sequence has no prediction.
     Raises ServerError if the server gives none.
     """
     return [_of_row(client, row) for row in rows]
 
 
 def tokenize(address: EngineAddress, api_key: str, texts: Sequence[str], *, add_special: bool) -> list[list[int]]:
-    """Return the token ids of each text, requested from the llama.cpp engine itself.
+    """Return token ids of texts (special tokens allowed), requested from llama.cpp itself, not through the proxy.
 
-    The proxy does not forward this route.
-    The texts may hold special tokens.
-    add_special: whether to add the special tokens around a text.
-
-    Raises ServerError if the server refuses, TransientError if it does not answer.
+    add_special: whether to add the special tokens around a text. Raises ServerError if the server refuses,
+    TransientError if it does not answer.
     """
     longest = max((len(text.encode()) for text in texts), default=0)
     max_bytes = 2**16 + longest * TOKEN_ID_BYTES  # a text has at most a token for each byte
@@ -130,10 +123,7 @@ def _all(client: Client, prompt: list[int], whole: int | None) -> dict[int, floa
 
 
 def _sampled(client: Client, prompt: list[int], token: int, num_likeliest: int) -> _Entry | None:
-    """Sample one token that a logit bias forces, and return the server's report of its log-probability.
-
-    None if the server reports none.
-    """
+    """Sample one token that a logit bias forces; return the server's log-probability of it, or None."""
     options = {"max_tokens": 1, "temperature": 0, "logprobs": num_likeliest, "logit_bias": [[token, CERTAIN]]}
     request = {"model": client.model, "prompt": prompt, **options}
     reported = client.answer("/v1/completions", Choices[_Choice], request).choices[0].logprobs

@@ -110,9 +110,7 @@ def argument_problems(
 ) -> list[str] | UncheckedOptions:
     """Return `OPTION: reason` for options that this project or the parser of the installed vLLM refuses.
 
-    The parser's answers are cached.
-    python: interpreter of vLLM's environment.
-    at_once: only answer from the cache.
+    The parser's answers are cached. python: of vLLM's environment. at_once: only answer from the cache.
     """
     if refused := list(refusals(arguments)):
         return refused
@@ -133,10 +131,7 @@ def _written(name: str, value: JsonValue) -> list[str]:
 
 
 def _elsewhere(value: JsonValue) -> Iterator[str]:
-    """Yield the keys and methods in a vLLM option's value that name code, files or models outside the artifact.
-
-    Lists, nested objects and JSON strings are searched too.
-    """
+    """Yield keys and methods in an option's (nested) value that name code, files or models outside the artifact."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,6 +1,6 @@
 """vLLM as a serving engine: its program, its server's command line and environment, its log, its load generator.
 
-vLLM lives in an environment of its own and is never imported here: it is started as a program and spoken to over HTTP.
+It lives in an environment of its own and is never imported here, but spoken to over HTTP.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ BYTES_PER_GIB = 2**30
 CPU_KV_CACHE_GIB = 4.0
 """Size of the KV cache on a CPU in GiB, where the recipe gives none.
 
-vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest.
-"""
+vLLM would take 92% of the host's memory, and refuse to start when something else uses more than the rest."""
 GPU_SHARE = 0.9
 """Share of a GPU's memory for all servers that a user starts together for a trial."""
 QUIET = {
@@ -67,9 +66,8 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKE
 SMOKE_PROMPT = "1 + 1 = 2"
 """Prompt of the request that checks a new server; it must have more than one token.
 
-On CPUs with AMX, attention of vLLM 0.32 in bf16 dies by SIGILL until a product of two matrices, which a single token
-does not need, has asked the kernel for the tile registers.
-"""
+On CPUs with AMX, vLLM 0.32's attention in bf16 dies by SIGILL until a product of two matrices, which a single token
+does not need, has asked the kernel for the tile registers."""
 SMOKE_TOKENS = 2
 
 
@@ -142,10 +140,7 @@ class VllmProgram:
         return command
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
-        """Return the environment of vLLM's server: ours, with the API key and with settings for CPUs.
-
-        Variables that would confuse vLLM are left out.
-        """
+        """Return our environment with the API key, settings for CPUs, and no variables that would confuse vLLM."""
         serving = spec.serving
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
@@ -167,10 +162,7 @@ class VllmProgram:
         return environment
 
     def _is_eager(self, spec: LaunchSpec) -> bool:
-        """Return whether vLLM runs in eager mode, without compilation.
-
-        On a CPU compilation takes minutes, which a person who tries a model would spend waiting for its first answer.
-        """
+        """Return whether vLLM runs without compilation, which takes minutes before a trial's first answer on a CPU."""
         return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
     def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
@@ -305,17 +297,14 @@ class Vllm:
 def find_root_cause(log: str) -> str | None:
     """Return the first exception in vLLM's log that no other exception caused, with its message; None without one.
 
-    Several processes write into one log, each with a prefix of its own, and the first traceback has the cause. The last
-    line does not help (`RuntimeError: Engine core initialization failed. See root cause above`).
+    Several processes write into one log, each with a prefix, and the first traceback has the cause; the last line does
+    not (`RuntimeError: Engine core initialization failed. See root cause above`).
     """
     return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
 
 
 def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
-    """Run `vllm bench serve` at each concurrency; writes `benchmark.json` (vLLM's results) and `benchmark.log`.
-
-    Raises ServerError if the load generator fails.
-    """
+    """Run `vllm bench serve` at each concurrency; write `benchmark.json` and `.log`; raise ServerError if it fails."""
     arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
     results = _run_load_generator(client, arguments, folder)
     return [

@@ -1,8 +1,8 @@
-"""Program that runs vLLM's command with an engine process that is forked on a CPU: `forking_program.py serve OPTION…`.
+"""Program that runs vLLM's command with an engine process forked on a CPU: `forking_program.py serve OPTION…`.
 
-vLLM 0.32 forks its engine unless a device forbids it, but spawns it for CPUs. A spawned engine imports vLLM again: half
-of the processor time of a start, and 170 MiB. Threads of OpenMP do not survive a fork; there are none, since the API
-server computes nothing before. A program for the interpreter of vLLM's environment; it imports nothing of ours.
+vLLM 0.32 spawns its engine for CPUs, which imports vLLM again: half of the processor time of a start, and 170 MiB.
+Threads of OpenMP do not survive a fork; there are none, since the API server computes nothing before. Runs in vLLM's
+environment and imports nothing of ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Program that runs `vllm bench serve` several times in one process: importing vLLM takes longer than the benchmark.
 
-It runs in vLLM's environment and imports nothing of ours. It reads from stdin a JSON list of argument lists for `vllm
-bench serve`, and writes to the file that is its only argument a JSON list of its results. The API key is
-OPENAI_API_KEY.
+It runs in vLLM's environment and imports nothing of ours. stdin: JSON list of argument lists for `vllm bench serve`;
+its only argument: file for the JSON list of results. The API key is OPENAI_API_KEY.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Program that checks server options with the argument parser of `vllm serve`.
 
-It runs in vLLM's environment and imports nothing of ours. stdin: JSON, option → its arguments on the command line.
-stdout: its last line is a JSON list of problems.
+Runs in vLLM's environment and imports nothing of ours. stdin: JSON, option → its arguments. stdout: last a JSON list of
+problems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class Refusing(FlexibleArgumentParser):
     """Argument parser that raises ValueError for an invalid option instead of ending the process."""
 
     def error(self, message: str) -> None:
-        """Raise ValueError with the message by which vLLM's argument parser refuses an option."""
         raise ValueError(message)
 
 

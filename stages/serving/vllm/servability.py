@@ -53,10 +53,7 @@ class Heads:
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any]) -> Heads | None:
-        """Return the head numbers in a `config.json`, or None if it has none.
-
-        Of a model with several parts, they are the language model's.
-        """
+        """Return the (language model's) head numbers in a `config.json`, or None if it has none."""
         text_config = model_config.get("text_config", model_config)
         queries = text_config.get("num_attention_heads")
         return cls(queries, text_config.get("num_key_value_heads") or queries) if queries else None
@@ -84,10 +81,7 @@ def check_servable(
     device: Device,
     flags: Collection[str] = (),
 ) -> None:
-    """Raise RecipeError if vLLM could not serve the quantized model; names the layers, the reasons and a remedy.
-
-    flags: instruction sets of the CPU that is to serve it.
-    """
+    """Raise RecipeError, with layers, reasons and a remedy, for an unservable model. flags: the serving CPU's."""
 
     def problems_of(changed: Quantization) -> list[Problem]:
         return list(_problems(projections, heads, changed, device, flags))
@@ -145,10 +139,7 @@ def _experts(
 
 
 def _unread_by_transformers(quantization: Quantization) -> str | None:
-    """Return why Transformers 5.17 cannot read the quantized experts of a mixture of experts; None if it can.
-
-    Transformers measures the quantization error; vLLM would serve them on CUDA.
-    """
+    """Return why Transformers 5.17, which measures the error, cannot read the quantized experts (vLLM can)."""
     if quantization.weights == "int8":
         return "Transformers reads no int8 experts, and the KL is measured with it"
     if quantization.weights == "int4" and not quantization.symmetric:

@@ -1,8 +1,8 @@
 """Replacement of adapters and whole models in a running vLLM, by requests to vLLM itself instead of through the proxy.
 
-Each version of an adapter has a name and a folder of its own. Under a name that was used before, vLLM would answer from
-the prefix cache of the former weights, or read the files again at every request. Whole weights replace those that it
-has. A server that others started is asked about itself, and gets its weights, by vLLM's development routes
+Each version of an adapter has a name and a folder of its own: under a used name, vLLM would answer from the prefix
+cache of the former weights, or read the files again at every request. Whole weights replace those that it has. A server
+that others started is asked about itself, and gets its weights, by vLLM's development routes
 (`VLLM_SERVER_DEV_MODE=1`).
 """
 
@@ -34,16 +34,12 @@ SAID_OF_ITSELF = "/server_info?config_format=json"
 SAMPLED_AS_ASKED = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
 """vLLM settings without which a server's samples and log-probabilities cannot be used for training.
 
-By default, the model's own generation_config.json changes what is sampled, and log-probabilities are not those of the
-distribution that was sampled from.
-"""
+By default the model's generation_config.json changes what is sampled, and log-probabilities are of another
+distribution."""
 
 
 def load_adapter(address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-    """Load a LoRA adapter into a running vLLM server.
-
-    Raises ServerError if vLLM refuses it, which harms nothing; TransientError if it does not answer in time.
-    """
+    """Load a LoRA adapter; raise ServerError if vLLM refuses it, harmlessly, TransientError for no answer."""
     body = {"lora_name": name, "lora_path": str(folder)}
     post(address, api_key, "v1/load_lora_adapter", body, f" {name}", timeout_s)
 
@@ -56,8 +52,7 @@ def unload_adapter(address: EngineAddress, api_key: str, name: str, timeout_s: f
 def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
     """Replace the model's weights in a running vLLM by those in `folder`, which `prepare_reloads` has prepared.
 
-    No request may be running.
-    Raises as `load_adapter` does; but where vLLM refuses, it ends at the next request.
+    No request may be running. Raises as `load_adapter`; where vLLM refuses, it ends at the next request.
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
@@ -68,8 +63,8 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
 def prepare_reloads(folder: Path) -> None:
     """Untie a model's output head from its embedding on disk, so that vLLM can load new weights while it runs.
 
-    vLLM on a CPU keeps the head in another order, and does not renew that when it is tied: new layers would answer
-    through an old head. Raises ModelError for a model whose weights have other names than most have.
+    On a CPU it keeps the head in another order, which it does not renew when tied: new layers would answer through an
+    old head. Raises ModelError for a model whose weights have other names than most have.
     """
     config = ModelFacts(folder).config
     if not config.get("tie_word_embeddings"):
@@ -97,10 +92,7 @@ def prepare_reloads(folder: Path) -> None:
 
 
 def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
-    """Send a POST request to one of vLLM's own routes. Raises as `load_adapter` does.
-
-    what: text that follows the route's name in messages.
-    """
+    """Post to one of vLLM's own routes; raises as `load_adapter` does. what: follows the route's name in messages."""
     doing = f"{route.rpartition('/')[2]}{what}"
     expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
@@ -113,9 +105,7 @@ def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any],
 def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
     """Raise ServerError unless a vLLM that the user started can take new weights and sample for training.
 
-    Raises TransientError if it does not answer.
-    num_tokens: length of a prompt and its answer.
-    dtype: `float32` or `bfloat16`.
+    Raises TransientError for no answer. num_tokens: of prompt and answer. dtype: `float32` or `bfloat16`.
     """
     client.check_lists_model("the server", "; name one of these (`served_model`)")
     if problems := "; ".join(_problems(_configured(client).settings, num_tokens, dtype)):
@@ -123,10 +113,10 @@ def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
 
 
 def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-    """Raise ServerError unless a running vLLM can read files that we write to `folder`.
+    """Raise ServerError unless a running vLLM can read files that we write to `folder`: one without weights is loaded.
 
-    A file without weights is written and loaded. `is_checkpoint_format: False` says that the weights are in vLLM's own
-    order: of a checkpoint that lacks some, vLLM would be left with half a model.
+    `is_checkpoint_format: False` (weights in vLLM's own order): of a checkpoint that lacks some, vLLM would be left
+    with half a model.
     """
     from safetensors.numpy import save_file
 

@@ -1,7 +1,7 @@
 """Parsers by which vLLM reads tool calls from answers, chosen from the model's chat template.
 
-Without a parser, vLLM refuses each request that has tools. A chat template writes calls of earlier turns as the model
-writes new ones, so the texts around them there identify the parser.
+Without one, vLLM refuses requests with tools. A template writes calls of earlier turns as the model writes new ones, so
+the texts around them identify the parser.
 """
 
 from __future__ import annotations
@@ -47,19 +47,14 @@ MARKERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("<|tool_call|>",), "granite", ()),
     (("<|start|>functions.",), "openai", ()),
 )
-"""Tool call parsers in the order in which they are tried, with texts by which a chat template shows its format. Each
-entry: texts that the template must all contain, the parser's name, and tokens that the parser needs.
+"""Tool call parsers in the order in which they are tried: texts that a template must all contain, name, needed tokens.
 
-Without those tokens it raises at each request. The first row that fits counts: `<tool_call>` alone means JSON, but it
-also stands around other forms of calls.
-"""
+Without those tokens a parser raises at each request. The first row that fits counts: `<tool_call>` alone means JSON,
+but it also stands around other forms of calls."""
 
 
 def parser_of(model: Path, python: Path) -> str | None:
-    """Return the name of vLLM's tool call parser for a model's chat template; None if none is known or would work.
-
-    python: the interpreter of vLLM's environment.
-    """
+    """Return vLLM's tool call parser for a model's chat template, or None. python: of vLLM's environment."""
     template = _templates(model)
     known = known_parsers(python)
     for texts, parser, needed in MARKERS:
@@ -81,10 +76,7 @@ def parser_problem(name: Any, python: Path) -> str | None:
 
 @cache
 def known_parsers(python: Path) -> frozenset[str] | None:
-    """Return the names of the tool call parsers in the installed vLLM; None if its list is not found.
-
-    The list is read from vLLM's source, not imported: importing vLLM takes seconds.
-    """
+    """Return the installed vLLM's tool call parsers, read from its source, as an import takes seconds; or None."""
     for file in python.parent.parent.glob("lib/python3*/site-packages/vllm/tool_parsers/__init__.py"):
         for statement in ast.parse(file.read_text("utf-8")).body:
             if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
