@@ -20,7 +20,7 @@ from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
 from stages.core.files import write_atomically
 from stages.core.redaction import quoted
-from stages.kinds.promote.config import MODEL_NAME
+from stages.kinds.promote.config import LONGEST_NAME, MODEL_NAME
 
 TAG = "lifecycle."
 
@@ -107,7 +107,7 @@ def only_one(name: str) -> FileLock:
 
 
 def _folder(name: str) -> Path:
-    if not re.fullmatch(MODEL_NAME, name):
+    if not re.fullmatch(MODEL_NAME, name) or len(name) > LONGEST_NAME:
         raise StoreError(
             f"{quoted(name, 60)} is no name of a registered model; expected letters, digits, `.`, `_` and `-`, at most "
             "128, with a letter or a digit first"

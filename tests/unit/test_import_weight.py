@@ -17,7 +17,7 @@ HEAVY = {
     *("numpy", "pyarrow", "pandas", "datasets", "lm_eval", "matplotlib"),
     *("prefect", "mlflow", "sqlalchemy", "apprise", "kubernetes", "uvicorn", "starlette"),
     *("aiohttp", "httpx", "huggingface_hub", "modelscope_hub", "requests", "prometheus_client"),
-    *("rich", "click"),
+    *("rich", "click", "regex"),
 }
 MODELS = {"torch", "transformers", "peft"}
 DATA = {"numpy", "tokenizers", "torch"}
@@ -76,7 +76,7 @@ RULES = [
     (r"stages\.kinds\.merge\.merging", MODELS - {"peft"}),
     (r"stages\.kinds\.(merge|check|look)\.run", {"transformers"}),
     (r"stages\.kinds\.download\.adapter", {"torch", "transformers"}),
-    (r"stages\.kinds\.curate(\..*)?", {"numpy"}),
+    (r"stages\.kinds\.curate(\..*)?", {"numpy", "regex"}),
     (r"stages\.kinds\.generate(\..*)?", {*DATA, *SERVING}),
     (r"stages\.kinds\.(evaluate|serve)\.(run|__main__)", SERVING),
     (r"stages\.kinds\.publish(\..*)?", {*HUBS, "requests"}),

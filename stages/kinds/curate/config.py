@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-import regex
 from pydantic import AfterValidator, Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, OutsidePath, Reported, StageConfig
@@ -86,6 +85,8 @@ class Length(StrictModel):
 
 
 def _compiled(pattern: str) -> str:
+    import regex
+
     try:
         regex.compile(pattern)
     except regex.error as error:

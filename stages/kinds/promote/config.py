@@ -21,8 +21,10 @@ from stages.rewards.judge import PairsConfig
 
 SHARES = ("acc", "acc_norm", "exact_match")
 """Metrics of lm-eval that are averages of 0 and 1 over samples, so that their values lie between 0 and 1."""
-MODEL_NAME = r"^[A-Za-z0-9][\w.-]{0,127}$"
-"""Pattern of valid model names in MLflow's registry."""
+MODEL_NAME = r"^[A-Za-z0-9][\w.-]*$"
+"""Pattern of valid model names in MLflow's registry; their length is not in it, since pydantic compiles repetitions of
+all letters of the world for 50 ms, at each start of a command."""
+LONGEST_NAME = 128
 
 
 class GatesConfig(StrictModel):
@@ -80,6 +82,7 @@ class PromoteConfig(StageConfig):
     kind: Literal["promote"]
     name: str = Field(
         pattern=MODEL_NAME,
+        max_length=LONGEST_NAME,
         description="Name of the registered model in MLflow, whose champion the candidate may become.",
     )
     model: ModelOrAdapterReference

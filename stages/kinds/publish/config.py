@@ -33,7 +33,8 @@ class PublishConfig(StageConfig):
     private: bool = Field(True, description="Make the repository private (visible only to its owner); only for hubs.")
     license: str | None = Field(
         None,
-        pattern=r"^[A-Za-z0-9][\w.+-]{0,63}$",
+        pattern=r"^[A-Za-z0-9][\w.+-]*$",
+        max_length=64,
         description="Licence for the card, such as apache-2.0; default: that in the base model's card.",
     )
     dry_run: bool = Field(False, description="Only write the model card and the list of files; send nothing.")
