@@ -1,8 +1,7 @@
 """Protocol of evaluation harnesses, which ask a served model a task's questions and return scores in one schema.
 
-A new harness is a package here and a line in `registry.py`. The schema is that of lm-eval's results, so that
-evaluations of the same task can be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran
-them:
+A new harness is a package here and a line in `registry.py`. The schema is lm-eval's, so that evaluations of a task can
+be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness ran them:
 
 - scores: `results` (task → {"METRIC,FILTER": score}; the filter `none` is no filter), `configs` (task → its settings),
   `versions`, `n-shot` and `higher_is_better` (task → {metric: bool});
@@ -38,11 +37,10 @@ class GenerationConfig(StrictModel):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Request to a harness for an evaluation: tasks and settings, as the recipe states them.
+    """Request to a harness for an evaluation, as the recipe states it.
 
-    limit: samples of each task; None for all.
-    num_fewshot: None leaves it to the task.
-    seed: None leaves it to the harness.
+    limit: samples of each task; None for all. num_fewshot: None leaves it to the task. seed: None leaves it to the
+    harness.
     """
 
     harness: str
@@ -62,9 +60,7 @@ class Evaluation:
 class Results:
     """Scores and samples of an evaluation, in the schema of lm-eval's results.
 
-    scores: content of `scores.json`.
-    samples: task → rows.
-    metrics: further counts, such as the cost of a judge.
+    scores: content of `scores.json`. samples: task → rows. metrics: further counts, such as a judge's cost.
     """
 
     scores: Mapping[str, Any]
@@ -76,9 +72,8 @@ class Results:
 class TaskItem:
     """Texts of one benchmark sample, which no training row should contain.
 
-    number: its `doc_id`.
-    questions: the question as the task writes it, in words of this sample alone, also with its answer.
-    texts: all texts of the sample.
+    number: its `doc_id`. questions: the question as the task writes it, in words of this sample alone, also with its
+    answer.
     """
 
     task: str
@@ -90,10 +85,8 @@ class TaskItem:
 class Harness(Protocol):
     """Protocol of an evaluation harness, such as lm-eval.
 
-    name: in recipes, and in records as `NAME_version`.
-    title: in messages.
-    asks_in_texts: whether it can ask a server that takes no prompts of token ids.
-    unused: field of an evaluation, as recipes name it → why the harness does not use it.
+    name: in recipes, and in records as `NAME_version`. title: in messages. asks_in_texts: whether a server may take no
+    token ids. unused: field of an evaluation, as recipes name it → why the harness does not use it.
     """
 
     name: str
@@ -102,16 +95,10 @@ class Harness(Protocol):
     unused: Mapping[str, str]
 
     def version(self) -> str:
-        """Return the installed version of the harness, or the one that `prepare` would install.
-
-        Raises ResourceError where it is unknown.
-        """
+        """Return the harness's installed version, or the one that `prepare` would install; raise ResourceError."""
 
     def to_install(self) -> str | None:
-        """Describe the packages that `prepare` will install, with folder and size; None if all are installed.
-
-        Raises ResourceError if that cannot be installed.
-        """
+        """Return packages that `prepare` will install, with folder and size, or None; raise ResourceError."""
 
     def problems(self, evaluation: Evaluation) -> Iterator[str]:
         """Yield problems of an evaluation's settings, as `field: problem, and what to do`."""
@@ -124,36 +111,26 @@ class Harness(Protocol):
         """
 
     def custom_code(self, evaluation: Evaluation) -> tuple[str, ...]:
-        """Describe each piece of code in the task folder that the evaluation would run.
-
-        Raises EvaluationError for tasks that do not exist.
-        """
+        """Describe code in the task folder that an evaluation would run; raise EvaluationError for unknown tasks."""
 
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
-        """Return whether the evaluation can produce a score; True if unknown.
-
-        score: `TASK.METRIC` or `TASK.FILTER.METRIC`.
-        """
+        """Return whether the score `TASK.METRIC` or `TASK.FILTER.METRIC` can be produced; True if unknown."""
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
-        """Prepare an evaluation: install missing packages, check the tasks, and set environment variables.
+        """Install missing packages, check the tasks, and set environment variables, before libraries are imported.
 
-        Libraries read these variables when they are imported.
-        doing: gets a description of what takes long.
-
-        Raises EvaluationError, or ResourceError for what cannot be installed.
+        doing: gets a description of what takes long. Raises EvaluationError, or ResourceError for what cannot be
+        installed.
         """
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
-        """Check the tasks for every mistake that shows without a server, before the model is trained.
+        """Check the tasks for every mistake that shows without a server; return what could not be checked, if anything.
 
-        evaluation: with `apply_chat_template` if the model will be asked so.
-        model: folder of that model, or of one with the same tokenizer; None for a model that is not known yet.
-
-        Returns what could not be checked, if anything. Raises as `prepare` does.
+        evaluation: with `apply_chat_template` if the model will be asked so. model: its folder, or one with the same
+        tokenizer; None if not known yet. Raises as `prepare` does.
         """
 
     def items(self, evaluation: Evaluation, context: StageContext) -> Iterator[TaskItem]:
@@ -167,7 +144,6 @@ class Harness(Protocol):
     ) -> Results:
         """Run an evaluation: load the tasks while the server starts, ask the model, and score its answers.
 
-        await_model: waits for the server; called once.
-        Answers are kept in the context's scratch folder, so that another attempt asks only for what is missing. Raises
-        EvaluationError, TransientError, and whatever a lost connection raises.
+        await_model: waits for the server; called once. Answers are kept in the scratch folder, for another attempt.
+        Raises EvaluationError, TransientError, and whatever a lost connection raises.
         """

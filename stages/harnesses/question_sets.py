@@ -1,7 +1,6 @@
 """Question sets, the user's own benchmarks: files `TASK.jsonl` in a folder, with one question per row.
 
-In: rows as `stages/data/any_rows.py` reads them. Out: what is asked as plain words, the right answer where there is
-one, and the hashes by which samples of two evaluations are paired.
+From rows as of `stages/data/any_rows.py` come plain questions, right answers, and hashes to pair two evaluations by.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from stages.harnesses.harness import Evaluation, Harness, TaskItem
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
-    """Yield the questions of a set, up to the evaluation's `limit`.
-
-    Raises EvaluationError for a missing file and for a bad row.
-    """
+    """Yield a set's questions, up to `limit`; raise EvaluationError for a missing file and for a bad row."""
     folder = question_folder(evaluation)
     try:
         files = find_files(folder, task)
@@ -91,10 +87,7 @@ def question_text(document: Document) -> str:
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """Return hashes of a question's row, prompt and right answer, by which the samples of two evaluations are matched.
-
-    They do not depend on a model's chat template.
-    """
+    """Return hashes of a question's row, prompt and right answer, whatever the chat template, to match samples."""
     texts = {
         "doc": json.dumps(prompt.row, sort_keys=True),
         "prompt": question_text(prompt.document),
@@ -104,10 +97,7 @@ def asked_hashes(prompt: Prompt) -> dict[str, str]:
 
 
 def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample of a question set as a row of `samples/TASK.jsonl`.
-
-    scores: the sample's value of each metric, and other fields to keep.
-    """
+    """Return a sample as a row of `samples/TASK.jsonl`. scores: values of metrics, and other fields to keep."""
     return {
         "doc_id": number,
         "filter": "none",

@@ -15,11 +15,7 @@ NO_FILTER = "none"
 
 
 def zero_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Return the names of scores that are 0 although higher is better, so that the user can be warned.
-
-    Most often the model does not know the prompt's format.
-    scores: of a harness (`stages/harnesses/harness.py`).
-    """
+    """Return scores that are 0 although higher is better, most often from an unknown prompt format, to warn of."""
     names: list[str] = []
     for task, values in scores["results"].items():
         directions = scores["higher_is_better"].get(task, {})
@@ -30,11 +26,10 @@ def zero_scores(scores: Mapping[str, Any]) -> list[str]:
 
 
 def score_metrics(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the scores of all tasks and groups by the names of metrics, `TASK.METRIC` and `TASK.METRIC_stderr`.
+    """Return the scores of all tasks and groups by metric name, `TASK.METRIC` and `TASK.METRIC_stderr`.
 
-    results: such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}.
-
-    A score that was taken through a filter is named after it: `gsm8k.strict-match.exact_match`.
+    results: such as {"gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}}. A filter's
+    score is named after it: `gsm8k.strict-match.exact_match`.
     """
     metrics = {}
     for task, scores in results.items():
@@ -52,10 +47,7 @@ def samples_file(evaluation: Path, task: str) -> Path:
 
 
 def samples_by_score(evaluation: Path) -> dict[str, int]:
-    """Return the number of samples behind each score, by the score's name in the stage's metrics.
-
-    Scores with an unknown number are left out.
-    """
+    """Return the number of samples behind each score, by its name in the stage's metrics, if known."""
     try:
         scores = json.loads((evaluation / "scores.json").read_bytes())
     except (OSError, ValueError):
@@ -68,10 +60,7 @@ def samples_by_score(evaluation: Path) -> dict[str, int]:
 
 
 def _num_samples(evaluation: Path, scores: dict[str, Any], task: str) -> int | None:
-    """Return the number of a task's documents; None for a group, which has no samples itself.
-
-    Rows would count a document several times: a task has a row for each filter.
-    """
+    """Return a task's number of documents, which have a row for each filter; None for a group."""
     if counted := scores.get("n-samples", {}).get(task):
         return int(counted["effective"])
     with suppress(OSError, ValueError, KeyError):
@@ -91,10 +80,7 @@ def asked(row: dict[str, Any]) -> str:
 
 
 def answered(responses: Any) -> Any:
-    """Return the text of the model's answer to an evaluated sample.
-
-    For a multiple-choice question: (log-likelihood, whether it is the likeliest text) of each option.
-    """
+    """Return the answer to a sample; multiple choice: (log-likelihood, whether it is the likeliest) per option."""
     texts = [response[0] if isinstance(response, list) and len(response) == 1 else response for response in responses]
     return texts[0] if len(texts) == 1 else texts
 

@@ -1,9 +1,9 @@
 """Predicted activation memory in bytes per token and process rank: kept for the backward pass, or used by one layer.
 
-The equations 1 to 5 of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models"),
-extended to grouped queries, gated feed-forward layers and mixtures of experts. For that paper's GPT (s tokens, b rows,
-h wide, a heads, t-way tensor parallelism) they give its s·b·h·(10 + 24/t + 5·a·s/(h·t)). A frozen matrix product keeps
-its input only for an adapter, and a frozen norm keeps only its input.
+Equations 1 to 5 of Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models"), extended
+to grouped queries, gated feed-forward layers and mixtures of experts. For that paper's GPT (s tokens, b rows, h wide, a
+heads, t-way tensor parallelism) they give its s·b·h·(10 + 24/t + 5·a·s/(h·t)). A frozen matrix product keeps its input
+only for an adapter, and a frozen norm keeps only its input.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from stages.planner.costs import StepCase
 from stages.planner.workload import ProgramTraits, Workload
 
 UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Temporary bytes per weight while a layer is dequantized: a fp32 copy, plus half an index (nf4) or the rounded value
-(int8)."""
+"""Temporary bytes per weight of dequantizing a layer: an fp32 copy, and half an index (nf4) or a rounded value."""
 
 
 def kept_bytes_per_token(case: StepCase) -> float:
-    """Return the activation bytes per token that one layer keeps for its backward pass, on one process rank.
-
-    In fp8, matrix products keep their inputs in fp8.
-    """
+    """Return activation bytes per token that a layer keeps for backward, on one rank (products in fp8: fp8 inputs)."""
     shape, layout, workload, software = case.shape, case.layout, case.workload, case.software
     size, hidden = workload.compute_bytes, shape.hidden_size
     along_sequence = layout.tp if layout.sequence_parallel else 1
@@ -97,15 +93,12 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
 
 
 def merged_experts_bytes(case: StepCase) -> float:
-    """Return the bytes of one layer's expert weights merged with their adapter, which a backward pass may need again.
-
-    0 where adapters are not merged into expert weights.
-    """
+    """Return bytes of a layer's expert weights merged with adapters, for a backward pass; 0 if they are not merged."""
     return case.workload.compute_bytes * sum(_merged_experts(case)) / case.shape.num_layers
 
 
 def merged_experts_workspace(case: StepCase) -> float:
-    """Return the temporary bytes of a backward pass through experts merged with their adapter.
+    """Return temporary bytes of a backward pass through experts merged with adapters.
 
     These are the gradient of the largest expert weight, and the merged weights where they are recomputed.
     """
@@ -119,9 +112,9 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
-    """Return the share of transformer layers that keep their linear layers' inputs for backward, by place in the layer.
+    """Return by place the share of layers that keep linear inputs for backward; 0 with adapter dropout.
 
-    With adapter dropout the share is 0, since adapters then keep their own dropped-out inputs.
+    Adapters then keep their own dropped-out inputs.
     """
     if workload.adapter is None:
         return dict.fromkeys(Place, 1.0)
@@ -129,7 +122,7 @@ def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
 
 
 def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float:
-    """Return the activation bytes per token that LoRA or DoRA adapters keep in one layer for the backward pass.
+    """Return activation bytes per token that LoRA or DoRA adapters keep in one layer for the backward pass.
 
     These are A x; with DoRA both products that a length scales; with dropout each adapter's mask and dropped input.
     """
@@ -158,10 +151,9 @@ def recomputed_products_share(shape: ModelShape, software: ProgramTraits) -> flo
 
 
 def _kept_results(shape: ModelShape, layout: Layout, software: ProgramTraits) -> float:
-    """Return the number of values per token that selective recomputation keeps of matrix-product and attention results.
+    """Return how many results of products and attention, in values per token, selective recomputation keeps.
 
-    The last product's result is needed by the next layer only, which keeps it as its own input: a compiled layer drops
-    it, an eager one keeps it.
+    The next layer keeps the last product's result as its input: a compiled layer drops it, an eager one keeps it, too.
     """
     products = _products(shape)
     step = 2 if software.keeps_every_second_product else 1
@@ -172,10 +164,7 @@ def _kept_results(shape: ModelShape, layout: Layout, software: ProgramTraits) ->
 
 @lru_cache(maxsize=256)
 def _products(shape: ModelShape) -> tuple[tuple[float, float], ...]:
-    """Return input and output width of each matrix product of a transformer layer, in order.
-
-    The order is queries, keys, values, out, gate, up, down.
-    """
+    """Return input and output widths of a layer's matrix products: queries, keys, values, out, gate, up, down."""
     ffn = _ffn_width(shape)
     into_attention = [(shape.hidden_size, width) for width in (shape.query_width, shape.kv_width, shape.kv_width)]
     into_ffn = [(shape.hidden_size, ffn)] * (2 if shape.gated_ffn else 1)

@@ -1,7 +1,7 @@
 """Sizes of adapters for the planner: trainable LoRA parameters, and bytes of the frozen base model, layer by layer.
 
-`AdapterTargets` chooses the layers, by the names of the Transformers model (Hu et al. 2021, section 4.1): a linear
-layer of `inputs` and `outputs` gets A [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
+`AdapterTargets` chooses the layers (Hu et al. 2021, section 4.1): a linear layer of `inputs` and `outputs` gets A
+[rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def trained_parameters(
 ) -> float:
     """Count the trainable parameters on one process rank of a pipeline stage, before data-parallel sharding.
 
-    Adapters of experts are not included: `trained_expert_parameters` counts them. joins_layers: whether the engine
-    fuses linear layers (`EngineCosts.joins_layers`).
+    Without those of experts. joins_layers: whether the engine fuses linear layers (`EngineCosts.joins_layers`).
     """
     layers, share = _layers_of(shape, stage, vpp)
     factors = sum(_layer_parameters(shape, adapter, joins_layers, layer, tp) for layer in layers)
@@ -101,10 +100,7 @@ def trained_parameters(
 def trained_expert_parameters(
     shape: ModelShape, adapter: LowRank, stage: PipelineStage, vpp: int, ep: int, etp: int
 ) -> float:
-    """Count the trainable parameters in adapters of experts on one process rank of a pipeline stage.
-
-    Each adapter lies on the rank of its expert.
-    """
+    """Count the trainable parameters in experts' adapters, on their experts' ranks, on one rank of a pipeline stage."""
     layers, share = _layers_of(shape, stage, vpp)
     adapted = adapted_parameters(shape, adapter)
     return share * sum(
@@ -168,10 +164,9 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 @lru_cache(maxsize=65536)
 def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
-    """Return the extra bytes of LoRA adapters on linear layers that Megatron fuses, such as queries, keys and values.
+    """Return the extra bytes of LoRA adapters on linear layers that Megatron fuses (queries, keys, values; gate, up).
 
-    Megatron fuses queries, keys and values into one matrix, and gate and up into another. A block mask says which LoRA
-    factor A a row of B belongs to; the mask and its product with B are [rows, fused layers × rank] each.
+    A block mask says which A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
     """
     total = 0
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
@@ -193,10 +188,7 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 @lru_cache(maxsize=256)
 def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
-    """Return the share of transformer layers that train their linear layers at each place (into attention, …).
-
-    A layer that trains them keeps their input for the backward pass.
-    """
+    """Return by place the share of layers that train their linear layers, and so keep their inputs for backward."""
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
         saved = {one.place for one in linear_layers(shape, layer) if adapter.saves(one.name)}
@@ -216,10 +208,7 @@ def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
 
 @lru_cache(maxsize=256)
 def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
-    """Count the activation values per token that adapters of experts and routers keep for backward, over all layers.
-
-    An adapter with LoRA factor A keeps A x.
-    """
+    """Count the activation values (A x) per token that experts' and routers' adapters keep, over all layers."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
     return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
 
@@ -283,10 +272,7 @@ def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, l
 
 
 def _factor_parameters(layer: Linear | StackedParameter, rank: int, tp: int) -> float:
-    """Count the parameters of one adapter's LoRA factors A and B on one process rank.
-
-    Tensor parallelism shards B of a column-parallel layer and A of a row-parallel one.
-    """
+    """Count an adapter's parameters on one rank: tensor parallelism shards column-parallel B, row-parallel A."""
     if layer.place.cuts_inputs:
         return rank * (layer.inputs / tp + layer.outputs)
     return rank * (layer.inputs + layer.outputs / tp)

@@ -20,27 +20,20 @@ from stages.planner.workload import PlannedPrecision, ProgramTraits
 TILE = 128
 """Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
-"""Share of the full matmul rate, by the largest power of two (up to 64) that divides a matrix's inner dimension. Loads
-take at least 16 bytes."""
+"""Share of the matmul rate by the power of two that divides the inner dimension (loads take 16 bytes or more)."""
 BACKWARD_ATTENTION = 2.5
-"""Cost of fused attention's backward pass relative to its forward pass: five matrix products instead of two (Dao 2023,
-section 3.1)."""
+"""Cost of fused attention's backward pass over its forward: five products instead of two (Dao 2023, section 3.1)."""
 KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Number of kernel launches in one layer's forward pass, fused or eager. `experts` is the number of additional launches
-for a mixture of experts."""
+"""Number of kernel launches in a layer's forward pass, fused or eager; `experts` are added in a mixture."""
 LAUNCHES_OF_A_COLLECTIVE = 3
-"""Host time of calling one collective (such as an all-reduce) as a number of kernel launches: its kernel, and the
-events that streams wait for."""
+"""Host time of calling a collective, in kernel launches: its kernel, and the events that streams wait for."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
 """Memory traffic of casting a matrix product's input to 8 or 4 bits, relative to reading it once in 16 bits.
 
-fp8: read once, written twice. fp4: read for its scales and for its values, plain and rotated (NVIDIA 2025, 2509.25149).
-"""
+fp8: read once, written twice. fp4: read for its scales and for its values, plain and rotated (NVIDIA 2025,
+2509.25149)."""
 EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
-"""Memory traffic of unfused elementwise operations relative to fused ones, by kind of normalization layer.
-
-RMSNorm and rotary embedding are chains of fp32 operations in Transformers; LayerNorm is one kernel.
-"""
+"""Memory traffic of unfused elementwise operations relative to fused ones, by norm: RMSNorm is a chain in fp32."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,7 @@ class LayerWork:
     etp: int = 1
     sequence_parallel: bool = False
     is_frozen: bool = False
-    """True if the base model's weights are frozen, so the backward pass computes gradients only of activations and of
-    adapters."""
+    """True if the base is frozen: backward computes gradients only of activations and of adapters."""
 
     @property
     def tokens(self) -> float:
@@ -101,8 +93,8 @@ class LayerTime:
     def both(self) -> Pass:
         """Seconds of the layer's forward and backward pass, including the time to launch kernels.
 
-        The host launches ahead of the device but sometimes waits for it, so the slower of the two dominates and the
-        faster adds some of its time (root of the sum of squares). On a CPU both are one processor, and add up.
+        The host launches ahead but sometimes waits, so the slower of the two dominates and the faster adds some of its
+        time (root of the sum of squares). On a CPU both are one processor, and add up.
         """
         busy = self.attention_core + self.products + self.elementwise
         if self.host_is_device:
@@ -137,7 +129,7 @@ def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> 
 
 
 def _collective_launches(work: LayerWork) -> int:
-    """Return the number of kernel launches that a layer's tensor-parallel collectives cost in a forward pass.
+    """Return the kernel launches of a layer's tensor-parallel collectives in a forward pass.
 
     These are two all-reduces; with sequence parallelism each is a reduce-scatter and an all-gather.
     """
@@ -221,10 +213,7 @@ def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
 
 
 def _experts(work: LayerWork, hardware: Hardware) -> Pass:
-    """Return the seconds of the experts on one process rank: grouped matrix products, and moving tokens in memory.
-
-    Rows of each expert are padded to whole tiles.
-    """
+    """Return the experts' seconds on one rank: grouped products, rows padded to tiles, and moves in memory."""
     shape = work.shape
     held = shape.num_experts / work.ep
     # Rows for the experts of one rank if all experts are met equally; the `etp` ranks of an expert see the same rows.
@@ -272,10 +261,7 @@ def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardw
 
 
 def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
-    """Return the seconds of elementwise kernels: norms, residuals, activation functions, rotary embedding and casts.
-
-    Norms and residuals take ten passes over the hidden states.
-    """
+    """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotary and casts."""
     shape = work.shape
     # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
     whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)

@@ -1,6 +1,6 @@
 """Interface (`EngineCosts`) from which the planner gets a training engine's memory and time costs, and its inputs.
 
-A case is one optimizer step of a model under a layout, or a search of all layouts. Answers are in `engines/`.
+A case is one optimizer step of a model under a layout, or a search of all layouts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from stages.planner.workload import ProgramTraits, Workload
 
 @dataclass(frozen=True)
 class StepCase:
-    """Model, engine, layout and workload of an optimizer step whose memory is predicted.
-
-    `TimedCase` adds the hardware, so that its time can be predicted, too.
-    """
+    """Model, engine, layout and workload of an optimizer step whose memory is predicted (`TimedCase`: time, too)."""
 
     shape: ModelShape
     engine: EngineCosts
@@ -96,7 +93,6 @@ class SearchRequest:
 
     @property
     def memory_gib(self) -> float:
-        """Memory available on each device, in GiB."""
         return self.available_gib or self.hardware.memory_gib
 
     @property
@@ -113,37 +109,26 @@ class EngineCosts(ABC):
 
     name: ClassVar[EngineName]
     software: ClassVar[ProgramTraits]
-    """Behaviour of this project's training program on the engine (fused kernels, overlap, …) when layers are not
-    compiled."""
+    """Behaviour of this project's training program on the engine without compiled layers (fused kernels, …)."""
     keeps_products: ClassVar[bool]
-    """True if selective recomputation keeps the results of matrix products and recomputes the rest of a layer; False if
-    it recomputes the attention core only and keeps the rest."""
+    """True if selective recomputation keeps products and recomputes the rest; False if only the attention core."""
     joins_layers: ClassVar[bool]
-    """True if the engine fuses the matrices of queries, keys and values, and those of gate and up. Adapters then cover
-    all matrices that are fused together, or none."""
+    """True if the engine fuses q, k and v, and gate and up; adapters then cover all fused matrices or none."""
     merges_experts: ClassVar[bool]
     """True if an adapter of experts is merged into their weights before use; False if its output is added to theirs."""
     skips_frozen_start: ClassVar[bool]
-    """True if layers before the first trainable one keep no activations. False if they do, because the frozen
-    embedding's output requires gradients."""
+    """True if layers before the first trainable one keep no activations; else the embedding's output has a gradient."""
     more_with_batch: ClassVar[bool]
-    """True if a larger micro-batch never takes less memory, so that the search can stop at the first one that does not
-    fit."""
+    """True if a larger micro-batch never takes less memory, so that a search can stop at the first misfit."""
 
     def program(self, layout: Layout, hardware: Hardware | None = None) -> ProgramTraits:
-        """Return how this project's training program behaves (fused kernels, overlap) under a layout on the hardware.
-
-        Compiling layers fuses their elementwise operations.
-        """
+        """Return the program's behaviour under a layout; compiling layers fuses their elementwise operations."""
         software = replace(self.software, fused_elementwise=True) if layout.compile else self.software
         return hardware.habits(software) if hardware else software
 
     @abstractmethod
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:
-        """Count the parameters whose optimizer state one process rank keeps.
-
-        held: the rank's parameters before they are sharded.
-        """
+        """Count parameters whose optimizer state a rank keeps. held: the rank's before they are sharded."""
 
     @abstractmethod
     def model_states(self, case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
@@ -165,7 +150,4 @@ class EngineCosts(ABC):
 
     @abstractmethod
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the layouts worth searching, each as a dict of layout fields without a micro-batch size.
-
-        Layouts that another one always beats are left out.
-        """
+        """Yield layouts worth searching (which no other always beats) as dicts of fields, without micro-batch size."""

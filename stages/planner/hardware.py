@@ -1,8 +1,8 @@
 """Device descriptions for the planner: data-sheet peaks, the share that programs achieve, and this machine's hardware.
 
-A device is one of the built-in table, or described by a YAML file with the same fields (`lifecycle calibrate` writes
-one). `tests/benchmarks/planner_accuracy.py` fits the constants of `Efficiency` to published runs. A CPU is described as
-one device that all processes of the machine share evenly; of accelerators, each process has one.
+A device is built in, or described by a YAML file (`lifecycle calibrate` writes one).
+`tests/benchmarks/planner_accuracy.py` fits the constants of `Efficiency` to published runs. A CPU is one device that
+all processes of the machine share evenly; of accelerators, each process has one.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Efficiency:
     communicator_gib: float = 1.0
     """GiB of device memory held by the communication buffers of each process group."""
     fragmentation: float = 0.13
-    """Memory lost in gaps between tensors, as a fraction of the memory allocated and freed within a training step.
-    Long-lived tensors leave no gaps."""
+    """Memory lost in gaps, as a fraction of that allocated and freed within a training step."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Hardware:
     """Seconds of latency of one collective within a node."""
     inter_node_latency_s: float = 20e-6
     host_is_device: bool = False
-    """True if one processor both launches and runs kernels, as on a CPU: the times of launching and computing then add
-    up."""
+    """True if one processor launches and runs kernels, as on a CPU: their times then add up."""
     efficiency: Efficiency = Efficiency()
     sustained_gain_eight_bits: float = 1.0
     """Factor on `sustained` for 8-bit matrix products, which draw less power."""
@@ -88,8 +86,7 @@ class Hardware:
     """Price of one device hour in any currency, from which reports compute the cost of a refresh; None: unknown."""
     fp4_tflops: float | None = None
     host_gb_per_s: float = 25.0
-    """Bandwidth in GB/s between a device and its host's memory, in one direction: 25 for PCIe 4, 50 for PCIe 5, more
-    for Grace."""
+    """Bandwidth in GB/s between a device and its host, in one direction: PCIe 4 has 25, PCIe 5 50, Grace more."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Differences of the training program's behaviour on this hardware from its usual one, as pairs of a field of
     `ProgramTraits` and its value."""
@@ -100,10 +97,7 @@ class Hardware:
         return replace(software, **changes)
 
     def peak_flops_per_s(self, precision: PlannedPrecision) -> float:
-        """Return the peak FLOP/s of dense matrix products in a precision.
-
-        Devices without fp4 use fp8, those without fp8 use bf16.
-        """
+        """Return the peak FLOP/s of dense matrix products; without fp4 those of fp8, without fp8 of bf16."""
         eight_bits = self.fp8_tflops or self.bf16_tflops
         tflops = {
             "fp32": self.fp32_tflops,
@@ -199,10 +193,7 @@ HARDWARE = {
 
 
 def built_in(name: str) -> Hardware:
-    """Return the planner's built-in description of a device by its name.
-
-    Raises RecipeError that lists the known names.
-    """
+    """Return a built-in description of a device; raise RecipeError that lists the known names."""
     # `H100 80GB`, `h100_80gb` -> h100-80gb
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in HARDWARE:
@@ -215,10 +206,7 @@ def built_in(name: str) -> Hardware:
 
 
 def load_hardware(name: str, gpus_per_node: int | None = None) -> Hardware:
-    """Return a built-in device by name, or one described by a YAML file (`*.yaml`).
-
-    `gpus_per_node` replaces its number of devices per node.
-    """
+    """Return a built-in device, or a YAML file's (`*.yaml`), with `gpus_per_node` devices per node if given."""
     hardware = from_yaml(Path(name)) if name.endswith((".yaml", ".yml")) else built_in(name)
     if gpus_per_node is None:
         return hardware
@@ -275,10 +263,7 @@ def _software(path: Path, given: Any) -> dict[str, Any]:
 
 
 def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
-    """Return the fields of a hardware file after checking that each is known and each number positive.
-
-    kind: the dataclass whose fields are allowed.
-    """
+    """Return a hardware file's fields, all known to the dataclass `kind`, and all numbers positive."""
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields of {kind.__name__}, found {given!r}")
     known = [field.name for field in fields(kind)]
@@ -313,16 +298,14 @@ def _number(value: Any) -> Any:
 BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU flags in `/proc/cpuinfo` that announce bf16 instructions: the first two on x86, the last one on ARM."""
 BF16_UNITS_GAIN = 4.0
-"""Speed of bf16 matrix products relative to fp32 ones on a CPU with bf16 instructions. Measured on two cores with
-AVX512-BF16: 0.80 and 0.21 TFLOP/s."""
+"""Speed of bf16 products over fp32 on a CPU with AVX512-BF16, measured on two cores (0.80 and 0.21 TFLOP/s)."""
 
 
 def hardware_at_hand(device_name: str | None, processes: int, file: Path | None) -> Hardware | None:
-    """Return a description of this machine's devices for the planner; None for an accelerator without a description.
+    """Return a description of this machine's devices for the planner; None for an accelerator without one.
 
-    Without an accelerator, each of the `processes` gets an equal share of the CPU. device_name: the
-    accelerator's name, None on a CPU. file: the YAML description, read if it exists. Raises RecipeError when the file
-    cannot be read.
+    Without an accelerator, each of the `processes` gets an equal share of the CPU. device_name: None on a CPU. file:
+    the YAML description, if it exists; raises RecipeError when it cannot be read.
     """
     if file and file.is_file():
         hardware: Hardware | None = from_yaml(file)
@@ -332,10 +315,7 @@ def hardware_at_hand(device_name: str | None, processes: int, file: Path | None)
 
 
 def named_like(device_name: str) -> Hardware | None:
-    """Return the built-in description of the device that an accelerator's name contains, or None.
-
-    Such a name is `NVIDIA A100-SXM4-80GB`.
-    """
+    """Return the built-in device that an accelerator's name (`NVIDIA A100-SXM4-80GB`) contains, or None."""
     words = device_name.lower().replace("-", " ").replace("_", " ").split()
     # {nvidia, a100, sxm4, 80gb} holds {a100, 80gb}
     known = [name for name in HARDWARE if set(name.split("-")) <= set(words)]

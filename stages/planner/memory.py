@@ -1,8 +1,7 @@
 """Predicted peak device memory of a process rank, for each pipeline stage and by use (weights, gradients, …).
 
-Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, section 3.1); `activations` counts what a
-layer keeps. With an adapter the base is frozen: it has neither gradients nor optimizer state, and is stored as
-`adapter.base_precision` says.
+Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, section 3.1). With an adapter the base is
+frozen: it has neither gradients nor optimizer state, and is stored as `adapter.base_precision` says.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Total GiB of device memory over all uses."""
         return sum(vars(self).values())
 
 
@@ -82,10 +80,7 @@ def memory(
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
 ) -> MemoryEstimate:
-    """Estimate the peak memory of every pipeline stage of a training step.
-
-    `every_stage=False` estimates only the first and last stages, which is faster.
-    """
+    """Estimate a step's peak memory of every pipeline stage, or faster only of the first and last ones."""
     costs = COSTS[engine]
     case = StepCase(workload.trained_shape(shape), costs, layout, workload, software or costs.program(layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
@@ -132,10 +127,7 @@ def _kept_activations(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
-    """Return the share of a pipeline stage's layers that keep activations for backward.
-
-    Frozen layers before the first trained one may keep none.
-    """
+    """Return the share of a stage's layers that keep activations; frozen ones before the first trained may not."""
     if case.workload.adapter is None or not case.engine.skips_frozen_start:
         return 1.0
     return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers
@@ -157,10 +149,7 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _logits(case: StepCase) -> float:
-    """Return the peak bytes of logits on one process rank, with an fp32 copy and its gradient.
-
-    Chunked: three fp32 chunks and the head's gradient.
-    """
+    """Return the peak bytes of logits with an fp32 copy and its gradient; chunked: 3 chunks, the head's gradient."""
     if case.workload.scores_documents:
         return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
@@ -181,10 +170,7 @@ def _communication(case: StepCase, stage: PipelineStage) -> float:
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:
-    """Return the bytes that a process rank keeps in its host's memory under `cpu_offload`; 0 without it.
-
-    With `cpu_offload` these are all its weights, gradients and optimizer states.
-    """
+    """Return bytes of a rank's weights, gradients and optimizer states on the host (`cpu_offload`), or 0."""
     if not case.layout.cpu_offload:
         return 0.0
     # The engine answers 0 for what is offloaded, so it is asked as if nothing were.

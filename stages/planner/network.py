@@ -1,8 +1,8 @@
 """Predicted seconds of communication between devices, from bandwidth, latency and the nodes that the ranks are on.
 
-Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so a group is described
-by its size and its stride, the distance of neighbours. A group that spans nodes uses the network cards of all its
-devices of a node at once (as NCCL's rings do), and the links within the nodes at the same time.
+Ranks are numbered with tensor parallelism fastest, then context, data and pipeline parallelism, so a group has a size
+and a stride, the distance of neighbours. One that spans nodes uses all network cards of a node at once (as NCCL's rings
+do), and the links within the nodes at the same time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def context_group(layout: Layout) -> Group:
 
 
 def shard_group(layout: Layout) -> Group:
-    """Return the process group over which optimizer state is sharded (FSDP: weights, too).
-
-    It includes context-parallel ranks.
-    """
+    """Return the group that shards optimizer state (FSDP: weights, too), context-parallel ranks included."""
     return Group(layout.optimizer_shards, layout.tp)
 
 
@@ -51,10 +48,7 @@ def replica_group(layout: Layout) -> Group:
 
 
 def expert_group(layout: Layout) -> Group:
-    """Return the expert-parallel process group, whose neighbours are `etp` ranks apart.
-
-    The ranks between them share an expert by tensor parallelism.
-    """
+    """Return the expert-parallel group, `etp` ranks apart: those between share an expert by tensor parallelism."""
     return Group(layout.ep, layout.etp)
 
 

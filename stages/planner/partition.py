@@ -18,8 +18,7 @@ class PipelineStage:
     has_embedding: bool
     has_head: bool
     first_layer: int = 0
-    """Index of the first of the stage's consecutive layers. It does not apply to interleaved stages, whose layers come
-    from the whole model."""
+    """Index of the first of the stage's consecutive layers; does not apply to interleaved stages."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,12 @@ class RankParameters:
 
     @property
     def total(self) -> float:
-        """Number of parameters on one process rank, experts included."""
         return self.dense + self.expert
 
 
 @lru_cache(maxsize=4096)
 def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tuple[PipelineStage, ...]:
-    """Return a model's pipeline stages, over which its layers are spread evenly.
-
-    If uneven (or with `balances_head`), the last and then the first stage get fewer.
-    """
+    """Return a model's pipeline stages, evenly spread, else (or with `balances_head`) fewer in the last, then first."""
     if pp == 1:
         return (PipelineStage(0, num_layers, True, True),)
     # 30 layers over 4 stages -> most 8, lacking 2 -> [7, 8, 8, 7]. Balanced, embedding and head count as a layer
@@ -58,7 +53,7 @@ def pipeline_stages(num_layers: int, pp: int, balances_head: bool = False) -> tu
 
 @lru_cache(maxsize=4096)
 def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape:
-    """Return the model shape restricted to one pipeline stage: its number of layers, and how many of them are dense.
+    """Return the model shape of one pipeline stage: its layers, and how many are dense.
 
     An interleaved stage keeps the whole model's shape, as the average.
     """

@@ -28,10 +28,7 @@ def predicted_metrics(candidate: Candidate) -> dict[str, float]:
 
 
 def check_memory(request: SearchRequest, candidate: Candidate, available_gib: float) -> None:
-    """Raise LayoutError if a layout does not fit in memory even when it needs 10% less than predicted.
-
-    The message names a layout that fits.
-    """
+    """Raise LayoutError, naming one that fits, if a layout needs too much even at 10% less than predicted."""
     needed_gib = candidate.memory.peak_gib
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -45,10 +42,7 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
 
 
 def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
-    """Return the GiB per device of a teacher model under a layout: weights, and a micro-batch without gradients.
-
-    request: has the teacher's shape.
-    """
+    """Return a teacher's GiB per device: weights, a micro-batch without gradients. request: has its shape."""
     # The adapter belongs to the model that learns, not to its teacher.
     whole = replace(request.workload, adapter=None)
     estimated = memory(request.shape, candidate.engine, candidate.layout, whole)
@@ -57,10 +51,7 @@ def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
 
 
 def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, beside_model: bool) -> None:
-    """Raise LayoutError if a teacher model does not fit on the devices.
-
-    beside_model: the trained model is in memory at the same time.
-    """
+    """Raise LayoutError if a teacher does not fit. beside_model: the trained model is in memory, too."""
     needed_gib = teacher_gib + (candidate.memory.peak_gib if beside_model else 0)
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
@@ -89,10 +80,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """Return the layout that fits in memory and differs in the fewest fields from a given one.
-
-    Among equals it is the fastest.
-    """
+    """Return the fitting layout that differs in the fewest fields from a given one, of several the fastest."""
     own = candidate.layout.model_dump()
 
     def distance(one: Candidate) -> int:

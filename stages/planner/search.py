@@ -1,7 +1,7 @@
 """Search of all legal layouts of a model on a number of devices, ranked by predicted step time.
 
-Memory is estimated first, since it is cheap and rules most layouts out. The time of a layout that does not fit is
-estimated only if it comes near, to state what it would have gained. Engines leave dominated layouts out.
+Memory, cheaply estimated, rules most layouts out; the time of one that lacks a little is estimated to state what it
+would have gained. Engines leave dominated layouts out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ MemoryFit = Literal["fits", "tight", "does not fit"]
 
 
 def memory_fit(peak_gib: float, available_gib: float) -> MemoryFit:
-    """Return whether predicted memory fits, does not fit or is tight.
-
-    Tight means that a prediction error of 10% would change the answer.
-    """
+    """Return whether predicted memory fits, does not fit or is tight: 10% would change the answer."""
     if peak_gib <= (1 - UNCERTAINTY) * available_gib:
         return "fits"
     return "tight" if (1 - UNCERTAINTY) * peak_gib <= available_gib else "does not fit"
@@ -73,7 +70,7 @@ def safest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 class SearchResult:
     """Result of a layout search: layouts that fit or are tight, and faster ones that lack memory, each fastest first.
 
-    If nothing fits, `too_large` holds all layouts, least memory first. One of the two is never empty.
+    If nothing fits, `too_large`, never empty then, holds all layouts, least memory first.
     """
 
     fitting: tuple[Candidate, ...]
@@ -89,7 +86,7 @@ class SearchResult:
 def search(request: SearchRequest) -> SearchResult:
     """Rank all legal layouts by predicted step time.
 
-    Raises LayoutError if no layout is legal; it names the nearest number of devices that has one.
+    Raises LayoutError if there is none, with the nearest number of devices that has one.
     """
     found = _search(request, NEAR_MISS)
     # Nothing comes near the memory: all are estimated, for the answer which needs least.
@@ -105,10 +102,7 @@ def fitting_layouts(request: SearchRequest) -> tuple[Candidate, ...]:
 
 
 def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Candidate:
-    """Predict the step time of one layout and the memory of all its pipeline stages, whether it fits or not.
-
-    `accumulate: auto` becomes `sharded` in the result if whole gradients do not fit.
-    """
+    """Predict a layout's step time and all stages' memory, fitting or not; `accumulate: auto` may become `sharded`."""
     return _with_time(request, engine, *_with_memory(request, engine, layout, every_stage=True))
 
 
@@ -148,10 +142,7 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 def _with_memory(
     request: SearchRequest, engine: EngineName, layout: Layout, *, every_stage: bool
 ) -> tuple[Layout, MemoryEstimate]:
-    """Return a layout's predicted memory, and the layout with `accumulate: auto` replaced by a value that fits.
-
-    `accumulate: auto` becomes `sharded` if unsharded gradients do not fit.
-    """
+    """Return a layout's memory, and the layout with `accumulate: auto` replaced (`sharded` if gradients do not fit)."""
     needed = _memory(request, engine, layout, every_stage=every_stage)
     is_asked = "accumulate" in RULES[engine].own_fields and layout.accumulate == "auto"
     # Shards of gradients have the precision of the stored weights: in bf16 their sum would lose digits.

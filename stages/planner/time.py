@@ -2,9 +2,8 @@
 
 The slowest stage paces the pipeline, which idles for (pp - 1) / vpp micro-batches (Narayanan et al. 2021, section 2.2).
 Tensor parallelism reduces twice in a layer's forward and twice in its backward pass (Shoeybi et al. 2020). Context
-parallelism passes keys and values around a ring (Liu et al. 2023). Data parallelism is as the engine does it
-(`engines/`). Communication that can overlap with compute is hidden except for a fixed share, since it takes memory
-bandwidth and processors from compute.
+parallelism passes keys and values around a ring (Liu et al. 2023). Communication that can overlap with compute is
+hidden except for a fixed share, since it takes memory bandwidth and processors from compute.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class TimeParts:
 
     @property
     def total(self) -> float:
-        """Total seconds of an optimizer step, over all kinds of work."""
         return sum(vars(self).values())
 
 
@@ -54,15 +52,13 @@ class TimeEstimate:
     parts: TimeParts
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs utilization: the model's FLOPs per second relative to the devices' peak in bf16 (in fp32 for fp32
-    training). `stages.models.flops` counts the FLOPs."""
+    """Model FLOPs utilization: model FLOPs (`stages.models.flops`) per second over the peak in bf16 (or fp32)."""
     bubble_fraction: float
     reference_pass_s: float
     """Seconds of forward passes over one step's rows before training, such as a reference model's; 0 without any."""
 
     @property
     def step_time_s(self) -> float:
-        """Predicted seconds of an optimizer step."""
         return self.parts.total
 
 
@@ -78,7 +74,6 @@ class _LayerCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of forward and backward pass of one layer, recomputation and communication included."""
         communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
         return _sum(self.layer.both) + self.recompute_s + communication
 
@@ -110,10 +105,7 @@ def step_time(
 
 
 def _parts(case: TimedCase) -> TimeParts:
-    """Return the predicted seconds of an optimizer step, by kind of work.
-
-    The slowest pipeline stage counts once per micro-batch, other work once per step.
-    """
+    """Return an optimizer step's seconds by kind of work; the slowest pipeline stage counts per micro-batch."""
     layout, micro_batches = case.layout, case.micro_batches
     stages = pipeline_stages(case.shape.num_layers, layout.pp, case.software.balances_head)
     head = _head(case)
@@ -142,10 +134,7 @@ def _parts(case: TimedCase) -> TimeParts:
 
 
 def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
-    """Return the same training step with the model restricted to one pipeline stage's layers.
-
-    With an adapter the case stays whole, since the adapter selects layers by their index in the model.
-    """
+    """Return the step restricted to a stage's layers, or whole with an adapter, which selects layers by index."""
     if case.workload.adapter is not None:
         return case
     return replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
@@ -189,10 +178,7 @@ def _ends(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
 
 
 def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
-    """Return the seconds that recomputing one layer's activations takes in the backward pass.
-
-    Tensor-parallel all-reduces count only under full recomputation.
-    """
+    """Return the seconds of recomputing a layer; tensor-parallel all-reduces count only if fully recomputed."""
     recompute = case.layout.recompute
     if recompute == "full":
         return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
@@ -219,10 +205,7 @@ def _tensor_parallel(case: TimedCase) -> Pass:
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
-    """Return a layer's seconds of context-parallel ring communication that are not hidden by compute.
-
-    Keys and values go around the ring forward, their gradients backward.
-    """
+    """Return a layer's exposed seconds of context-parallel rings: keys and values forward, gradients backward."""
     cp = case.layout.cp
     if cp == 1:
         return Pass(0.0, 0.0)

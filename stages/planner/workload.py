@@ -24,8 +24,7 @@ class Passes:
     before_training: int = 0
     """Number of forward passes over each row before training, such as those of DPO's reference model."""
     each_step: float = 0
-    """Number of forward passes over a training step's rows before the model learns from them. A fraction means that
-    only some steps have one."""
+    """Number of forward passes over a step's rows before the model learns; a fraction: only in some steps."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Workload:
     global_batch_size: int
     """Number of rows per optimizer step, over all processes."""
     precision: PlannedPrecision = "bf16"
-    """Precision of training: bf16 with master weights in fp32; fp8 and fp4 likewise, with the layers' matrix products
-    in 8 or 4 bits."""
+    """Precision of training: bf16 with fp32 master weights; fp8 and fp4 with layers' products in 8 or 4 bits."""
     passes: Passes = Passes()
     """Forward passes that the training method computes beside the one that is followed by a backward pass."""
     scores_documents: bool = False
@@ -65,16 +63,13 @@ class Workload:
 
     @classmethod
     def from_json(cls, text: str) -> Workload:
-        """Read a workload from the JSON line that `to_json` writes."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """Return the workload as one line of JSON, without default values."""
         return TypeAdapter(Workload).dump_json(self, exclude_defaults=True).decode()
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens per optimizer step, over all processes."""
         return self.global_batch_size * self.sequence_length
 
     @property
@@ -88,10 +83,7 @@ class Workload:
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Return the shape of the model as it is trained: for a reward model, without a separate output head.
-
-        A reward model's score head has next to no parameters, so it counts as tied to the embedding.
-        """
+        """Return the trained model's shape; a reward model's tiny score head counts as tied to the embedding."""
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
 
 
@@ -115,8 +107,7 @@ class ProgramTraits:
     gradient_copy_bytes: int = 0
     """Bytes of a second copy of each gradient, such as one in bf16 beside fp32; 0: no copy."""
     optimizer_bytes: int = 12
-    """Bytes per trained parameter of master weight, moments and anything sharded with them. The number does not apply
-    to fp32 training."""
+    """Bytes per trained parameter of master weight, moments and what is sharded with them; not for fp32 training."""
     overlaps_gradients: bool = True
     """True if gradients are reduced while the backward pass still runs."""
     overlaps_layers: bool = False
@@ -138,13 +129,11 @@ class ProgramTraits:
     fp8_activation_inputs: bool = False
     """True if inputs of activation functions are kept in fp8 for the backward pass."""
     casts_at_products: bool = False
-    """True if fp8 and fp4 apply only within dense matrix products, which cast their inputs from 16 bits. The inputs are
-    kept and gathered in 16 bits; experts compute in bf16."""
+    """True if fp8 and fp4 apply within dense products only: inputs are kept in 16 bits, experts compute in bf16."""
     cuda_graphs: bool = False
     """True if steps are replayed from CUDA graphs, so that kernel launches take no host time."""
     fragments_states: bool = False
-    """True if weights, gradients and optimizer states are separate tensors, so that gaps form around them. Megatron's
-    distributed optimizer uses flat buffers instead."""
+    """True if weights, gradients and optimizer states are separate tensors with gaps (Megatron: flat buffers)."""
     shards_checkpoints: bool = False
     """True if tensor-parallel ranks each keep only a share of the layer inputs that full recomputation keeps."""
     balances_head: bool = False

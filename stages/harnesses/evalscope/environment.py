@@ -1,8 +1,7 @@
 """Python environment of EvalScope, `.venv-evalscope` beside the project's own: its folder, and its installation by uv.
 
-The versions are pinned in a file. A stage makes the environment when a recipe first asks for EvalScope; `make
-evalscope`, which runs this module, before that, and again when the pins have changed. It is made under another name and
-renamed: an environment that exists is complete.
+A stage makes it, with versions pinned in a file, when a recipe first asks for EvalScope; `make evalscope`, which runs
+this module, before that, and when the pins have changed. It is renamed last: an environment that exists is complete.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
-"""Marker file that is written last into EvalScope's environment; `make` compares its time with that of the pinned
-versions."""
+"""Marker file, written last into EvalScope's environment; `make` compares its time with that of the pins."""
 LOG_FILE = "uv.log"
 ASKING_TIMEOUT_S = 30
 POLL_INTERVAL_S = 0.5
@@ -50,10 +48,7 @@ def is_made(folder: Path) -> bool:
 
 
 def version_to_be_made() -> str:
-    """Return the pinned version of EvalScope, which `make` would install.
-
-    Raises ResourceError without a file of pins.
-    """
+    """Return EvalScope's pinned version, which `make` would install; raise ResourceError without a file of pins."""
     return _pin(PINS).removeprefix(PINNED)
 
 
@@ -84,11 +79,7 @@ def _pin(pins: Path) -> str:
 
 
 def make(doing: Callable[[str], None], is_complete: Callable[[Path], bool] = is_made) -> None:
-    """Install EvalScope's Python environment unless it exists; a second caller waits for the first.
-
-    doing: gets descriptions of the progress.
-    Raises ResourceError with uv's message.
-    """
+    """Install EvalScope's environment unless it exists, or wait for another caller; ResourceError with uv's message."""
     folder = place()
     if is_complete(folder):
         return
@@ -130,10 +121,7 @@ def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
 
 
 def _mode_of_ours() -> int:
-    """Return the file permissions of the project's Python environment, to give EvalScope's the same.
-
-    So those who can read the one can read the other, whichever user's stage installs it.
-    """
+    """Return the permissions of the project's environment for EvalScope's, whichever user's stage installs it."""
     return Path(sys.executable).parent.stat().st_mode & 0o777
 
 
@@ -146,10 +134,7 @@ def _uv() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables for running uv.
-
-    It does not read pip's settings, so pip's folder of wheels is passed on.
-    """
+    """Return the environment of uv, with pip's folder of wheels, as uv does not read pip's settings."""
     environment = inherited_environment()
     if "UV_FIND_LINKS" not in environment:
         folders = environment.get("PIP_FIND_LINKS") or _pip_setting("global.find-links")
@@ -186,11 +171,7 @@ def _is_current(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class InstalledEvalScope:
-    """An installed EvalScope: its interpreter, package folder and version.
-
-    python: interpreter that can import it.
-    package: folder of the package.
-    """
+    """An installed EvalScope. python: interpreter that can import it. package: its folder."""
 
     python: Path
     package: Path
@@ -207,10 +188,7 @@ def is_missing() -> bool:
 
 
 def find_evalscope() -> InstalledEvalScope:
-    """Return the EvalScope installed for the interpreter in $LIFECYCLE_EVALSCOPE, or else in `.venv-evalscope`.
-
-    Raises ResourceError if there is none.
-    """
+    """Return the EvalScope of $LIFECYCLE_EVALSCOPE's interpreter, or of `.venv-evalscope`; raise ResourceError."""
     named = os.environ.get(PYTHON_VARIABLE)
     python = Path(named) if named else place() / "bin" / "python"
     if is_missing() or not os.access(python, os.X_OK):

@@ -1,8 +1,7 @@
 """EvalScope as an evaluation harness, for question sets (scored by exact match) and its own benchmarks.
 
-It asks all questions as chats.
-EvalScope runs as a program of an environment of its own, which is made when it is first asked for, and speaks to the
-server over HTTP.
+It asks all questions as chats. It runs as a program of an environment of its own, made when first asked for, and speaks
+to the server over HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Program that runs EvalScope: `PYTHON program.py REQUEST.json`, with the served model's API key in EVALSCOPE_API_KEY.
+"""Program that runs EvalScope: `PYTHON program.py REQUEST.json`, with the model's API key in EVALSCOPE_API_KEY.
 
-It runs in EvalScope's environment and imports nothing of ours. `running.py` reads what it writes below the request's
-`work` (`TASK/reviews/…`, `TASK/reports/…`). Answers that are there from an earlier attempt are not asked again.
+Runs in EvalScope's environment and imports nothing of ours; `running.py` reads its results below the request's `work`
+(`TASK/reviews/…`, `TASK/reports/…`). Answers of an earlier attempt are not asked again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ QUESTION_SET = "question_set"
     )
 )
 class QuestionSet(DefaultDataAdapter):
-    """EvalScope benchmark made of a question set, whose rows are {"messages": […], "target": text}.
-
-    EvalScope's own `general_qa` knows only BLEU and Rouge.
-    """
+    """EvalScope benchmark of rows {"messages": […], "target": text}; its own `general_qa` knows only BLEU and Rouge."""
 
     def load_from_disk(self, **options: Any) -> Any:
         return super().load_from_disk(use_local_loader=True)
@@ -53,10 +50,7 @@ class QuestionSet(DefaultDataAdapter):
 
 
 def main() -> None:
-    """Read the evaluation request, a JSON file, and run its tasks in EvalScope.
-
-    Raises EvalScope's errors: a sample that fails must not count as a score of 0.
-    """
+    """Run the tasks of a JSON file in EvalScope; its errors are raised, as a failed sample is no score of 0."""
     request = json.loads(Path(sys.argv[1]).read_bytes())
     for task in request["tasks"]:
         _run(task, request)

@@ -37,8 +37,7 @@ SHOWN_CHARACTERS = 500
 
 USABLE = ("success", "fallback")
 SUBSET_SIZE = 1_000_000
-"""Offset between the sample numbers of a benchmark's subsets: sample i of subset k has number k × 1000000 + i. So a
-`limit` does not change the numbers."""
+"""Offset between subsets: sample i of subset k has number k × 1000000 + i, whatever the `limit`."""
 
 
 def evaluated(
@@ -77,10 +76,7 @@ def evaluated(
 
 
 def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
-    """Read a question set, and check that each question has the right answer that EvalScope compares with.
-
-    Raises EvaluationError for an empty set, and for a question without a right answer.
-    """
+    """Read a question set; raise EvaluationError if it is empty, or a question lacks EvalScope's right answer."""
     questions = list(read_questions(evaluation, task))
     unanswered = [number for number, question in enumerate(questions, 1) if question.reference is None]
     if not questions or unanswered:
@@ -141,10 +137,7 @@ def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str],
 
 
 def read_results(folders: Mapping[str, Path], evaluation: Evaluation) -> Results:
-    """Read the scores and samples that EvalScope has written for each task.
-
-    Raises EvaluationError for a task without samples, and for samples that EvalScope could not score.
-    """
+    """Read the scores and samples of each task; raise EvaluationError if there are none, or unscored ones."""
     samples = {task: list(_rows(task, folder)) for task, folder in folders.items()}
     reports = {task: _report(task, folder) for task, folder in folders.items()}
     generation = evaluation.generation.model_dump(mode="json")
@@ -169,10 +162,7 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(task: str, number: int, review: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert one EvalScope sample to a row of `samples/TASK.jsonl`.
-
-    Raises EvaluationError if its metric failed: that must not count as a score of 0.
-    """
+    """Convert an EvalScope sample to a row of `samples/TASK.jsonl`; EvaluationError if its metric failed (no 0)."""
     score = review["sample_score"]["score"]
     if score["status"] not in USABLE or not score["value"]:
         why = "; ".join(f"{name}: {value}" for name, value in (score["metadata"] or {}).items())
@@ -198,10 +188,7 @@ def _report(task: str, folder: Path) -> dict[str, Any]:
 
 
 def _scores(rows: list[dict[str, Any]], report: Mapping[str, Any]) -> dict[str, float]:
-    """Return each metric's mean over samples with its standard error s / √n.
-
-    Where EvalScope aggregates otherwise, its own number is returned.
-    """
+    """Return metrics' means over samples with standard errors s / √n, or EvalScope's own aggregate."""
     scores: dict[str, float] = {}
     for metric in report["metrics"]:
         name = _metric_name(metric)

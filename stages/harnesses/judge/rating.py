@@ -45,19 +45,16 @@ class AnsweredTask:
 
 
 def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge to rate a trivial answer, to see that it works; nothing is stored.
-
-    Raises as `AskedJudge` does.
-    """
+    """Ask the judge to rate a trivial answer, storing nothing; raises as `AskedJudge` does."""
     with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
         judge.try_out()
 
 
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
-    """Ask the served model all questions of the sets, let the judge rate its answers, and return scores and samples.
+    """Ask the served model all questions, let the judge rate its answers, and return scores and samples.
 
-    Raises EvaluationError for questions that cannot be asked, and for a judge that gives too few numbers; ServerError
-    and TransientError of either server.
+    Raises EvaluationError for bad questions, and for a judge that gives too few numbers; ServerError and
+    TransientError.
     """
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:
@@ -139,10 +136,7 @@ def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str,
 
 
 def _scores(evaluation: Evaluation, samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the judge's scores in the schema that all evaluation harnesses share (`stages/harnesses/harness.py`).
-
-    `versions` names judge and scale, so that only samples of the same judge and scale can be paired.
-    """
+    """Return the judge's scores in the harnesses' schema; `versions` names judge and scale, which pairs must share."""
     judge = _judge(evaluation)
     rubric = hashlib.sha256(json.dumps([judge.asked, judge.scale]).encode()).hexdigest()[:12]
     generation = evaluation.generation.model_dump(mode="json")

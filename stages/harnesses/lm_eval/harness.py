@@ -1,7 +1,4 @@
-"""lm-eval as an evaluation harness.
-
-lm-eval itself, whose import takes seconds, is imported only while a server starts.
-"""
+"""lm-eval as an evaluation harness; its import takes seconds, and happens only while a server starts."""
 
 from __future__ import annotations
 

@@ -34,10 +34,7 @@ MADE_UP_LOG_PROBABILITY = -1.0
 
 
 class MadeUpModel(LM):
-    """Fake model that gives every question the same answer, to test tasks without a server.
-
-    It refuses requests that no server would take.
-    """
+    """Fake model with one answer to every question, to test tasks; refuses requests that no server would take."""
 
     tokenizer_name = "none"
 
@@ -69,8 +66,8 @@ class MadeUpModel(LM):
 def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | None) -> None:
     """Load the lm-eval tasks, render their first samples, and score made-up answers, to find mistakes early.
 
-    model: folder of the model that will be asked, or of one with the same chat template; None for no such model.
-    Raises EvaluationError that names the task, TransientError for a hub that does not answer.
+    model: folder of the model, or of one with the same chat template, or None. Raises EvaluationError that names the
+    task, TransientError for a hub that does not answer.
     """
     if selection.folder and not evaluation.trust_task_code:
         # lm-eval would look up unknown metrics on the hub, and run what it finds as code.

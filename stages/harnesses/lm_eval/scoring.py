@@ -46,14 +46,12 @@ MAX_TRIES = 3
 MAX_SHOWN = 400
 """Largest number of characters that an error message quotes, such as of lm-eval's own error or a task's columns."""
 END_MARK = "qprobetext "
-"""Marker put after a given beginning of an answer, to find where that text ends in the rendered prompt. The marker's
-space shows whether the chat template trims texts."""
+"""Marker after the given beginning of an answer, whose space shows whether the chat template trims texts."""
 LM_EVAL_JINJA = lm_eval.utils.env
 """Jinja environment in which lm-eval renders task templates, with access to all of Python."""
 
 SPLITS = {f"{name}_docs": f"{name}_split" for name in ("training", "validation", "test", "fewshot")}
-"""Task-file field, such as `test_split`, by the lm-eval method that reads the split, such as `test_docs`. For error
-messages."""
+"""Task-file field (`test_split`) by the lm-eval method that reads it (`test_docs`), for error messages."""
 
 Report = Callable[[int, int], None]
 
@@ -61,8 +59,8 @@ Report = Callable[[int, int], None]
 class LmEvalModel(LocalCompletionsAPI):
     """Served model in the form of an lm-eval model, which sends lm-eval's requests to the server.
 
-    Prompts are sent as token ids, so that they arrive as the tokenizer here made them. A server that takes no token ids
-    gets texts, and answers are cut here where a task ends them: such a server may end them elsewhere, or nowhere.
+    Prompts are sent as token ids, so that they arrive as the tokenizer here made them. A server that takes none gets
+    texts, and answers are cut here where a task ends them, as it may do so elsewhere, or nowhere.
     """
 
     add_bos_token: bool
@@ -129,10 +127,7 @@ class LmEvalModel(LocalCompletionsAPI):
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
 
     def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
-        """Return the texts of generated answers, and count the answers that reached their token limit.
-
-        A server that takes no stop texts reaches the limit every time, so nothing is counted for it.
-        """
+        """Return generated texts, and count those at their token limit, where the server takes stop texts."""
         if self.tokenized_requests:
             responses = outputs if isinstance(outputs, list) else [outputs]
             self.num_cut += sum(
@@ -196,11 +191,9 @@ class _ReportingHook(CacheHook):
 
 @contextlib.contextmanager
 def named_mistakes(names: Iterable[str]) -> Iterator[None]:
-    """Turn an error inside lm-eval into an EvaluationError that names the task and the field of its file at fault.
+    """Turn an error inside lm-eval into an EvaluationError that names the task, one of `names`, and the field at fault.
 
     A hub that does not answer becomes a TransientError.
-
-    names: tasks that are in question.
     """
     try:
         yield
@@ -244,7 +237,7 @@ def _samples_of(task: Any) -> str:
 
 
 def render_prompt(template: ChatTemplate, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-    """Render messages by the chat template. Without `add_generation_prompt`, the last message stays open to continue.
+    """Render messages by the chat template; without `add_generation_prompt`, the last stays open to continue.
 
     Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
     """
@@ -281,10 +274,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
 
 @contextlib.contextmanager
 def _hub_asked(*, asked: bool) -> Iterator[None]:
-    """Allow or forbid requests of Hugging Face's `datasets` library to the hub, while this context is open.
-
-    It reads the environment once, at its import, but a check of inputs loads the tasks of several evaluations.
-    """
+    """Allow or forbid requests of `datasets` to the hub, which reads the environment only once, in this context."""
     forbidden = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = forbidden or not asked
@@ -310,10 +300,8 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """Run lm-eval's tasks against the model, and return its results with a log of each sample.
 
-    answers: file that keeps answers; those in it are not asked again.
-    report: called as report(answered, asked) after each answer.
-
-    Raises EvaluationError if a task leaves no room for a prompt; errors of the connection pass through.
+    answers: file that keeps answers; those in it are not asked again. report: called as report(answered, asked) after
+    each answer. Raises EvaluationError if a task leaves no room for a prompt; errors of the connection pass through.
     """
     _check_room(model, tasks)
     # `evaluate` leaves the global generators to its caller: lm-eval's own `simple_evaluate` would seed them.
@@ -350,10 +338,7 @@ def _check_room(model: LmEvalModel, tasks: dict[str, Any]) -> None:
 
 
 def items_of(tasks: Mapping[str, Any]) -> Iterator[TaskItem]:
-    """Yield the texts of all samples of lm-eval's tasks, to compare training rows with them.
-
-    Raises EvaluationError for a sample that its task cannot write down.
-    """
+    """Yield the texts of all samples; raise EvaluationError for one that its task cannot write down."""
     for name, task in tasks.items():
         for number, document in enumerate(task.eval_docs):
             try:

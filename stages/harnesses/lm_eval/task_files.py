@@ -1,10 +1,9 @@
 """Reading of lm-eval's task files, local or built-in, without running the code that they name.
 
 A local folder's content is part of the evaluation's version, so all that a task is made of must lie in it: its YAML
-files, the data files that they name, and the Python files that their `!function` tags name.
-
-lm-eval's own index parses its 14,000 files and takes 10 to 20 s. This one reads them as text and parses only those that
-are asked for, in less than a second, so that a plan can be made with it.
+files, the data files that they name, and the Python files that their `!function` tags name. lm-eval's own index parses
+its 14,000 files in 10 to 20 s; this one parses only those asked for, in less than a second, so that a plan can be made
+with it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def code_in(config: dict[str, Any]) -> Iterator[str]:
     """Yield descriptions of the code that a task file would make lm-eval run outside a sandbox.
 
     That is `!function` tags, Jinja that reaches into Python's objects, and metrics that Hugging Face's `evaluate` loads
-    as Python files. Jinja that hides what it does is stopped by the sandbox when it is rendered.
+    as Python files. Jinja that hides what it does is stopped by the sandbox.
     """
     metrics = config.get("metric_list")
     for metric in metrics if isinstance(metrics, list) else ():
@@ -132,10 +131,8 @@ def strings_in(tree: Any) -> Iterator[str]:
 class TaskFolder:
     """Content of a folder with the user's own lm-eval tasks.
 
-    names: tasks, groups and tags that it defines.
-    hub_datasets: repositories whose samples its tasks take.
-    members_elsewhere: tasks outside the folder in its groups.
-    code: its Python files, and other code that its tasks would run.
+    names: tasks, groups and tags that it defines. hub_datasets: repositories of samples. members_elsewhere: tasks
+    outside the folder in its groups. code: Python files, and other code that its tasks would run.
     """
 
     path: Path
@@ -189,10 +186,7 @@ def _read_config(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_data_files(config: dict[str, Any], file: Path, folder: Path) -> None:
-    """Check that a task file's data files lie in the task folder, as well as the YAML files that it includes.
-
-    Paths of included files are relative to the file that includes them.
-    """
+    """Check that a task's data files, and included YAML files (relative to their includer), lie in the folder."""
     arguments = config.get("dataset_kwargs") or {}
     for name in strings_in([arguments.get("data_files"), arguments.get("data_dir")]):
         if "://" in name:
@@ -229,7 +223,7 @@ def is_installed(name: str) -> bool:
 
 
 def defining(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield path and content of lm-eval's task files that define this name as a task, group or tag.
+    """Yield path and content of lm-eval's files that define a task, group or tag.
 
     Where a template has the tag, all files beside the template are yielded.
     """

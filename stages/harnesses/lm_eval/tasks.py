@@ -1,7 +1,7 @@
 """lm-eval tasks that a recipe names: their files, their datasets, and the scores that they give.
 
-All of it is known from files alone, before anything slow starts. The commits of hub datasets are part of an
-evaluation's version, so that changed samples are scored again.
+All of it is known from files alone. The commits of hub datasets are part of an evaluation's version, so that changed
+samples are scored again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ DEFAULT_METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
     "generate_until": ("exact_match",),
 }
-"""Metrics that lm-eval computes for a task that names none, by the task's output type.
-
-A copy of lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes seconds.
-"""
+"""Metrics of a task that names none, by output type: lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes
+seconds."""
 GENERATES = "generate_until"
 STANDARD_ERROR = "_stderr"
 MAX_INCLUDES = 10
@@ -53,10 +51,7 @@ MAX_INCLUDES = 10
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Selected lm-eval tasks of a recipe, and where they are defined.
-
-    needs_builtin: whether lm-eval's own tasks must be indexed, which takes it 10 s or more.
-    """
+    """Selected lm-eval tasks. needs_builtin: lm-eval's own must be indexed, which takes it 10 s or more."""
 
     names: tuple[str, ...]
     folder: TaskFolder | None
@@ -109,10 +104,9 @@ def _check_known(names: Iterable[str], known_locally: Collection[str], folder: P
 
 
 def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None) -> dict[str, JsonValue]:
-    """Return the current commits of the tasks' datasets on the hub, as {`hub_datasets`: {repository: commit}}.
+    """Return the tasks' current commits on the hub, as {`hub_datasets`: {repository: commit}}; {} if all are local.
 
-    Empty, without asking a hub, if all tasks are local. Raises DownloadError or TransientError if the hub gives no
-    answer.
+    Raises DownloadError or TransientError if the hub gives no answer.
     """
     datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
     answers = Answers[str](limit_s)
@@ -126,8 +120,7 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
 def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path) -> None:
     """Raise TransientError if a task's dataset on the hub has changed since the run was planned.
 
-    tasks: of lm-eval.
-    kept: folder of `datasets`, which names the folders of prepared data after the commit; their use is noted.
+    kept: folder of `datasets`, which names prepared data after the commit; their use is noted.
     """
     expected = outside.get(HUB_DATASETS, {})
     assert isinstance(expected, dict)
@@ -143,7 +136,7 @@ def check_loaded(tasks: Iterable[Any], outside: dict[str, JsonValue], kept: Path
 
 
 def may_give(score: str, names: Iterable[str], folder: Path | None) -> bool:
-    """Return whether these tasks, groups or tags can produce the score `TASK.METRIC` or `TASK.FILTER.METRIC`.
+    """Return whether tasks, groups or tags can produce the score `TASK.METRIC` or `TASK.FILTER.METRIC`.
 
     True where files do not tell: scores of groups, of tasks written in Python, of tasks that do not exist.
     """

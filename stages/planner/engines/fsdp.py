@@ -1,6 +1,6 @@
-"""Memory and time costs of the FSDP2 engine, which shards everything and gathers each layer for every pass.
+"""Memory and time costs of the FSDP2 engine, which shards everything and gathers each layer (Zhao et al. 2023).
 
-(Zhao et al. 2023.) Selective recomputation and adapters are those of PyTorch and PEFT.
+Selective recomputation and adapters are those of PyTorch and PEFT.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class FsdpCosts(EngineCosts):
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
         """Return the bytes of gathered parameters and of one layer's unsharded gradients on one process rank.
 
-        Gathered at once are the parameters outside the layers (embedding, head) and a few layers. With
-        pipeline parallelism, all layers of the stage stay gathered, and their gradients unsharded, until the step ends.
+        Gathered at once are embedding, head and a few layers; under a pipeline all layers, with unsharded gradients,
+        for a step.
         """
         layout, size = case.layout, case.workload.compute_bytes
         held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
@@ -84,8 +84,7 @@ class FsdpCosts(EngineCosts):
         """Return the seconds per step of gathering, gradient reduction and offloading that are not hidden by compute.
 
         Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
-        each micro-batch or after the last. Under a pipeline, where passes of micro-batches alternate, layers stay
-        gathered and gradients whole for a step.
+        each micro-batch or after the last. Under a pipeline layers stay gathered and gradients whole for a step.
         """
         layout, hardware = case.layout, case.hardware
         group = network.shard_group(layout)
@@ -164,10 +163,7 @@ def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
 
 
 def _offload_s(case: TimedCase) -> float:
-    """Return the seconds per step that CPU offload copies weights to the device and gradients back.
-
-    Weights are copied for each gathering, gradients once.
-    """
+    """Return the seconds per step of CPU offload's copies: weights for each gathering, gradients once."""
     if not case.layout.cpu_offload:
         return 0.0
     workload = case.workload

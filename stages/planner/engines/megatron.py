@@ -63,7 +63,7 @@ class MegatronCosts(EngineCosts):
     ) -> float:
         """Return the seconds per step of reducing gradients and gathering weights that are not hidden by compute.
 
-        Gradients are reduced during the last backward pass; weights are gathered during the next forward pass.
+        The former is in the last backward pass, the latter in the next forward pass.
         """
         layout, hardware = case.layout, case.hardware
         if layout.data_parallel_size * layout.cp == 1:
@@ -91,7 +91,7 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        """Yield the Megatron layouts worth searching, each as a dict of layout fields without a micro-batch size.
+        """Yield Megatron layouts worth searching, without micro-batch size.
 
         Left out are tensor parallelism across nodes, and tp > 1 without sequence parallelism.
         """

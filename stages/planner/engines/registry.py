@@ -1,7 +1,4 @@
-"""Registry of the planner's cost model for each training engine, by engine name.
-
-To add an engine, add a module beside this one and a line here.
-"""
+"""Registry of the planner's cost model for each training engine; a new one is a module here and a line."""
 
 from __future__ import annotations
 
