@@ -27,9 +27,9 @@ from stages.data.config import DataConfig, DataFormat, RowKind
 from stages.data.files import (
     READERS,
     BadRow,
-    Part,
-    Place,
+    FilePart,
     Row,
+    RowLocation,
     find_files,
     is_held_out,
     name_of,
@@ -135,7 +135,7 @@ class Survey:
         shares = (self.bad_rows[held_out] / count for held_out, count in self.all_rows.items() if count)
         return math.ceil(100 * max(shares, default=0.0)) / 100
 
-    def add_bad(self, place: Place, reason: str, *, held_out: bool) -> None:
+    def add_bad(self, place: RowLocation, reason: str, *, held_out: bool) -> None:
         """Count a bad row, and keep the place and reason of the first one for an error message."""
         self.bad_rows[held_out] += 1
         self.first_bad = self.first_bad or f"{place} {reason}"
@@ -515,7 +515,7 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
         first_rows_read(reader, portion, read_rows(folder, files))
         tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader))
         for path in files:
-            part = Part(path, name_of(path, folder))
+            part = FilePart(path, name_of(path, folder))
             # Stops in the middle of a file when the time is over.
             rows = takewhile(lambda _: time.process_time() < ends_s, read_part(part))
             for piece in tokenizer.pieces(part, rows):

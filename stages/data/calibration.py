@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import DataError
-from stages.data.files import BadRow, Place, find_files, read_rows
+from stages.data.files import BadRow, RowLocation, find_files, read_rows
 from stages.data.formats import FORMATS, RowReader, likeliest_format, rename_columns
 from stages.data.messages import RowError, kind_of
 from stages.data.templates import Rendered, TemplateLimitError
-from stages.data.tokenizer import DocumentTokenizer, Tokens
+from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument
 
 
 def calibration_samples(
@@ -24,8 +24,8 @@ def calibration_samples(
     *,
     train_on: Literal["assistant", "all"],
     num_skipped: int = 0,
-    passed_over: dict[Place, str] | None = None,
-) -> list[Tokens]:
+    passed_over: dict[RowLocation, str] | None = None,
+) -> list[TokenizedDocument]:
     """Return the first usable rows of a dataset as tokens, cut to `sequence_length`, to calibrate a quantizer with.
 
     Conversations are rendered with the model's chat template; of pairs the chosen answer counts. There may be fewer
@@ -41,7 +41,9 @@ def calibration_samples(
     return [tokens.cut(sequence_length) for tokens in tokenizer.encode(wanted)]
 
 
-def _texts(folder: Path, split: str, tokenizer: DocumentTokenizer, passed_over: dict[Place, str]) -> Iterator[Rendered]:
+def _texts(
+    folder: Path, split: str, tokenizer: DocumentTokenizer, passed_over: dict[RowLocation, str]
+) -> Iterator[Rendered]:
     reader: RowReader | None = None
     for row in read_rows(folder, find_files(folder, split)):
         if isinstance(row, BadRow) or not isinstance(row.content, dict):

@@ -55,7 +55,7 @@ SHARD = re.compile(r"(?P<before>.*?)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """Place of a row for error messages: its line in a text file or its number in a Parquet file, counted from 1."""
 
     file: str
@@ -70,7 +70,7 @@ class Place:
 class Row:
     """Row as read from a file: any JSON value, before its meaning is checked."""
 
-    place: Place
+    place: RowLocation
     content: object
 
 
@@ -78,12 +78,12 @@ class Row:
 class BadRow:
     """Row that cannot be learned from, with its place and the reason."""
 
-    place: Place
+    place: RowLocation
     reason: str
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Part of a data file that one process reads: row groups of Parquet, or bytes [begin, end) of JSON Lines.
 
     name: the file's, in messages. num_before: number of lines, or of Parquet rows, before the part.
@@ -95,9 +95,11 @@ class Part:
     end: int | None = None
     num_before: int = 0
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> RowLocation:
         """Return a row's place in the file (line or row number), given its number within this part of the file."""
-        return Place(self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line")
+        return RowLocation(
+            self.name, self.num_before + number, "row" if format_suffix(self.path) == ".parquet" else "line"
+        )
 
 
 def find_files(folder: Path, split: str) -> list[Path]:
@@ -134,10 +136,10 @@ def read_rows(folder: Path, files: list[Path]) -> Iterator[Row | BadRow]:
     A good row can be written as UTF-8 and walked recursively; its meaning is not checked here.
     """
     for path in files:
-        yield from read_part(Part(path, name_of(path, folder)))
+        yield from read_part(FilePart(path, name_of(path, folder)))
 
 
-def read_part(part: Part) -> Iterator[Row | BadRow]:
+def read_part(part: FilePart) -> Iterator[Row | BadRow]:
     """Yield the rows of a data file, or of a part of one. Raises DataError for an unreadable file."""
     suffix = format_suffix(part.path)
     if suffix not in READERS:
@@ -282,7 +284,7 @@ def _listing(folder: Path) -> str:
     return f"There are: {', '.join(names[:NUM_FILES_LISTED])}{more}."
 
 
-def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
+def _read_json_lines(part: FilePart) -> Iterator[Row | BadRow]:
     left = math.inf if part.end is None else part.end - part.begin
     first = part.num_before + 1
     with open_bytes(part.path, part.name) as stream:
@@ -300,14 +302,14 @@ def _read_json_lines(part: Part) -> Iterator[Row | BadRow]:
                 limit = f"{LONGEST_LINE_BYTES >> 20} MiB"
                 raise DataError(f"{part.name}:{number} is longer than {limit}; expected a row of JSON in each line")
             if not line.isspace():
-                yield _parse_line(line, Place(part.name, number))
+                yield _parse_line(line, RowLocation(part.name, number))
             # A line belongs to the part in which it begins, and is read beyond the part's end.
             left -= len(line)
             if left <= 0:
                 return
 
 
-def _parse_line(line: bytes, place: Place) -> Row | BadRow:
+def _parse_line(line: bytes, place: RowLocation) -> Row | BadRow:
     try:
         # A file may begin with a byte order mark.
         return Row(place, DECODER.decode(line.decode("utf-8-sig")))
@@ -319,7 +321,7 @@ def _parse_line(line: bytes, place: Place) -> Row | BadRow:
         return BadRow(place, f"is not UTF-8 text: {error.reason} at column {error.start + 1}")
 
 
-def _read_json(part: Part) -> Iterator[Row | BadRow]:
+def _read_json(part: FilePart) -> Iterator[Row | BadRow]:
     """Yield the rows of a `.json` file, which holds one JSON list or JSON Lines."""
     with open_text(part.path, part.name) as stream:
         start = stream.read(BEGINNING_CHARACTERS).lstrip()[:1]
@@ -328,10 +330,10 @@ def _read_json(part: Part) -> Iterator[Row | BadRow]:
         return
     with open_text(part.path, part.name) as stream:
         for line, content in JsonList(stream, part.name).elements():
-            yield Row(Place(part.name, line), content)
+            yield Row(RowLocation(part.name, line), content)
 
 
-def _read_csv(part: Part) -> Iterator[Row | BadRow]:
+def _read_csv(part: FilePart) -> Iterator[Row | BadRow]:
     name = part.name
     csv.field_size_limit(sys.maxsize)  # Python's default of 128 KiB is less than a long document
     with open_text(part.path, name) as stream:
@@ -343,7 +345,7 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
         _check_columns(columns, name)
         while True:
             # Taken before the row is read, which may span several lines.
-            place = Place(name, reader.line_num + 1)
+            place = RowLocation(name, reader.line_num + 1)
             try:
                 values = next(reader)
             except StopIteration:
@@ -357,7 +359,7 @@ def _read_csv(part: Part) -> Iterator[Row | BadRow]:
                 yield Row(place, dict(zip(columns, values, strict=True)))
 
 
-def _read_parquet(part: Part) -> Iterator[Row | BadRow]:
+def _read_parquet(part: FilePart) -> Iterator[Row | BadRow]:
     import pyarrow
 
     name, number = part.name, part.num_before
@@ -378,12 +380,12 @@ def _rows_of(batch: Any, name: str, num_before: int) -> Iterator[Row | BadRow]:
     try:
         # `to_pylist` converts all rows before the first is yielded, so that none comes twice.
         rows = map(as_row, batch.to_pylist())
-        yield from (Row(Place(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
+        yield from (Row(RowLocation(name, num_before + at, "row"), row) for at, row in enumerate(rows, 1))
         return
     except NO_PYTHON_VALUE:
         pass
     for at in range(batch.num_rows):
-        place = Place(name, num_before + at + 1, "row")
+        place = RowLocation(name, num_before + at + 1, "row")
         try:
             yield Row(place, as_row(batch.slice(at, 1).to_pylist()[0]))
         except NO_PYTHON_VALUE as error:
@@ -481,7 +483,7 @@ def _uncompressed(path: Path) -> Path:
     return named.with_suffix("") if is_compressed(path) else named
 
 
-READERS: dict[str, Callable[[Part], Iterator[Row | BadRow]]] = {
+READERS: dict[str, Callable[[FilePart], Iterator[Row | BadRow]]] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,

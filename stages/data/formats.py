@@ -31,7 +31,7 @@ from stages.data.messages import (
 )
 from stages.data.preferences import Columns, read_preference
 from stages.data.row_fields import (
-    Unread,
+    IgnoredFields,
     check_no_conversation,
     check_row,
     is_label,
@@ -162,7 +162,7 @@ class RowReader:
         self._format: Format | None = None
         self.has_margins = False
         self._is_plain: bool | None = None
-        self.unread = Unread()
+        self.unread = IgnoredFields()
 
     def __str__(self) -> str:  # what the first rows have decided
         return f"{self._format and self._format.columns} {self.has_margins} {self._is_plain}"

@@ -1,7 +1,7 @@
 """Strict JSON decoding for data files, and a reader that yields the elements of one large JSON list.
 
-Where Python's decoder is silent (repeated keys) or gives up (a number of 5,000 digits), the value becomes `Unusable`,
-and `flaw_of` says which field of the row is bad.
+Where Python's decoder is silent (repeated keys) or gives up (a number of 5,000 digits), the value becomes
+`InvalidJsonValue`, and `flaw_of` says which field of the row is bad.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AHEAD_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
-class Unusable:
+class InvalidJsonValue:
     """Placeholder for an unusable JSON value; `reason` ends the error message that begins "train.jsonl:17 "."""
 
     reason: str
@@ -39,7 +39,7 @@ def flaw_of(content: object) -> str | None:
         if isinstance(value, str):
             if found := NOT_TEXT.search(value):
                 return f"holds {_named(found[0])} in {_column(path)}; expected text that UTF-8 can hold"
-        elif isinstance(value, Unusable):
+        elif isinstance(value, InvalidJsonValue):
             return f"{value.reason} in {_column(path)}"
         elif len(path) >= MAX_DEPTH and isinstance(value, dict | list):
             return f"is nested more than {MAX_DEPTH} deep in `{path[0]}`; expected a row"
@@ -159,12 +159,12 @@ def _object(pairs: list[tuple[str, object]]) -> object:
         return found
     names = [name for name, _ in pairs]
     repeated = next(name for name in names if names.count(name) > 1)
-    return Unusable(f"has the key `{_printable(repeated)}` twice")
+    return InvalidJsonValue(f"has the key `{_printable(repeated)}` twice")
 
 
 def _integer(digits: str) -> object:
-    return int(digits) if len(digits) <= MAX_DIGITS else Unusable(f"has a number of {len(digits)} digits")
+    return int(digits) if len(digits) <= MAX_DIGITS else InvalidJsonValue(f"has a number of {len(digits)} digits")
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
-"""JSON decoder that returns `Unusable` for objects with a repeated key and for integers that are too long."""
+"""JSON decoder that returns `InvalidJsonValue` for objects with a repeated key and for integers that are too long."""

@@ -29,11 +29,11 @@ from stages.data.prepare import (
     OutOfTimeError,
     Preprocessing,
     check_together,
+    naming_dataset,
     prepare_portion,
-    saying_of,
 )
 from stages.data.seen_rows import check_held_out
-from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import Bar, DataLook, DroppedRows, ShownDocument, ShownPortion, ShownRow, TokenSpan
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
@@ -45,7 +45,7 @@ A split of more than `LARGE_BYTES` is not finished by then, and hashing it for t
 LARGE_BYTES = 1 << 30
 
 
-class Silent:
+class NullReporter:
     """Receiver of progress and warnings that discards both, because the stage itself will report them."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:
@@ -67,7 +67,7 @@ def data_problems(
     for portion in portions(config):
         files = find_files(folder, portion.split)
         task = Preprocessing(
-            portion, folder, files, config, model, rows, Silent(), cache / PIECES_FOLDER, CHECK_SECONDS
+            portion, folder, files, config, model, rows, NullReporter(), cache / PIECES_FOLDER, CHECK_SECONDS
         )
         try:
             if folder_of_rows := _prepared(task, cache / CACHE_FOLDER):
@@ -158,9 +158,11 @@ def look_at(
         for portion, into in zip(portions(part), (training, held_out), strict=False):
             folder, so_far = inputs[part.dataset_stage] / "data", scratch / f"part-{portion.name}{of}"
             pieces = cache / PIECES_FOLDER
-            with saying_of(name) if config.is_mixture else nullcontext():
+            with naming_dataset(name) if config.is_mixture else nullcontext():
                 files = find_files(folder, portion.split)
-                task = Preprocessing(portion, folder, files, part, model, rows, Silent(), pieces, LOOK_SECONDS, so_far)
+                task = Preprocessing(
+                    portion, folder, files, part, model, rows, NullReporter(), pieces, LOOK_SECONDS, so_far
+                )
                 into[name], unread_after = _opened(task, cache / CACHE_FOLDER, scratch)
             shown.append(_portion(f"{portion.name}{of}", into[name], part, unread_after))
         leak = check_held_out(training[name].folder, held_out[name].folder) if name in held_out else None
@@ -222,7 +224,7 @@ def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after
     )
 
 
-def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
+def _dropped(bad_rows: Path) -> tuple[DroppedRows, ...]:
     """Return each reason why rows were dropped with its count, most frequent first; rare reasons are summed up."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -232,10 +234,12 @@ def _dropped(bad_rows: Path) -> tuple[Dropped, ...]:
             place = f"{row['file']}:{row['line']}" if "line" in row else f"{row['file']} row {row['row']}"
             examples.setdefault(row["reason"], place)
     commonest = counts.most_common()
-    named = [Dropped(reason=reason, count=count, example=examples[reason]) for reason, count in commonest[:NUM_REASONS]]
+    named = [
+        DroppedRows(reason=reason, count=count, example=examples[reason]) for reason, count in commonest[:NUM_REASONS]
+    ]
     if others := commonest[NUM_REASONS:]:
         count = sum(count for _, count in others)
-        named.append(Dropped(reason=f"{len(others)} other reasons", count=count, example=examples[others[0][0]]))
+        named.append(DroppedRows(reason=f"{len(others)} other reasons", count=count, example=examples[others[0][0]]))
     return tuple(named)
 
 
@@ -282,7 +286,7 @@ def shown_document(
     )
 
 
-def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[Piece]:
+def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[TokenSpan]:
     """Yield runs of tokens of equal loss and kind as text; alone, some tokenizers would drop a run's first space."""
     marks = [(flag, token in tokenizer.special_ids) for token, flag in zip(ids, learned, strict=True)]
     ends = [end for end in range(1, len(ids) + 1) if end == len(ids) or marks[end] != marks[end - 1]]
@@ -290,5 +294,5 @@ def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -
     for end in ends:
         text = tokenizer.decode(ids[:end])
         added = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[begin:end])
-        yield Piece(text=added, learned=marks[begin][0], special=marks[begin][1])
+        yield TokenSpan(text=added, learned=marks[begin][0], special=marks[begin][1])
         begin, before = end, text

@@ -25,14 +25,14 @@ from stages.data.any_rows import check_formats
 from stages.data.bad_rows import BadRows, write_list
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_described
-from stages.data.files import Place, Portion, find_files, name_of, portions
+from stages.data.files import Portion, RowLocation, find_files, name_of, portions
 from stages.data.formats import RowReader
 from stages.data.mixture import joined
-from stages.data.piece_source import FileState, PieceSource, Report
-from stages.data.row_fields import Unread
+from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
+from stages.data.tokenized_rows import FileState, Reporter, TokenizedRowsSource
 from stages.data.tokenizer import TokenizerNotes
-from stages.data.tokenizing import Piece, Tokenizing, key_parts, over_long_of
+from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
 from stages.models.recorded import ToolPrompt
@@ -67,7 +67,7 @@ def prepare(
     *,
     rows: RowKind,
     cache: Path,
-    report: Report,
+    report: Reporter,
     bad_rows_file: Path,
 ) -> PreparedData:
     """Read, check, render, tokenize and pack the rows of a dataset, or reuse the result in the cache.
@@ -107,7 +107,7 @@ def prepare_mixture(
     *,
     rows: RowKind,
     cache: Path,
-    report: Report,
+    report: Reporter,
     work: Path,
 ) -> PreparedData:
     """Prepare the dataset of a training, or each dataset of a mixture, as `prepare` does.
@@ -120,14 +120,14 @@ def prepare_mixture(
         check_formats(inputs, config, rows)
     prepared: dict[str, PreparedData] = {}
     for name, part in zip(names, config.parts.values(), strict=True):
-        with saying_of(name) if is_mixture else nullcontext():
+        with naming_dataset(name) if is_mixture else nullcontext():
             prepared[name] = prepare(
                 inputs[part.dataset_stage] / "data",
                 part,
                 model,
                 rows=rows,
                 cache=cache,
-                report=_NamedReport(report, name) if is_mixture else report,
+                report=_NamedReporter(report, name) if is_mixture else report,
                 bad_rows_file=work / (f"bad_rows.{name}.jsonl" if is_mixture else "bad_rows.jsonl"),
             )
     held_out = {name: one.evaluation for name, one in prepared.items() if one.evaluation}
@@ -187,7 +187,7 @@ class Preprocessing:
     config: DataConfig
     model: ModelFacts
     rows: RowKind
-    report: Report
+    report: Reporter
     pieces: Path
     time_limit_s: float | None = None
     part: Path | None = None
@@ -219,9 +219,11 @@ class _Run:
         self._writer = writer
         reader = RowReader(config.format, task.rows, config.columns)
         tokenizing = Tokenizing(task.portion, config, task.model, task.rows, reader)
-        self._source = PieceSource(tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s)
+        self._source = TokenizedRowsSource(
+            tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s
+        )
         self._tokenizer = self._source.tokenizer.tokenizer
-        self._unread = Unread()
+        self._unread = IgnoredFields()
         self._notes = TokenizerNotes()
         self._seen = seen
         self._over_long = over_long_of(config)
@@ -267,7 +269,7 @@ class _Run:
             return cut(units, self._config.sequence_length)
         return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
 
-    def _counted(self) -> Iterator[Piece]:
+    def _counted(self) -> Iterator[TokenizedRows]:
         for part, piece in self._source.pieces():
             notes = piece.notes
             self._num_source_rows += notes.num_source_rows
@@ -284,7 +286,7 @@ class _Run:
             yield piece
 
     @property
-    def last_in_time(self) -> Place | None:
+    def last_in_time(self) -> RowLocation | None:
         """Last row that was read if the time limit ended reading early; None if all rows were read."""
         return self._source.last_in_time
 
@@ -340,7 +342,7 @@ def _alone(units: Units) -> PackedRows:
 class OutOfTimeError(Exception):
     """Raised when preparing data reached its time limit. `last` is the last row that was read and checked."""
 
-    def __init__(self, last: Place) -> None:
+    def __init__(self, last: RowLocation) -> None:
         super().__init__(f"after {last}")
         self.last = last
 
@@ -371,7 +373,7 @@ def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str,
 
 
 @contextmanager
-def saying_of(name: str) -> Iterator[None]:
+def naming_dataset(name: str) -> Iterator[None]:
     """Add the name of a mixture's dataset to the message of a DataError raised in the `with` block."""
     try:
         yield
@@ -380,10 +382,10 @@ def saying_of(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _NamedReport:
+class _NamedReporter:
     """Receiver of progress and warnings about a mixture that adds the dataset's name to each message."""
 
-    report: Report
+    report: Reporter
     name: str
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None:

@@ -12,7 +12,7 @@
 | `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
 | `function_call`, `objects`, and the like     | refused                                                               |
 
-Fields that no format reads are counted (`Unread`).
+Fields that no format reads are counted (`IgnoredFields`).
 
 Agents' data have messages of their own for tool calls and results; `with_tool_calls` turns them into calls of the
 assistant and messages of the role `tool`:
@@ -187,7 +187,7 @@ def says_something(value: object) -> bool:
     return value is not None and value not in ("", [], {})
 
 
-class Unread:
+class IgnoredFields:
     """Counter of row fields that the reader of the dataset's format ignores, to warn the user."""
 
     def __init__(self) -> None:

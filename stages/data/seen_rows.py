@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.errors import DataError
-from stages.data.files import Part, Place
+from stages.data.files import FilePart, RowLocation
 from stages.data.messages import Document
 
 ROW_DIGESTS = "rows.bin"
@@ -80,7 +80,7 @@ class SeenRows:
         self._digests = folder / ROW_DIGESTS
         self._swapped = folder / "swapped.bin"
         self._numbers = folder / "numbers.bin"
-        self._begins: list[tuple[int, Part]] = []
+        self._begins: list[tuple[int, FilePart]] = []
         self._num_rows = 0
         self._remarkable: dict[str, tuple[int, str]] = {}
         for path in (self._digests, self._swapped, self._numbers):
@@ -88,7 +88,7 @@ class SeenRows:
 
     def add(
         self,
-        part: Part,
+        part: FilePart,
         digests: NDArray[np.uint64],
         swapped: NDArray[np.uint64],
         numbers: NDArray[np.uint64],
@@ -129,7 +129,7 @@ class SeenRows:
         self._swapped.unlink()
         self._numbers.unlink()
 
-    def _place(self, row: int) -> Place:
+    def _place(self, row: int) -> RowLocation:
         at = bisect_right(self._begins, row, key=lambda entry: entry[0]) - 1
         return self._begins[at][1].place(int(_mapped(self._numbers)[row]))
 

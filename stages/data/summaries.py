@@ -18,7 +18,7 @@ NUM_BINS = 40
 """Largest number of bins in a histogram of document lengths."""
 
 
-class Piece(StrictModel):
+class TokenSpan(StrictModel):
     """Run of consecutive tokens as text for the data preview, with flags for loss and for special tokens."""
 
     text: str
@@ -35,7 +35,7 @@ class ShownDocument(StrictModel):
     name: str
     num_tokens: int
     num_target_tokens: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenSpan, ...]
     num_hidden_tokens: int = 0
 
 
@@ -55,7 +55,7 @@ class Bar(StrictModel):
     count: int
 
 
-class Dropped(StrictModel):
+class DroppedRows(StrictModel):
     """Reason why rows were dropped, with their number. `example` is the place of the first one."""
 
     reason: str
@@ -81,7 +81,7 @@ class ShownPortion(StrictModel):
     over_long: str
     num_over_long: int
     num_bad_rows: int
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[DroppedRows, ...]
     lengths: tuple[Bar, ...]
     warnings: tuple[str, ...] = ()
     unread_after: str | None = None

@@ -213,12 +213,12 @@ class DocumentTokenizer:
             token_ids=[int(token) for token in learned[:num_tokens]],
         )
 
-    def encode(self, documents: Sequence[Rendered]) -> list[Tokens]:
+    def encode(self, documents: Sequence[Rendered]) -> list[TokenizedDocument]:
         """Return token ids and loss masks of many texts, tokenized in parallel threads.
 
         Raises DataError for plain text without an end-of-text token, and where the tokenizer fails.
         """
-        tokens: list[Tokens] = []
+        tokens: list[TokenizedDocument] = []
         begin = num_characters = 0
         for end, document in enumerate(documents, 1):
             num_characters += len(document.text)
@@ -227,7 +227,7 @@ class DocumentTokenizer:
                 begin, num_characters = end, 0
         return tokens
 
-    def _encoded(self, documents: Sequence[Rendered]) -> list[Tokens]:
+    def _encoded(self, documents: Sequence[Rendered]) -> list[TokenizedDocument]:
         # Shielded texts go to another backend (`SpecialTokens.encode`); an empty text holds their place here.
         texts = ["" if document.is_shielded else document.text for document in documents]
         try:
@@ -252,14 +252,14 @@ class DocumentTokenizer:
     def _rendered(self, documents: Sequence[tuple[Document, bool]]) -> Iterator[tuple[Rendered, ...] | RowError]:
         """Yield each document's rendered texts, or a RowError; one given with True must give exactly one text."""
         prepared = [self._prepared(document, as_one) for document, as_one in documents]
-        asked = [ready for ready in prepared if isinstance(ready, _Asked)]
+        asked = [ready for ready in prepared if isinstance(ready, _RenderRequest)]
         answers = self.template.rendered([(ready.work, ready.conversation) for ready in asked]) if asked else iter(())
         for ready, (_, as_one) in zip(prepared, documents, strict=True):
-            outcome = next(answers) if isinstance(ready, _Asked) else ready
+            outcome = next(answers) if isinstance(ready, _RenderRequest) else ready
             try:
                 if isinstance(outcome, RowError):
                     raise outcome
-                if isinstance(ready, _Asked):
+                if isinstance(ready, _RenderRequest):
                     texts = (self.template.as_one(outcome),) if as_one else outcome
                     outcome = tuple(self._noted(text, is_shielded=ready.is_shielded) for text in texts)
                 for rendered in outcome:
@@ -268,7 +268,7 @@ class DocumentTokenizer:
                 outcome = error
             yield outcome
 
-    def _prepared(self, document: Document, as_one: bool) -> _Asked | tuple[Rendered] | RowError:
+    def _prepared(self, document: Document, as_one: bool) -> _RenderRequest | tuple[Rendered] | RowError:
         """Return a request to render a conversation, or a plain document's final text, or an error for a bad row."""
         try:
             if isinstance(document, PlainText):
@@ -279,7 +279,7 @@ class DocumentTokenizer:
         if self._train_on == "all" and shielded.unlearned:
             return RowError("has a turn that is not to be learned, but `train_on: all` learns everything")
         work: Work = "text" if self._train_on == "all" else "together" if as_one else self._turns
-        return _Asked(work, shielded, is_shielded=shielded is not document)
+        return _RenderRequest(work, shielded, is_shielded=shielded is not document)
 
     def _check_growth(self, text: str) -> None:
         """Raise RowError for a text that the tokenizer's normalizer would make too long."""
@@ -317,7 +317,7 @@ class DocumentTokenizer:
             prompt, completion = (prompt.removeprefix(begin), completion) if prompt else ("", completion[len(begin) :])
         return PlainText(prompt, completion)
 
-    def _tokens(self, token_ids: list[int], offsets: list[Span], document: Rendered) -> Tokens:
+    def _tokens(self, token_ids: list[int], offsets: list[Span], document: Rendered) -> TokenizedDocument:
         ids = np.array(token_ids, np.int32)
         loss = _loss_mask(offsets, document.spans)
         if document.is_plain:
@@ -327,7 +327,7 @@ class DocumentTokenizer:
             loss = np.concatenate([np.zeros(len(begin), np.bool_), loss, np.ones(1, np.bool_)])
         # No token comes before the first one, so nothing predicts it.
         loss[:1] = False
-        return Tokens(ids, loss)
+        return TokenizedDocument(ids, loss)
 
     @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -342,7 +342,7 @@ class DocumentTokenizer:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedDocument:
     """Tokenized document: token ids with a mask of the tokens that carry loss."""
 
     ids: NDArray[np.int32]
@@ -352,8 +352,8 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def cut(self, num_tokens: int) -> Tokens:
-        return Tokens(self.ids[:num_tokens], self.loss[:num_tokens])
+    def cut(self, num_tokens: int) -> TokenizedDocument:
+        return TokenizedDocument(self.ids[:num_tokens], self.loss[:num_tokens])
 
 
 class TokenizerNotes(StrictModel):
@@ -386,7 +386,7 @@ class TokenizerError(DataError):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _RenderRequest:
     """Request to render a conversation by the chat template. is_shielded: some special tokens were replaced."""
 
     work: Work

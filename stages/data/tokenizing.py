@@ -25,14 +25,14 @@ from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
 from stages.data.config import DataConfig, RowKind
-from stages.data.files import BadRow, Part, Place, Portion, Row
+from stages.data.files import BadRow, FilePart, Portion, Row, RowLocation
 from stages.data.formats import RowReader
 from stages.data.messages import Conversation, Document, RowError
-from stages.data.row_fields import Unread
+from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import RowDigests
 from stages.data.templates import Rendered, TemplateLimitError
-from stages.data.tokenizer import DocumentTokenizer, TokenizerError, TokenizerNotes, Tokens
-from stages.data.units import AnswerCheck, OverLong, Unit, Units, check_learnable
+from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument, TokenizerError, TokenizerNotes
+from stages.data.units import AnswerCheck, OverlongPolicy, Unit, Units, check_learnable
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.recorded import ToolPrompt
 
@@ -71,7 +71,7 @@ RENDERED_ROWS = 64
 """Number of rows in one request to the process that renders chat templates, so that the cost of a request is shared."""
 PIECE_TOKENS = 1 << 22
 """Number of tokens after which a file of tokenized rows (a "piece") ends and the next one begins."""
-RenderedRow = tuple[Place, list[tuple[Rendered, ...]], bool | None, float | None]
+RenderedRow = tuple[RowLocation, list[tuple[Rendered, ...]], bool | None, float | None]
 """Row rendered to text, with its place in a file, its training units (document or pair), its label and its margin."""
 
 
@@ -128,7 +128,7 @@ class PartTokenizer:
         size = task.model.vocabulary_size if has_config else None
         self._answers = AnswerCheck(self.tokenizer.special_tokens, size)
 
-    def pieces(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[Piece]:
+    def pieces(self, part: FilePart, rows: Iterable[Row | BadRow]) -> Iterator[TokenizedRows]:
         """Yield the tokenized rows of a file part in groups; the last group records how many groups came before it."""
         self._begin()
         num_earlier = 0
@@ -148,7 +148,7 @@ class PartTokenizer:
                 num_earlier += 1
         yield self._finished(part, num_earlier)
 
-    def _encoded(self, chunk: list[RenderedRow], texts: list[Rendered]) -> list[Tokens]:
+    def _encoded(self, chunk: list[RenderedRow], texts: list[Rendered]) -> list[TokenizedDocument]:
         """Return the tokens of some rows' texts. Raises DataError that names the row on which the tokenizer fails."""
         try:
             return self.tokenizer.encode(texts)
@@ -162,11 +162,11 @@ class PartTokenizer:
 
     def _begin(self) -> None:
         self._found = _Found(over_long_of(self._task.config))
-        self._reader.unread = Unread()
+        self._reader.unread = IgnoredFields()
         # Clears what was counted for texts before this piece.
         self.tokenizer.take_notes()
 
-    def _rendered(self, part: Part, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
+    def _rendered(self, part: FilePart, rows: Iterable[Row | BadRow]) -> Iterator[RenderedRow]:
         selected = iter(self._task.portion.select(rows))
         while batch := list(islice(selected, RENDERED_ROWS)):
             read = [self._read(row) for row in batch]
@@ -210,7 +210,7 @@ class PartTokenizer:
         (learned,) = self.tokenizer.encode([rendered])
         return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
 
-    def _fit(self, units: list[Unit], place: Place) -> None:
+    def _fit(self, units: list[Unit], place: RowLocation) -> None:
         """Add a row's units (documents or pairs), shortened or dropped if too long; one that teaches nothing is bad."""
         piece = self._found
         piece.num_tokenized_rows += 1
@@ -227,9 +227,9 @@ class PartTokenizer:
         piece.units += kept
         piece.num_tokens += sum(map(len, kept))
 
-    def _finished(self, part: Part, num_earlier: int | None) -> Piece:
+    def _finished(self, part: FilePart, num_earlier: int | None) -> TokenizedRows:
         piece, over_long = self._found, self._found.over_long
-        notes = PieceNotes(
+        notes = TokenizationNotes(
             num_earlier=num_earlier,
             num_source_rows=piece.num_source_rows,
             num_tokenized_rows=piece.num_tokenized_rows,
@@ -248,15 +248,15 @@ class PartTokenizer:
         is_labelled = self._task.rows == "labelled"
         units = Units.of(piece.units, is_labelled=is_labelled, has_margins=self._reader.has_margins)
         self._begin()
-        return Piece.of(notes, units, piece.rows)
+        return TokenizedRows.of(notes, units, piece.rows)
 
 
 @dataclass
 class _Found:
     """Training units (documents or pairs) and counts collected so far for the next group of tokenized rows."""
 
-    over_long: OverLong
-    bad_rows: list[tuple[Place, str]] = field(default_factory=list)
+    over_long: OverlongPolicy
+    bad_rows: list[tuple[RowLocation, str]] = field(default_factory=list)
     rows: RowDigests = field(default_factory=RowDigests)
     units: list[Unit] = field(default_factory=list)
     num_tokens: int = 0
@@ -267,9 +267,9 @@ class _Found:
     tool_prompt: ToolPrompt | None = None
 
 
-def over_long_of(config: DataConfig) -> OverLong:
+def over_long_of(config: DataConfig) -> OverlongPolicy:
     """Return the policy for documents that are longer than a packed row. With `packing: cut`, none is too long."""
-    return OverLong(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
+    return OverlongPolicy(config.over_long, sys.maxsize if config.packing == "cut" else config.sequence_length)
 
 
 def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | BadRow]) -> RowReader:
@@ -289,7 +289,7 @@ def _chunks(rendered: Iterator[RenderedRow]) -> Iterator[list[RenderedRow]]:
         yield chunk
 
 
-class PieceNotes(StrictModel):
+class TokenizationNotes(StrictModel):
     """Counts and warnings about a group of tokenized rows, stored with its arrays.
 
     num_earlier: pieces of the part before this one, if this is the last. num_source_rows: rows of the portion, bad ones
@@ -315,10 +315,10 @@ class PieceNotes(StrictModel):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenizedRows:
     """Group of tokenized rows: their training units (documents or pairs), with counts and digests of the rows."""
 
-    notes: PieceNotes
+    notes: TokenizationNotes
     units: Units
     digests: NDArray[np.uint64]
     swapped: NDArray[np.uint64]
@@ -326,21 +326,21 @@ class Piece:
     """Row numbers of the tokenized rows, counted within their part of a data file: uint64, one for each digest."""
 
     @classmethod
-    def of(cls, notes: PieceNotes, units: Units, rows: RowDigests) -> Piece:
+    def of(cls, notes: TokenizationNotes, units: Units, rows: RowDigests) -> TokenizedRows:
         return cls(notes, units, *(np.array(getattr(rows, name), np.uint64) for name in ROW_ARRAYS))
 
-    def bad_rows(self, part: Part) -> Iterator[BadRow]:
+    def bad_rows(self, part: FilePart) -> Iterator[BadRow]:
         return (BadRow(part.place(number), reason) for number, reason in self.notes.bad_rows)
 
-    def over_long(self, part: Part, over_long: OverLong) -> OverLong:
+    def over_long(self, part: FilePart, over_long: OverlongPolicy) -> OverlongPolicy:
         """Return the counts of this group's documents and pairs that are longer than a packed row."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
         counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
-        return OverLong(over_long.policy, over_long.sequence_length, *counts)
+        return OverlongPolicy(over_long.policy, over_long.sequence_length, *counts)
 
 
-class PieceStore:
+class TokenizedRowsStore:
     """Cache folder of tokenized rows; several processes may write the same file at once."""
 
     def __init__(self, folder: Path) -> None:
@@ -359,18 +359,18 @@ class PieceStore:
         """Return whether all tokenized rows of a file part were written, even if they are damaged now."""
         return self._path(key).is_file()
 
-    def write(self, key: str, pieces: Iterator[Piece]) -> None:
+    def write(self, key: str, pieces: Iterator[TokenizedRows]) -> None:
         """Write the tokenized rows of a file part as one or more files; the last one marks the part as complete."""
         for number, piece in enumerate(pieces):
             self._write(f"{key}-{number}" if piece.notes.num_earlier is None else key, piece)
 
-    def read(self, key: str) -> Iterator[Piece]:
+    def read(self, key: str) -> Iterator[TokenizedRows]:
         """Yield the stored groups of tokenized rows of a file part. Raises DataError for a damaged one."""
         last = self._read(key)
         yield from (self._read(f"{key}-{number}") for number in range(last.notes.num_earlier or 0))
         yield last
 
-    def _write(self, name: str, piece: Piece) -> None:
+    def _write(self, name: str, piece: TokenizedRows) -> None:
         from safetensors.numpy import save
 
         arrays = {one: getattr(piece.units, one) for one in UNIT_ARRAYS} | {
@@ -381,7 +381,7 @@ class PieceStore:
         metadata = {NOTES: notes, DIGEST: _digest(notes, there)}
         write_atomically(self._path(name), save(there, metadata=metadata))
 
-    def _read(self, name: str) -> Piece:
+    def _read(self, name: str) -> TokenizedRows:
         """Read a file of tokenized rows. Raises DataError if it is damaged, OSError if it is missing."""
         from safetensors import SafetensorError, safe_open
 
@@ -396,7 +396,7 @@ class PieceStore:
             raise _damaged(path)
         note_use(path)
         rows = [arrays.pop(name) for name in ROW_ARRAYS]
-        return Piece(PieceNotes.model_validate_json(metadata[NOTES]), Units(**arrays), *rows)
+        return TokenizedRows(TokenizationNotes.model_validate_json(metadata[NOTES]), Units(**arrays), *rows)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{SUFFIX}"

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
-from stages.data.files import Place
+from stages.data.files import RowLocation
 from stages.data.messages import INVISIBLE, Document, RowError, answers_of
-from stages.data.tokenizer import Tokens
+from stages.data.tokenizer import TokenizedDocument
 
 NUM_NAMED = 10
 WINDOW_UNITS = 1 << 16
@@ -31,7 +31,7 @@ WINDOW_ROWS = 256
 class Unit:
     """Training unit that must stay in one packed row: a document, or a pair (chosen, rejected); `len`: tokens."""
 
-    documents: tuple[Tokens, ...]
+    documents: tuple[TokenizedDocument, ...]
     is_good: bool | None = None
     """Label of a labelled answer (KTO): True if it is good, False if it is bad; None for other data."""
     margin: float | None = None
@@ -42,19 +42,19 @@ class Unit:
 
 
 @dataclass
-class OverLong:
+class OverlongPolicy:
     """Policy for documents or pairs longer than a packed row, with counts of the truncated and dropped ones."""
 
     policy: Literal["truncate", "drop", "fail"]
     sequence_length: int
     num_over_long: int = 0
     longest_tokens: int = 0
-    named: list[tuple[Place, int]] = field(default_factory=list)
+    named: list[tuple[RowLocation, int]] = field(default_factory=list)
     """Places and token counts of the first rows that are too long, for error messages."""
     num_kept: int = 0
-    _last_place: Place | None = None
+    _last_place: RowLocation | None = None
 
-    def fit(self, unit: Unit, place: Place) -> Unit | None:
+    def fit(self, unit: Unit, place: RowLocation) -> Unit | None:
         """Return a document or pair that fits into a packed row: whole or truncated, or None if it is dropped."""
         if len(unit) <= self.sequence_length:
             self.num_kept += 1
@@ -67,7 +67,7 @@ class OverLong:
                 self.named.append((place, len(unit)))
         return self._truncated(unit) if self.policy == "truncate" else None
 
-    def add(self, other: OverLong) -> None:
+    def add(self, other: OverlongPolicy) -> None:
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]

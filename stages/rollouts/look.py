@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stages.data.look import MAX_SHOWN_TOKENS, histogram, shown_document
-from stages.data.summaries import DataLook, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import DataLook, ShownDocument, ShownPortion, ShownRow, TokenSpan
 from stages.data.tokenizer import DocumentTokenizer
 from stages.rollouts.prompts import AskedPrompt
 
@@ -46,4 +46,4 @@ def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
 
 def _answer(reference: str) -> ShownDocument:
     """Return a prompt's right answer as text for a preview; its token count is 0, since the model never sees it."""
-    return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(Piece(text=reference),))
+    return ShownDocument(name="right answer", num_tokens=0, num_target_tokens=0, pieces=(TokenSpan(text=reference),))

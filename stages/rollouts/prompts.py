@@ -11,7 +11,7 @@ from pathlib import Path
 from stages.core.errors import DataError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
-from stages.data.files import BadRow, Place, find_files, read_rows
+from stages.data.files import BadRow, RowLocation, find_files, read_rows
 from stages.data.messages import Conversation, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
@@ -32,7 +32,7 @@ class AskedPrompt:
     token_ids: the same as tokens, as the server gets them.
     """
 
-    place: Place
+    place: RowLocation
     prompt: Prompt
     text: str
     token_ids: list[int]
@@ -106,7 +106,7 @@ class _Rows:
         self._as_chat = as_chat
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
-    def asked(self, place: Place, row: object) -> AskedPrompt:
+    def asked(self, place: RowLocation, row: object) -> AskedPrompt:
         """Return the rendered prompt of a row.
 
         Raises RowError for a row that is no prompt or lacks what a reward needs.

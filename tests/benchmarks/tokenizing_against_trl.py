@@ -91,7 +91,7 @@ def one_round(folder: Path, number: int, arguments: argparse.Namespace) -> float
 def ours_s(folder: Path, part: str, _: int) -> float:
     """Return the seconds of our data preparation without a cache, on as many processes as OMP_NUM_THREADS allows."""
     from stages.data.config import DataConfig
-    from stages.data.look import Silent
+    from stages.data.look import NullReporter
     from stages.data.prepare import prepare
     from stages.models.facts import ModelFacts
 
@@ -104,7 +104,7 @@ def ours_s(folder: Path, part: str, _: int) -> float:
             ModelFacts(folder / "model"),
             rows="examples",
             cache=Path(cache),
-            report=Silent(),
+            report=NullReporter(),
             bad_rows_file=folder / "bad_rows.jsonl",
         )
         return time.perf_counter() - begin_s

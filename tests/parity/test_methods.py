@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from stages.data.batch import Candidates
 from stages.data.dataset import Description, PackedDataset
 from stages.data.prepare import DatasetWriter
-from stages.data.tokenizer import Tokens
+from stages.data.tokenizer import TokenizedDocument
 from stages.data.units import Unit
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.config import TrainConfig
@@ -129,7 +129,7 @@ def write_rows(folder, rows, *, is_labelled=False):
 
 def document(generator, length):
     ids = generator.integers(0, VOCABULARY, length, dtype=np.int32)
-    return Tokens(ids, np.arange(length) >= 2)
+    return TokenizedDocument(ids, np.arange(length) >= 2)
 
 
 def answer(generator, length, is_good):

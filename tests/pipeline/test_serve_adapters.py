@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import ServerError
 from stages.data.config import DataConfig
-from stages.data.look import Silent
+from stages.data.look import NullReporter
 from stages.data.prepare import prepare
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run as run_download
@@ -88,7 +88,7 @@ def record_tool_prompt(artifact: Path, folder: Path) -> None:
         ModelFacts(artifact / "model"),
         rows="examples",
         cache=folder / "cache",
-        report=Silent(),
+        report=NullReporter(),
         bad_rows_file=folder / "bad_rows.jsonl",
     )
     content = json.loads((artifact / RECORD).read_text())

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.files import write_atomically
-from stages.data.files import Place
+from stages.data.files import RowLocation
 
 NOTE = "kept.json"
 ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
@@ -28,7 +28,7 @@ class SourcePlace:
     """Origin of a row: the dataset's stage, the file, and the line or row number."""
 
     dataset: str
-    place: Place
+    place: RowLocation
 
     def __str__(self) -> str:
         return f"{self.dataset} {self.place}"
@@ -119,4 +119,4 @@ class Spool:
 
 def _parsed(number: int, line: bytes) -> SpooledRow:
     dataset, file, at, counts, content = json.loads(line)
-    return SpooledRow(number, SourcePlace(dataset, Place(file, at, counts)), content)
+    return SpooledRow(number, SourcePlace(dataset, RowLocation(file, at, counts)), content)

@@ -15,7 +15,7 @@ from stages.kinds.quantize.config import CalibrationConfig
 if TYPE_CHECKING:
     import torch
 
-    from stages.data.files import Place
+    from stages.data.files import RowLocation
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, 
     """
     from stages.data.calibration import calibration_samples
 
-    passed_over: dict[Place, str] = {}
+    passed_over: dict[RowLocation, str] = {}
     calibration = calibration_samples(
         data,
         config.split,

@@ -10,7 +10,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.any_rows import check_formats
-from stages.data.look import Silent, data_problems
+from stages.data.look import NullReporter, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.check_model import InputModels
@@ -76,7 +76,7 @@ def prepared_problems(
                 model,
                 rows=config.learning.rows,
                 cache=stage_input.cache,
-                report=Silent(),
+                report=NullReporter(),
                 work=Path(work),
             )
             if config.on_policy:

@@ -12,14 +12,18 @@ from flows.cli import data_views
 from flows.cli.data_views import data_page, print_look, visible
 from flows.cli.main import main
 from stages.core.errors import RecipeError, StoreError
-from stages.data.summaries import Bar, DataLook, Dropped, Piece, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import Bar, DataLook, DroppedRows, ShownDocument, ShownPortion, ShownRow, TokenSpan
 from stages.hubs.builtin import qwen3
 from tests.hub_server import running_hub
 
 HOSTILE = (
     "</pre><script src=https://evil.example/x.js></script><img src=x onerror=alert(1)> \x1b[31m \u202e {{ 7 * 7 }}"
 )
-PIECES = (Piece(text="Q: "), Piece(text=HOSTILE, learned=True), Piece(text="<|im_end|>", learned=True, special=True))
+PIECES = (
+    TokenSpan(text="Q: "),
+    TokenSpan(text=HOSTILE, learned=True),
+    TokenSpan(text="<|im_end|>", learned=True, special=True),
+)
 LOOK = DataLook(
     what="examples",
     portions=(
@@ -35,7 +39,7 @@ LOOK = DataLook(
             over_long="truncate",
             num_over_long=3,
             num_bad_rows=5,
-            dropped=(Dropped(reason=HOSTILE, count=5, example="train.jsonl:7"),),
+            dropped=(DroppedRows(reason=HOSTILE, count=5, example="train.jsonl:7"),),
             lengths=(Bar(first=1, last=10, count=1_000), Bar(first=11, last=20, count=200)),
             warnings=(HOSTILE,),
         ),

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from stages.data.tokenizer import DocumentTokenizer, Tokens
+from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|end_header|>", "<|eot|>"]
 
@@ -65,10 +65,10 @@ def read_ids(tokenizer_folder: Path) -> Callable[[Iterable[int]], str]:
 
 
 @pytest.fixture(scope="session")
-def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list[str]]:
+def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[TokenizedDocument], list[str]]:
     """Provide a function that returns the text of each contiguous run of tokens that have a loss."""
 
-    def runs(tokens: Tokens) -> list[str]:
+    def runs(tokens: TokenizedDocument) -> list[str]:
         found: list[list[int]] = []
         for position, (token, has_loss) in enumerate(zip(tokens.ids, tokens.loss, strict=True)):
             if has_loss and (position == 0 or not tokens.loss[position - 1]):
@@ -81,12 +81,12 @@ def learned(read_ids: Callable[[Iterable[int]], str]) -> Callable[[Tokens], list
 
 
 @pytest.fixture
-def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., Tokens]:
+def tokenize_with(make_tokenizer: Callable[..., Path]) -> Callable[..., TokenizedDocument]:
     """Provide a function that tokenizes a document with a given chat template and other tokenizer options."""
 
     def tokenize(
         document: object, template: str | None = CHATML, train_on: str = "assistant", **options: object
-    ) -> Tokens:
+    ) -> TokenizedDocument:
         tokenizer = DocumentTokenizer(make_tokenizer(template, **options), None, train_on)
         return tokenizer.encode([tokenizer.render(document)])[0]
 

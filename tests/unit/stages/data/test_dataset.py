@@ -16,7 +16,7 @@ from stages.core.errors import ResourceError, full_disk_named
 from stages.data.batch import IGNORED
 from stages.data.dataset import Description, PackedDataset, is_described, row_order
 from stages.data.prepare import DatasetWriter
-from stages.data.tokenizer import Tokens
+from stages.data.tokenizer import TokenizedDocument
 from stages.data.units import Unit
 
 PADDING = 0
@@ -24,7 +24,7 @@ SEQUENCE = 12
 
 
 def document(ids, prompt):
-    return Tokens(np.array(ids, np.int32), np.arange(len(ids)) >= max(1, prompt))
+    return TokenizedDocument(np.array(ids, np.int32), np.arange(len(ids)) >= max(1, prompt))
 
 
 ROWS = [

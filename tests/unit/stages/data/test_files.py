@@ -13,8 +13,8 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.data import files
-from stages.data.files import BadRow, Place, Row, find_files, num_places, read_rows
-from stages.data.piece_source import parts_of
+from stages.data.files import BadRow, Row, RowLocation, find_files, num_places, read_rows
+from stages.data.tokenized_rows import parts_of
 
 ROWS = [{"text": "one"}, {"text": "two\nlines, and a comma"}, {"text": "drei 😀"}]
 
@@ -128,10 +128,10 @@ def test_a_malformed_line_is_named_with_its_column_and_the_others_are_read(tmp_p
     (tmp_path / "train.jsonl").write_bytes(b'{"text": "one"}\n{"text" "two"}\n{"text": "\xff"}\n{"text": "four"}\n')
     rows = list(read_rows(tmp_path, [tmp_path / "train.jsonl"]))
     assert rows == [
-        Row(Place("train.jsonl", 1), {"text": "one"}),
-        BadRow(Place("train.jsonl", 2), "is not valid JSON: Expecting ':' delimiter at column 9"),
-        BadRow(Place("train.jsonl", 3), "is not UTF-8 text: invalid start byte at column 11"),
-        Row(Place("train.jsonl", 4), {"text": "four"}),
+        Row(RowLocation("train.jsonl", 1), {"text": "one"}),
+        BadRow(RowLocation("train.jsonl", 2), "is not valid JSON: Expecting ':' delimiter at column 9"),
+        BadRow(RowLocation("train.jsonl", 3), "is not UTF-8 text: invalid start byte at column 11"),
+        Row(RowLocation("train.jsonl", 4), {"text": "four"}),
     ]
 
 
@@ -139,7 +139,7 @@ def test_a_csv_line_with_other_columns_than_the_header_is_a_bad_row(tmp_path):
     (tmp_path / "train.csv").write_text("prompt,completion\na,b\nc\nd,e,f\ng,h\n")
     rows = list(read_rows(tmp_path, [tmp_path / "train.csv"]))
     assert [type(row) for row in rows] == [Row, BadRow, BadRow, Row]
-    assert rows[1] == BadRow(Place("train.csv", 3), "has 1 columns, but the header names 2")
+    assert rows[1] == BadRow(RowLocation("train.csv", 3), "has 1 columns, but the header names 2")
 
 
 def test_a_csv_field_may_be_long(tmp_path):

@@ -18,12 +18,12 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.core.supervised import Supervised
-from stages.data import piece_source, tokenizing
+from stages.data import tokenized_rows, tokenizing
 from stages.data.config import DataConfig
 from stages.data.files import read_part, read_rows
 from stages.data.messages import Conversation
-from stages.data.piece_source import parts_of
 from stages.data.prepare import prepare
+from stages.data.tokenized_rows import parts_of
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
 from tests.damage import flip_bit
@@ -81,19 +81,19 @@ def test_of_files_that_are_there_already_none_is_tokenized_again(run, write_rows
 
 
 def test_rows_that_are_appended_to_a_file_are_tokenized_alone(run, write_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(piece_source, "PART_BYTES", 1000)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 1000)
     run(write_rows([chat(number) for number in range(200)]))
     before = pieces(tmp_path)
     folder = write_rows([chat(number) for number in range(210)])
     grown = run(folder)
     assert len(before.keys() - pieces(tmp_path).keys()) == 0
     assert len(pieces(tmp_path)) <= len(before) + 3
-    monkeypatch.setattr(piece_source, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 1 << 20)
     assert content(grown.folder) == content(run(folder, cache="other").folder)
 
 
 def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, write_rows, monkeypatch):
-    monkeypatch.setattr(piece_source, "PART_BYTES", 500)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 500)
     rows = [chat(number) for number in range(60)]
     rows[40] = {"messages": []}
     rows[50] = rows[3]
@@ -113,7 +113,7 @@ def test_what_repeats_and_what_is_bad_is_named_by_its_place_over_all_parts(run, 
 @pytest.fixture
 def two_processes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(piece_source, "BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(tokenized_rows, "BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
@@ -132,7 +132,7 @@ print(tokenizer.encode([unit])[0].ids.tolist(), sorted({"torch", "transformers"}
 
 
 def test_any_number_of_processes_gives_the_same_bytes_and_says_how_fast(run, write_rows, monkeypatch, request):
-    monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 3000)
     rows = [*(chat(number) for number in range(300)), {"messages": []}, chat(7)]
     folder = write_rows(rows)
     options = {"on_bad_rows": "drop", "over_long": "truncate"}
@@ -204,7 +204,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(run, write_rows, tmp_path
 
 
 def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(piece_source, "PART_BYTES", 200)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 200)
     path = tmp_path / "train.parquet"
     table = pyarrow.table({"text": [f"text {number}" for number in range(100)]})
     pyarrow.parquet.write_table(table, path, row_group_size=7)
@@ -219,7 +219,7 @@ def test_parts_of_parquet_have_its_rows_under_their_numbers(tmp_path, monkeypatc
 KILLED = """
 import sys
 from pathlib import Path
-from stages.data import piece_source
+from stages.data import tokenized_rows
 from stages.data.config import DataConfig
 from stages.data.prepare import prepare
 from stages.models.facts import ModelFacts
@@ -231,9 +231,9 @@ class Reports:
         pass
 
 if __name__ == "__main__":
-    piece_source.PART_BYTES = 1 << 16  # so that the first part is soon done
-    piece_source.BYTES_PER_PROCESS = 1
-    piece_source.os.sched_getaffinity = lambda _: {0, 1}
+    tokenized_rows.PART_BYTES = 1 << 16  # so that the first part is soon done
+    tokenized_rows.BYTES_PER_PROCESS = 1
+    tokenized_rows.os.sched_getaffinity = lambda _: {0, 1}
     folder, tokenizer, cache = map(Path, sys.argv[1:])
     config = DataConfig(dataset="data", sequence_length=256)
     options = {"rows": "examples", "cache": cache, "report": Reports(), "bad_rows_file": cache / "bad"}

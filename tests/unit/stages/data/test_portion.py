@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stages.data.config import DataConfig
-from stages.data.files import BadRow, Place, Row, portions
+from stages.data.files import BadRow, Row, RowLocation, portions
 
-ROWS = [Row(Place("train.jsonl", number), {"text": f"row {number % 900}"}) for number in range(1000)]
+ROWS = [Row(RowLocation("train.jsonl", number), {"text": f"row {number % 900}"}) for number in range(1000)]
 
 
 def numbers(rows):
@@ -28,7 +28,7 @@ def test_neither_order_nor_other_rows_change_what_is_held_out():
 
 def test_unreadable_rows_are_judged_with_the_training_rows():
     training, evaluation = portions(DataConfig(dataset="x", evaluation_fraction=0.5))
-    bad = [BadRow(Place("train.jsonl", 1), "is not valid JSON")]
+    bad = [BadRow(RowLocation("train.jsonl", 1), "is not valid JSON")]
     assert (list(training.select(bad)), list(evaluation.select(bad))) == (bad, [])
 
 

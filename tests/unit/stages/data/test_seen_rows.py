@@ -9,7 +9,7 @@ import pytest
 
 from stages.core.errors import DataError
 from stages.data import seen_rows
-from stages.data.files import Part
+from stages.data.files import FilePart
 from stages.data.seen_rows import ROW_DIGESTS, SeenRows, check_held_out
 
 NUM_ROWS = 200
@@ -25,7 +25,7 @@ def test_repeated_and_contradicting_rows_are_counted_with_the_first(tmp_path, mo
     seen = SeenRows(tmp_path)
     for begin in range(0, NUM_ROWS, 50):
         rows = slice(begin, begin + 50)
-        part = Part(Path("train.jsonl"), "train.jsonl", num_before=begin)
+        part = FilePart(Path("train.jsonl"), "train.jsonl", num_before=begin)
         seen.add(part, digests[rows], swapped[rows], np.arange(1, 51, dtype=np.uint64), {})
     repeated, contradicting = seen.warnings()
     assert repeated.startswith("3 of 200 rows repeat an earlier one")

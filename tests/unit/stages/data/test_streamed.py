@@ -12,10 +12,10 @@ import pytest
 
 from stages.core.contract import StageContext, StageInput
 from stages.core.errors import DownloadError, TransientError
-from stages.data import piece_source
+from stages.data import tokenized_rows
 from stages.data.any_rows import AnyRowReader
 from stages.data.config import DataConfig
-from stages.data.files import Part, Row, find_files, read_part, read_rows
+from stages.data.files import FilePart, Row, find_files, read_part, read_rows
 from stages.data.prepare import prepare
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run
@@ -74,8 +74,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the sizes of network reads small, so that reading a few rows takes many reads."""
-    monkeypatch.setattr(piece_source, "PART_BYTES", 3000)
-    monkeypatch.setattr(piece_source, "PART_BYTES_ELSEWHERE", 6000)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES", 3000)
+    monkeypatch.setattr(tokenized_rows, "PART_BYTES_ELSEWHERE", 6000)
     monkeypatch.setattr(pointers, "BUFFER_BYTES", 4000)
 
 
@@ -143,7 +143,7 @@ def test_parts_that_begin_anywhere_hold_each_line_once(tmp_path: Path, num_bytes
     whole = list(read_rows(tmp_path, [path]))
     assert [row.place.number for row in whole] == [*range(1, 10), 12, 13, 14]
     begins = range(0, path.stat().st_size, num_bytes)
-    found = [row for begin in begins for row in read_part(Part(path, "train.jsonl", begin, begin + num_bytes))]
+    found = [row for begin in begins for row in read_part(FilePart(path, "train.jsonl", begin, begin + num_bytes))]
     assert [vars(row) | {"place": 0} for row in found] == [vars(row) | {"place": 0} for row in whole]
 
 

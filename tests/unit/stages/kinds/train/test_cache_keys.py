@@ -17,8 +17,8 @@ from stages.core.cache import content_key, file_digest
 from stages.data.config import DataConfig
 from stages.data.files import is_held_out, portions
 from stages.data.mixture import MixedDataset
-from stages.data.piece_source import parts_of
 from stages.data.prepare import prepare_portion
+from stages.data.tokenized_rows import parts_of
 from stages.data.tokenizing import key_parts
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS

@@ -15,7 +15,7 @@ from trl import KTOTrainer
 from stages.data.batch import IGNORED, Documents
 from stages.data.dataset import Description, PackedDataset
 from stages.data.prepare import DatasetWriter
-from stages.data.tokenizer import Tokens
+from stages.data.tokenizer import TokenizedDocument
 from stages.data.units import Unit
 from stages.kinds.train.methods.kto import KTO, KtoConfig
 from tests.unit.stages.kinds.train.methods.against_trl import (
@@ -56,7 +56,7 @@ def in_one_row(folder, documents, labels):
     folder.mkdir()
     writer = DatasetWriter(folder, is_labelled=True)
     units = [
-        Unit((Tokens(tokens.numpy().astype(np.int32), flags.numpy()),), is_good)
+        Unit((TokenizedDocument(tokens.numpy().astype(np.int32), flags.numpy()),), is_good)
         for (tokens, flags), is_good in zip(documents, labels, strict=True)
     ]
     writer.write_row(units)

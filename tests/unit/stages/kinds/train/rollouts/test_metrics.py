@@ -8,13 +8,13 @@ from pathlib import Path
 from flows.running.workspace import KEPT
 from stages.core.contract import StageContext
 from stages.data.any_rows import Prompt
-from stages.data.files import Place
+from stages.data.files import RowLocation
 from stages.data.messages import PlainText
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples
 from stages.kinds.train.rollouts.rounds import Completion, Group, Round
 from stages.rollouts.prompts import AskedPrompt
 
-PROMPT = AskedPrompt(Place("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])
+PROMPT = AskedPrompt(RowLocation("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])
 
 
 def write(work: Path, first_step: int) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from stages.core.contract import StageInput
 from stages.core.errors import DataError
-from stages.data.look import Silent
+from stages.data.look import NullReporter
 from stages.data.prepare import prepare
 from stages.kinds.train.check import check
 from stages.kinds.train.rollouts.on_policy import _prompt_length, asked_of, is_on_policy, prompts_of
@@ -87,7 +87,13 @@ def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tm
     base = artifacts["base"] / "model"
     data = make_config(data={"dataset": "texts", "sequence_length": 256}).data
     dataset = prepare(
-        texts, data, ModelFacts(base), rows="examples", cache=tmp_path, report=Silent(), bad_rows_file=tmp_path / "bad"
+        texts,
+        data,
+        ModelFacts(base),
+        rows="examples",
+        cache=tmp_path,
+        report=NullReporter(),
+        bad_rows_file=tmp_path / "bad",
     ).training
     assert len(dataset) == 1
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -36,9 +36,9 @@ from stages.data.files import (
     JSON_LINES,
     LONGEST_LINE_BYTES,
     BadRow,
-    Part,
-    Place,
+    FilePart,
     Row,
+    RowLocation,
     format_suffix,
     is_compressed,
     name_of,
@@ -47,7 +47,15 @@ from stages.data.files import (
     read_part,
     read_rows,
 )
-from stages.data.tokenizing import CHUNK_ROWS, PartTokenizer, Piece, PieceStore, Tokenizing, first_rows_read, key_parts
+from stages.data.tokenizing import (
+    CHUNK_ROWS,
+    PartTokenizer,
+    TokenizedRows,
+    TokenizedRowsStore,
+    Tokenizing,
+    first_rows_read,
+    key_parts,
+)
 from stages.remote.pointers import is_pointer, size_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +73,7 @@ PARTS_AHEAD = 4
 """Number of file parts queued for each tokenizing process, so that none waits for work."""
 
 
-class Report(Protocol):
+class Reporter(Protocol):
     """Interface for progress and warnings while data is prepared, implemented by a `StageContext`."""
 
     def progress(self, done: float, total: float, unit: str, message: str = "") -> None: ...
@@ -73,7 +81,7 @@ class Report(Protocol):
     def warn(self, message: str) -> None: ...
 
 
-class PieceSource:
+class TokenizedRowsSource:
     """Source of a dataset's tokenized data, in groups of rows ("pieces") and in the order of the rows."""
 
     def __init__(
@@ -82,7 +90,7 @@ class PieceSource:
         folder: Path,
         files: list[Path],
         kept: Path,
-        report: Report,
+        report: Reporter,
         time_limit_s: float | None = None,
     ) -> None:
         """Create the source of a dataset's tokenized data, and load the tokenizer.
@@ -95,16 +103,16 @@ class PieceSource:
         self._folder = folder
         self._files = files
         self._kept = kept
-        self._store = PieceStore(kept)
+        self._store = TokenizedRowsStore(kept)
         self._report = report
         self._time_limit_s = time_limit_s
         self._ends_s = math.inf
         self._begun_s = time.monotonic()
         self._num_rows = 0
-        self.last_in_time: Place | None = None
+        self.last_in_time: RowLocation | None = None
         """Last row that was read if the time limit ended reading early; None if all rows were read."""
 
-    def pieces(self) -> Iterator[tuple[Part, Piece]]:
+    def pieces(self) -> Iterator[tuple[FilePart, TokenizedRows]]:
         """Yield each piece (group of tokenized rows) with the part of the data file that it comes from.
 
         Raises DataError for rows of no format, and for a file that cannot be read on or changes meanwhile.
@@ -152,7 +160,7 @@ class PieceSource:
             for one in parts_of(path, name_of(path, self._folder)):
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
 
-    def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[Part, Piece]]:
+    def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[FilePart, TokenizedRows]]:
         """Yield groups of tokenized rows until the CPU time limit is reached; the last group may be incomplete."""
         for data_part, key in self._parts():
             if key not in self._store:
@@ -175,7 +183,7 @@ class PieceSource:
                 self.last_in_time = row.place
                 return
 
-    def _reported(self, part: Part) -> Iterator[Row | BadRow]:
+    def _reported(self, part: FilePart) -> Iterator[Row | BadRow]:
         """Yield the rows of one part of a data file, and report progress."""
         for row in read_part(part):
             yield row
@@ -183,7 +191,7 @@ class PieceSource:
                 self._say(part, row.place)
             self._num_rows += 1
 
-    def _say(self, part: Part, place: Place) -> None:
+    def _say(self, part: FilePart, place: RowLocation) -> None:
         places, total = self._places
         first, end = places[part.path]
         done = first + place.number
@@ -256,7 +264,7 @@ def tokenize(
 @dataclass(frozen=True)
 class _Worker:
     tokenizer: PartTokenizer
-    store: PieceStore
+    store: TokenizedRowsStore
 
 
 _worker: _Worker
@@ -269,7 +277,7 @@ def _begin(tokenizer: PartTokenizer, store: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
     # One thread a process: the pool has a process for each core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = _Worker(tokenizer, PieceStore(store))
+    _worker = _Worker(tokenizer, TokenizedRowsStore(store))
 
 
 def _end_with(process: BaseProcess) -> None:
@@ -292,7 +300,7 @@ def _tokenize(part: DataPart, key: str) -> int:
     return num_rows
 
 
-def _of_unchanged(part: DataPart, pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _of_unchanged(part: DataPart, pieces: Iterable[TokenizedRows]) -> Iterator[TokenizedRows]:
     """Yield a file part's tokenized pieces; raise DataError before the last if the file has changed meanwhile.
 
     The last piece marks the part as complete in the store, whose key is the hash of what the file held at first.
@@ -328,7 +336,7 @@ class FileState:
 class DataPart:
     """Part of a data file with a digest of its content, and the file's size and time when it was hashed."""
 
-    part: Part
+    part: FilePart
     digest: str
     num_bytes: int
     state: FileState
@@ -346,7 +354,7 @@ def parts_of(path: Path, name: str) -> Iterator[DataPart]:
 
 def _whole(path: Path, name: str) -> DataPart:
     state = FileState.of(path)
-    return DataPart(Part(path, name), file_digest(path), size_bytes(path), state)
+    return DataPart(FilePart(path, name), file_digest(path), size_bytes(path), state)
 
 
 def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
@@ -356,7 +364,7 @@ def _of_bytes(path: Path, name: str) -> Iterator[DataPart]:
     # An empty file is one empty part.
     for begin in range(0, max(1, num_bytes), PART_BYTES_ELSEWHERE):
         end = min(begin + PART_BYTES_ELSEWHERE, num_bytes)
-        part = Part(path, f"{name} (from byte {begin})" if begin else name, begin, end)
+        part = FilePart(path, f"{name} (from byte {begin})" if begin else name, begin, end)
         yield DataPart(part, content_key({"pointer": pointed, "bytes": [begin, end]}), end - begin, state)
 
 
@@ -370,7 +378,7 @@ def _of_lines(path: Path, name: str) -> Iterator[DataPart]:
             digest = hashlib.sha256(block)
             digest.update(rest)
             end = begin + len(block) + len(rest)
-            yield DataPart(Part(path, name, begin, end, num_lines), digest.hexdigest(), end - begin, state)
+            yield DataPart(FilePart(path, name, begin, end, num_lines), digest.hexdigest(), end - begin, state)
             if begin == end:
                 return
             num_lines += block.count(b"\n") + rest.count(b"\n")
@@ -393,7 +401,7 @@ def _of_row_groups(path: Path, name: str) -> Iterator[DataPart]:
         num_bytes += metadata.row_group(group).total_byte_size
         if num_bytes < PART_BYTES and group + 1 < metadata.num_row_groups:
             continue
-        part = Part(path, name, begin, group + 1, num_before)
+        part = FilePart(path, name, begin, group + 1, num_before)
         yield DataPart(part, _digest(path, metadata, range(begin, group + 1)), num_bytes, state)
         begin, num_before, num_bytes = group + 1, num_rows, 0
     if not metadata.num_row_groups:
