@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stages.engines.fsdp import engine, parallelize
+from stages.engines.fsdp import engine, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.parallel import accelerator
@@ -100,6 +100,8 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (accelerator, "DEVICE_TYPES", (GPU,)),
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
+    # A fake index would be read as some number.
+    (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
