@@ -37,8 +37,7 @@ COMMAND_LINES = {
     "stages.rewards.python_program": "asked to run a person's reward",
     "stages.serving.proxy_program": "pods of servers",
 }
-"""Callers of each program that is run by `python -m MODULE`, by module. A program that is run over a pipe may be
-renamed with its caller; all others must keep their names."""
+"""Callers of each program run by `python -m MODULE`, by module. One run over a pipe may be renamed with its caller."""
 GONE = {"stages.download.builtin.held_out"}
 """Modules that no longer exist, but are named in configs/tasks/addition.yaml, whose content may not change."""
 ENTRYPOINT = "flows.running.refresh.refresh"

@@ -68,10 +68,7 @@ def is_kind(node):
 
 
 def is_comparison(node):
-    """Return whether a syntax node tests the kind of a stage, such as by a comparison.
-
-    Examples: `kind == "train"` and `isinstance(config, TrainConfig)`.
-    """
+    """Return whether a node tests a stage's kind: `kind == "train"`, `isinstance(config, TrainConfig)`, …"""
     match node:
         case ast.Compare():
             inside = [*ast.walk(node)]
@@ -113,10 +110,7 @@ def test_flows_import_few_modules_of_kinds():
 
 
 def test_flows_compare_names_of_registries_in_one_place():
-    """Code in `flows/` compares no names of methods, hubs or engines, except in one place.
-
-    A training method, hub, harness, serving engine, quantizer or publish target says itself what it needs.
-    """
+    """Code in `flows/` compares no methods', hubs' or engines' names, which say what they need, but in one place."""
     compared = [
         (name, item.value)
         for name, tree in trees()

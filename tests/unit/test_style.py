@@ -1,7 +1,4 @@
-"""Limits on style problems that make the project's texts hard to read; the number of each may only fall.
-
-Lower a bound with its count.
-"""
+"""Limits on style problems in the project's texts; their numbers may only fall. Lower a bound with its count."""
 
 import ast
 import re

@@ -188,8 +188,7 @@ def test_fully_sharded_training_gains_from_pipelines_and_tensor_parallelism(tmp_
 def test_compiling_layers_and_loss_saves_what_was_measured(tmp_path, gpus, gpu, precision, note, measured_gib):
     """Predicted memory of 8B training runs that torchtitan published is within 3.5% of the measured memory.
 
-    A layer under torch.compile does not keep the result of its last matrix product; a compiled loss keeps no fp32
-    logits.
+    A compiled layer does not keep its last matrix product's result; a compiled loss keeps no fp32 logits.
     """
     row = f"Llama-3.1-8B,,,,,,,,8192,{2 * gpus},2,1,1,{gpus},FSDP2,selective,{gpus},{gpu},{precision},{note}"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",note"))[1]
@@ -256,10 +255,7 @@ def test_what_is_near_the_memory_there_is_is_tight(share, fit):
 
 
 def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
-    """The predicted memory of MLPerf's Llama 2 70B LoRA run fits one B200 only with activation inputs kept in fp8.
-
-    Compared run: MLPerf Training 5.0.
-    """
+    """Llama 2 70B LoRA (MLPerf Training 5.0) fits one B200 only with activation inputs kept in fp8, as predicted."""
     row = "Llama2-70B,70,80,8192,64,8,28672,32000,8192,8,1,1,1,8,DDP+distopt,none,8,B200-SXM-180GB,fp8,lora 16"
     with_note = f"{row},SP=0; cudagraph=0; fp8 attention=1; activation input in fp8=1"
     file = table(tmp_path, row + ",", with_note, header=COLUMNS + ",kind,note")
@@ -269,10 +265,7 @@ def test_llama_70b_by_lora_on_one_device_takes_what_it_took(tmp_path):
 
 @pytest.mark.parametrize(("gpu", "layers"), [("GB300", 20), ("GB200", 40)])
 def test_what_cannot_be_on_a_device_is_in_the_memory_of_a_near_host(tmp_path, gpu, layers):
-    """A run too large for a GB200 or GB300 is predicted to offload as many layers as NVIDIA's recipe for it does.
-
-    These recipes offload the activations of `layers` layers to the Grace CPU's memory.
-    """
+    """On a GB200 or GB300, as many layers' activations are predicted to be offloaded as in NVIDIA's recipe."""
     row = f"LLAMA3_70B,,,,,,,,8192,256,2,1,1,64,Megatron-FSDP64,,64,{gpu},FP8"
     (run,) = read_table(table(tmp_path, row))[1]
     assert run.layout.recompute == "none"
@@ -298,8 +291,7 @@ SIMUMAX = "DeepSeek-V{version} cut to 4 layers,,4,{hidden},128,128,{ffn},{vocab}
 def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version, pp, measured_s, measured_gib):
     """Predicted step time and memory of DeepSeek models cut to 4 layers agree with SimuMax's on 8 B200s.
 
-    The runs have 32 micro-batches; memory is that of tensors, in GiB; pipeline stages differ by a dense layer. No
-    constant of the planner was fitted to these runs.
+    32 micro-batches; memory of tensors, in GiB; pipeline stages differ by a dense layer. Nothing was fitted to them.
     """
     sizes = {2: {"hidden": 5120, "ffn": 12288, "vocab": 102400}, 3: {"hidden": 7168, "ffn": 18432, "vocab": 129280}}
     dp = 8 // pp
@@ -314,9 +306,9 @@ def test_mixtures_with_latent_attention_take_what_was_measured(tmp_path, version
 
 @pytest.mark.parametrize(("gpu", "measured_s"), [("GB200", 43.268), ("GB300", 34.517)])
 def test_training_in_four_bits_takes_what_was_measured(tmp_path, gpu, measured_s):
-    """Predicted step times of Llama 3.1 405B trained in NVFP4 are within 8% of Megatron-Bridge's measured ones.
+    """Predicted step times of Llama 3.1 405B in NVFP4 on 256 devices are within 8% of Megatron-Bridge 26.04's.
 
-    Megatron-Bridge 26.04 on 256 devices; no constant of the planner was fitted to these runs.
+    No constant of the planner was fitted to these runs.
     """
     pp, dp, vpp = (16, 4, 8) if gpu == "GB200" else (8, 8, 4)
     row = f"LLAMA3.1_405B,,,,,,,,8192,1536,1,4,{pp},{dp},DDP+distopt,,256,DGX-{gpu},NVFP4,{vpp}"

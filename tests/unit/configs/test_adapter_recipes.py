@@ -17,8 +17,8 @@ def predicted(name: str, config: dict) -> StageMemory:
 def test_llama_70b_under_tp8():
     """Predicted memory of a 70B LoRA training under tensor parallelism of 8 equals a computation by hand.
 
-    LoRA rank is 16, on seven matrices of each of 80 layers. Tensor parallelism leaves LoRA factors of width 8,192
-    whole, and cuts all others in 8.
+    LoRA rank is 16, on seven matrices of each of 80 layers. LoRA factors of width 8,192 stay whole, all others are cut
+    in 8.
     """
     worst = predicted("llama-3.1-70b-lora-8gpu", LLAMA_70B)
     adapter = 80 * 16 * (7 * 8192 + (2 * 8192 + 2 * 1024 + 3 * 28672) / 8)
@@ -55,8 +55,8 @@ def test_qwen3_30b_under_ep8():
 def test_qwen3_8b_in_four_bits_on_24_gib():
     """Predicted memory of a QLoRA training of Qwen3-8B equals a computation by hand, and fits a GPU of 24 GiB.
 
-    Linear layers in NF4 take half a byte a weight, one byte for each 64 weights and 4 bytes for each matrix row; all
-    other weights are in bfloat16.
+    NF4 takes half a byte a weight, one byte for each 64 weights and 4 bytes for each row; other weights are in
+    bfloat16.
     """
     worst = predicted("qwen3-8b-qlora-one-gpu", QWEN3_8B)
     linear = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)

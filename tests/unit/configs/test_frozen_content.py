@@ -1,8 +1,7 @@
 """Built-in models, data and prompts that enter artifact versions or cache keys may not change.
 
-This content consists of builtin models and datasets, tasks, chat templates, judge prompts, and the texts with which a
-model or a template is tried. To change a part, raise the version of the builtin, stage or harness that it belongs to,
-and let `python -m tests.unit.configs.test_frozen_content` write `frozen_content.json` again.
+To change a part, raise the version of the builtin, stage or harness that it belongs to, and let `python -m
+tests.unit.configs.test_frozen_content` write `frozen_content.json` again.
 """
 
 import hashlib
@@ -49,10 +48,7 @@ def asked_of(judge, folder):
 
 
 def contents(folder):
-    """Return digests of task files, templates, builtin models and datasets, and judge prompts, by name.
-
-    Short contents are returned themselves.
-    """
+    """Return digests (short contents: themselves) of tasks, templates, builtins and judge prompts, by name."""
     found = {}
     for name in FOLDERS:
         found[name] = hash_path(ROOT / name)
@@ -75,10 +71,9 @@ def contents(folder):
 
 
 def outside_of(config):
-    """Return the hashes of files and built-in data that a stage reads from outside the artifact store.
+    """Return the hashes of what a stage reads from outside the store; a constant for downloads from hubs.
 
     Versions of installed programs are left out.
-    Downloads from remote hubs get a constant.
     """
     paths = {field: hash_path(path) for field, path in config.outside_paths().items()}
     if config.kind != "download":

@@ -1,7 +1,6 @@
 """Artifact versions of the recipes under configs/ stay the same, so that a refactoring invalidates no store.
 
-A version changes only when a stage would give another artifact than before: `STAGE_VERSION` is raised, or a recipe
-changes. After such a change: `python tests/unit/configs/test_versions.py > …/versions.json`.
+When a `STAGE_VERSION` is raised, or a recipe changes: `python tests/unit/configs/test_versions.py > …/versions.json`.
 """
 
 import json

@@ -51,10 +51,7 @@ def test_only_the_host_itself_reaches_the_servers():
 
 
 def test_secrets_are_files_of_the_host_and_nothing_else():
-    """Secrets reach services as files only, and have no defaults.
-
-    They must not be in variables, which `docker inspect` shows, or on command lines.
-    """
+    """Secrets reach services as files only, without defaults: not in variables (`docker inspect`) or command lines."""
     assert "${" not in re.sub(r"\$\{TORCH_BACKEND:-cpu\}", "", COMPOSE.read_text())
     for service in SERVICES.values():
         handed = {f"/run/secrets/{name}" for name in service.get("secrets", [])}

@@ -83,10 +83,7 @@ def test_what_an_image_starts_from_takes_a_digest(image):
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
 def test_what_compiles_as_it_runs_has_a_compiler(image):
-    """Container images with programs that compile kernels at run time contain a C++ compiler.
-
-    `compile: true`, Triton and vLLM compile kernels in the process that uses them.
-    """
+    """Images for `compile: true`, Triton or vLLM, which compile kernels at run time, contain a C++ compiler."""
     steps = instructions(image)
     last = max(number for number, (name, _) in enumerate(steps) if name == "FROM")
     installed = [words for name, words in steps[last:] if name == "RUN" and words[:2] == ["apt-get", "update"]]

@@ -49,10 +49,7 @@ def test_the_kit_has_the_pins_of_the_environments() -> None:
 
 @pytest.mark.parametrize("option", ["--constraints", "--requirement"])
 def test_a_file_with_another_hash_is_not_installed(option: str, tmp_path: Path) -> None:
-    """A wheel whose hash is not the pinned one is not installed.
-
-    Covers both options by which the Makefile gives hash-pinned requirements to uv.
-    """
+    """A wheel whose hash is not the pinned one is not installed, by either option by which the Makefile gives them."""
     wheel = tmp_path / "wheels" / "tiny_thing-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -47,10 +47,7 @@ def test_a_service_may_write_its_home_and_keeps_it_to_itself(service):
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_knows_every_setting_of_a_service(tmp_path, unit):
-    """`systemd-analyze` accepts every setting of our services.
-
-    It runs in a temporary root folder that contains the program to start.
-    """
+    """`systemd-analyze`, in a temporary root with the program to start, accepts our services' settings."""
     program = tmp_path / INSTALLED[1:]
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\n")

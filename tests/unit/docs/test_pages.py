@@ -156,10 +156,7 @@ def test_files_and_variables_that_are_named_exist(page):
 
 @every_page
 def test_recipes_are_valid(page):
-    """Recipes on documentation pages are valid.
-
-    A fragment of a recipe is read as part of the quickstart, whose stages it may name.
-    """
+    """Recipes on documentation pages are valid; a fragment is read as part of the quickstart."""
     quickstart = yaml.safe_load((ROOT / "configs/quickstart.yaml").read_text())["stages"]
     for body in fences(page, "yaml"):
         tree = yaml.safe_load(body)

@@ -87,10 +87,7 @@ def commit_stage(store: Store, planned: PlannedStage, references: Mapping[str, A
 
 @pytest.fixture
 def build(store) -> Callable[..., dict[str, Artifact]]:
-    """Provide a function that stores a fake artifact for every stage of a plan that is not cached.
-
-    Keyword arguments are the contents of stages.
-    """
+    """Provide a function that stores fake artifacts, with contents by stage, for a plan's uncached stages."""
 
     def build(plan: Plan, **contents: str) -> dict[str, Artifact]:
         artifacts: dict[str, Artifact] = {}

@@ -31,10 +31,7 @@ def gate(tmp_path) -> Path:
 
 
 def kill_champion(followed: Followed) -> float:
-    """Kill the champion's engine, wait until it is restarted, and return after how many seconds its end was noticed.
-
-    The restarted engine must serve the same version.
-    """
+    """Kill the champion's engine; return the seconds until its end was noticed, once the version is served again."""
     before = followed.champion
     kill_engine(before)
     killed_s = time.monotonic()

@@ -49,10 +49,7 @@ class Silent:
 
 @pytest.fixture
 def night(store, tmp_path):
-    """Provide a function that stores a fake pipeline run's artifacts, and the folder that caches its input files.
-
-    The function takes row files, learning rate, score and task file.
-    """
+    """Provide a function (rows, learning rate, score, task → a fake run's artifacts), and the input files' cache."""
     for folder in ("rows", "tasks"):
         (tmp_path / folder).mkdir()
     kept = store.cache_folder("contents")

@@ -45,7 +45,7 @@ def canary(*arguments):
 def test_a_challenger_is_named_shown_withdrawn_and_promoted(registry):
     """`lifecycle canary` names, withdraws and promotes a challenger.
 
-    It fails at showing the champion, whose artifacts are missing here, but only after it has moved the aliases.
+    It fails at showing the champion, whose artifacts are missing here, only after it has moved the aliases.
     """
     first = make_champion(registry, "a" * 12)
     second = registry.register(Registration(name=NAME, model="train/b", digest="b", evaluations=()))

@@ -30,10 +30,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, flow_run=None):
-    """Write the event log (ledger) of a refresh that began `days_ago` days ago.
-
-    `versions` are the artifact versions of its stages by stage name; all stages are of kind train.
-    """
+    """Write the event log of a refresh `days_ago`. versions: of its stages, all of kind train, by stage name."""
     ledger = ledger_of(name)
     events = [
         RefreshBegan(

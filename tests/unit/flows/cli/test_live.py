@@ -223,10 +223,7 @@ def test_an_attempt_that_was_killed_and_is_tried_again_is_said_to_be(record, sho
 
 
 def test_what_a_stage_and_the_program_after_its_commit_say_last_is_shown(record, shown, tmp_path):
-    """The live view shows the last messages of a stage and of the program that follows it.
-
-    The folders of the stage and of the program are moved or removed before the view looks again.
-    """
+    """The live view shows the last messages of a stage and of the program after it, from moved or removed folders."""
     work = tmp_path / "work"
     running = after(record, AttemptBegan(stage="sft", number=2, work=work, first_byte=0, params={}, tags={}))
 

@@ -21,8 +21,7 @@ stages:
 {more}
 """
 LONGEST_S = 25
-"""Time limit of a plan in seconds. An idle machine needs 2 s; the limit is below the 30 s of a single attempt at asking
-a hub."""
+"""Time limit of a plan in seconds; an idle machine needs 2 s, a single attempt at asking a hub takes 30 s."""
 
 
 @pytest.fixture
@@ -42,10 +41,7 @@ def refusing():
 
 @pytest.fixture
 def each_attempt_ends(monkeypatch):
-    """Raise the planner's time limit, so that a request to a silent hub times out before the plan does.
-
-    On a busy machine, the plan would otherwise be over before the attempt had failed with a reason.
-    """
+    """Raise the planner's time limit, so that a silent hub's request fails first, with a reason, on a busy machine."""
     monkeypatch.setattr(outside, "PLANNING_LIMIT_S", 2 * LONGEST_S)
 
 

@@ -142,10 +142,7 @@ def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
 
 
 def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
-    """The Kubernetes role of a refresh allows it to create and delete every kind of resource that its jobs use.
-
-    RBAC rules name a resource by the last part of its API path.
-    """
+    """A refresh's Kubernetes role may create and delete its jobs' resources, named by the API path's last part."""
     roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
     (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
     may = {

@@ -86,10 +86,7 @@ def test_the_address_of_the_named_interface_comes_before_that_of_the_nodes_name(
 
 @pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid"])
 def test_a_node_whose_own_name_is_of_use_to_nobody_else_must_be_told_an_interface(monkeypatch, name):
-    """A node whose host name resolves to no address that others reach needs `execution.network_interface`.
-
-    gloo listens on the address that the node's host name resolves to, or on the loopback.
-    """
+    """A node whose host name, where gloo listens, is unreachable or loopback needs `execution.network_interface`."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     place = Place(0, "192.0.2.77", "29999", this_machine())
     with pytest.raises(ResourceError, match=rf"the name of the node {name} resolves to .*execution\.network_interface"):

@@ -187,10 +187,7 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
 
 @pytest.mark.parametrize("outcome", ["cancelled", "killed"])
 def test_what_was_stopped_on_request_is_cancelled_everywhere(begin, home, outcome):
-    """A refresh stopped on request is shown as cancelled, also where earlier versions recorded `killed`.
-
-    The death of a process is recorded otherwise.
-    """
+    """A refresh stopped on request is cancelled, also where earlier versions recorded `killed`; a dead one is not."""
     ledger = begin("stopped", "rows", "sft")
     ended = end_of(attempt(ledger, home, "rows"), outcome, error="it was stopped", error_class="RefreshStoppedError")
     ledger.append(ended)

@@ -68,10 +68,7 @@ def test_files_that_changed_are_named_instead_of_two_hashes(lifecycle, rows, cha
 
 
 def test_a_source_elsewhere_is_named_with_its_path(lifecycle, rows, recipe, make_plan, build, store, tmp_path):
-    """A plan names the old and the new source of a dataset if the recipe names another source.
-
-    Covers a change from a local folder to a hub, and one from a hub to a local folder.
-    """
+    """A plan names a dataset's old and new source after a change between a local folder and a hub, either way."""
     other = rows.parent / "recipe.yaml"
     other.write_text("stages:\n  mine: {kind: download, dataset: builtin/addition}\n")
     assert f"dataset file://{rows} → builtin/addition" in lifecycle("plan", other)[1]

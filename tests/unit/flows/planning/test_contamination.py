@@ -19,10 +19,7 @@ OTHER = {"kind": "download", "dataset": "builtin/addition-preferences"}
 
 
 def stages(learned_from, *others, **curations):
-    """Return a recipe that trains on the named datasets, quantizes the model to 4 bits and evaluates it.
-
-    `curations` are further stages, which clean datasets.
-    """
+    """Return a recipe that trains on datasets, quantizes to 4 bits, evaluates; `curations` clean datasets."""
     data = (
         {"datasets": [{"dataset": name} for name in (learned_from, *others)]} if others else {"dataset": learned_from}
     )
@@ -36,10 +33,7 @@ def curated(*datasets, **fields):
 
 @pytest.fixture
 def warnings(tmp_path, store, build):
-    """Provide a function that returns a plan's contamination warnings for the evaluation stage `scores`.
-
-    All inputs of the stage are in the store.
-    """
+    """Provide a function: plan → contamination warnings of the stage `scores`, whose inputs are in the store."""
 
     def ask(tree, hashes=None):
         tree = {name: config for name, config in tree.items() if name != "awq"}

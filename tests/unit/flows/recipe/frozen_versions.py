@@ -91,10 +91,7 @@ def valid_bases(kind: str) -> Iterator[dict]:
 
 
 def changes(kind: str) -> Iterator[tuple[int, str, object]]:
-    """Yield each change of a single config field that leaves the config valid.
-
-    A change consists of the index of the base config, the path of the field and its new value.
-    """
+    """Yield each valid change of a config field: index of the base config, the field's path and new value."""
     examples = [KINDS[kind].model_validate(example) for example in EXAMPLES[kind]]
     for path in paths(kind):
         if path[0] == "execution":
@@ -110,7 +107,7 @@ def changes(kind: str) -> Iterator[tuple[int, str, object]]:
 
 
 def frozen() -> dict:
-    """Return the contents of `frozen_versions.json`: example configs of each stage kind, and digests.
+    """Return `frozen_versions.json`'s contents: example configs of each stage kind, and digests.
 
     A row of digests is `[number of the example config, path of the changed field, value, version, resume key]`.
     """

@@ -1,7 +1,6 @@
 """Artifact versions and resume keys (which find unfinished work) of generated configs may not change.
 
-Configs are read from the file, not generated again, so that a change of the generator, or of the examples that it
-varies, cannot loosen this test. See `frozen_versions.py` for what to do when one has to change.
+Configs are read from the file, so that a change of their generator cannot loosen this test; see `frozen_versions.py`.
 """
 
 import functools

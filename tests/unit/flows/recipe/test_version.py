@@ -218,10 +218,7 @@ def examples(kind: str) -> list[StageConfig]:
 
 @functools.cache
 def accepted(model: type[BaseModel], name: str) -> list[Any]:
-    """Return the sample values that are valid for a config's field by its type alone.
-
-    This spares the validation of whole configs with every sample.
-    """
+    """Return sample values valid for a field by its type alone, to spare validations of whole configs."""
     field = model.model_fields[name]
     # In a tuple, since a type may not be one of a model alone.
     alone = TypeAdapter(tuple[Annotated[field.annotation, field]])
@@ -234,7 +231,7 @@ def accepted(model: type[BaseModel], name: str) -> list[Any]:
 
 
 def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, StageConfig]]:
-    """Yield pairs of valid configs that differ only in the field at `path`; the first one is an example config.
+    """Yield valid configs that differ only in the field at `path`, the first of each two an example.
 
     Each example and each value that any example takes is in a pair, not each value with each example.
     """

@@ -95,10 +95,7 @@ class Night:
         self.store, self.folder, self.number = store, folder, 0
 
     def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
-        """Write the event log (ledger) and the artifacts of an invented pipeline run, and return its record.
-
-        `failing` names a stage that fails with `error`; later stages are skipped.
-        """
+        """Write an invented refresh's ledger and artifacts; return its record. failing: stage with this `error`."""
         self.number += 1
         tree = {**STAGES, "sft": {**STAGES["sft"], "learning_rate": rate or self.number * 1e-3}}
         recipe = load_stages("nightly", self.folder, tree)
@@ -231,10 +228,7 @@ def make_row():
 
 @pytest.fixture
 def make_trial(tmp_path):
-    """Provide a function that makes the record and metrics of a parallel layout's trial run with given step times.
-
-    The loss of step n is 1 / n.
-    """
+    """Provide a function: step times → a trial's record and metrics, with a loss of 1 / n at step n."""
 
     def make(layout, round_number, times_s, profiled=None, **fields):
         steps = [

@@ -31,10 +31,7 @@ def home(tmp_path, monkeypatch):
 
 
 def ended(home, state, **fields):
-    """Write the event log (ledger) of a pipeline run that refused to promote its model, and return its record.
-
-    The refresh trained and evaluated before.
-    """
+    """Write the event log of a refresh that trained, evaluated and refused to promote; return its record."""
     ledger = ledger_of("nightly-1")
     kinds = {"sft": "train", "scores": "evaluate", "promote": "promote"}
     ledger.append(

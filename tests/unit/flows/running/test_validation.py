@@ -63,10 +63,7 @@ def artifacts(tmp_path):
 
 @pytest.fixture
 def refresh_of(tmp_path, monkeypatch, artifacts, request):
-    """Provide a function that makes a refresh whose downloads are done.
-
-    Keyword arguments change fields of stages, or add stages.
-    """
+    """Provide a function that makes a refresh with finished downloads; keyword arguments change or add stages."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

@@ -88,10 +88,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(served, monkeypatch, begin
 
 @pytest.mark.parametrize(("limit", "head"), [("HEAD_TIMEOUT_S", ""), ("BODY_TIMEOUT_S", HEAD)])
 def test_a_request_that_comes_byte_by_byte_is_not_waited_for(served, monkeypatch, limit, head):
-    """A request that is sent byte by byte is cut off at the limit for the whole request.
-
-    Each byte arrives within the limit, but all of them would take longer than the test waits.
-    """
+    """A request sent byte by byte, each within the limit, is cut off at the limit for the whole request."""
     monkeypatch.setattr(guarded, "HEAD_TIMEOUT_S", 2 * PATIENCE_S)
     monkeypatch.setattr(guarded, limit, LIMIT_S)
 

@@ -33,10 +33,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def record():
-    """Provide a function that returns the record of a fake server run by this process.
-
-    `changes` replace fields of the process's identity.
-    """
+    """Provide a function that returns the record of a fake server run by this process, whose identity it may change."""
     return lambda **changes: ServerRecord(
         process=ProcessIdentity.own().model_copy(update=changes), port=4200, token="0" * 32
     )

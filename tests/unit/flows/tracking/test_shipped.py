@@ -83,10 +83,7 @@ def test_the_run_of_a_refresh_has_the_whole_curve_of_a_stage_that_was_resumed(tm
 
 
 def test_the_experiment_has_a_view_of_its_runs_which_a_person_may_change(client):
-    """MLflow's experiment has a saved view with our columns, which users may change.
-
-    Only the view's tags are checked here; how they look was checked in a browser.
-    """
+    """MLflow's experiment has a saved view with our columns, which users may change; a browser showed how it looks."""
     import mlflow
 
     from flows.tracking.pages import RUNS_LINK

@@ -165,10 +165,7 @@ def test_layers_that_have_learned_nothing_in_the_precision_of_the_file_are_named
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_adapter_has_an_effect_if_one_element_of_one_weight_changes_in_its_dtype(tmp_path, dtype):
-    """An adapter counts as having an effect if a single element of one weight changes in the weight's dtype.
-
-    All other elements of the adapter's factors are far too small to change a weight.
-    """
+    """An adapter has an effect if one element of one weight changes in its dtype; its other factors are tiny."""
     base = make_model().to(dtype)
     base.save_pretrained(tmp_path / "base")
     model = adapted(target_modules=("q_proj",))

@@ -32,10 +32,7 @@ def test_weights_are_what_they_were_within_the_rounding(made):
 
 
 def test_a_weight_in_nf4_is_the_level_of_its_code_times_the_scale_of_its_block():
-    """A weight stored in NF4 equals the level of its 4-bit code times the scale of its block.
-
-    A byte packs two weights, the first in its lower half.
-    """
+    """A weight in NF4 is its 4-bit code's level times its block's scale; a byte's lower half is the first of two."""
     layer = Nf4Linear(make_layer())
     codes = torch.stack([layer.codes & 15, layer.codes >> 4], -1).view(48, -1, BLOCK).int()
     scales = (layer.block_scales.float() / 255).square() * layer.row_scales.view(torch.float32)

@@ -158,10 +158,7 @@ def test_former_names_of_known_shapes_are_those_of_peft(family):
 
 
 def test_the_choice_is_defined_once():
-    """The config fields that name adapted layers are interpreted by one module only.
-
-    The few other modules that read these fields pass them to PEFT, or name them in messages.
-    """
+    """The fields that name adapted layers are interpreted in one module; others pass them to PEFT or name them."""
     fields = {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform"}
     readers = {
         str(file.relative_to(ROOT))

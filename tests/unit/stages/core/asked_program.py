@@ -1,7 +1,4 @@
-"""Child process for tests of supervision, which obeys commands on its standard input, such as to hang.
-
-Run it by `python -m tests.unit.stages.core.asked_program`.
-"""
+"""Child process that obeys commands on its stdin, such as to hang: `python -m tests.unit.stages.core.asked_program`."""
 
 import os
 import re

@@ -110,10 +110,7 @@ def test_a_diverged_loss_survives_the_result_file():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_runs_by_the_config_that_recipes_have_of_it(kind):
-    """The `run` function of each stage kind takes the config class of that kind.
-
-    A stage process finds its config class by this annotation, without importing other kinds.
-    """
+    """Each stage kind's `run` takes its config class, which a stage process finds by this annotation."""
     run = importlib.import_module(f"stages.kinds.{kind}.run").run
     assert inspect.get_annotations(run, eval_str=True)["config"] is KINDS[kind]
 

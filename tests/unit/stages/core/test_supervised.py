@@ -122,10 +122,7 @@ def test_shared_memory_that_a_living_process_maps_is_left_alone(tmp_path):
 
 @needs_root
 def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_number(tmp_path):
-    """Shared memory of a stage is removed although a container has a file with the same inode number.
-
-    Each file system counts inodes from the beginning; here another program maps a file of this number in its own.
-    """
+    """Shared memory of a stage is removed though a container, in its own file system, has a file of this inode."""
     file = Path("/dev/shm") / f"test-{os.getpid()}"
     file.touch()
     number = file.stat().st_ino
@@ -153,10 +150,7 @@ def test_shared_memory_is_removed_though_a_container_has_a_file_of_the_same_numb
 
 
 def test_a_semaphore_is_found_by_the_process_that_made_it():
-    """Clean-up finds the semaphores that a Python process made with `multiprocessing`.
-
-    glibc creates it under another name, which no longer exists when the semaphore is looked for.
-    """
+    """Clean-up finds `multiprocessing`'s semaphores, which glibc creates under a name that is gone by then."""
     code = (
         "import multiprocessing, os; from stages.core.process_tree import shared_memory_of\n"
         "lock = multiprocessing.get_context('spawn').Lock()\n"

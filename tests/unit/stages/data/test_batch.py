@@ -34,10 +34,7 @@ def test_both_groups_go_to_a_device_with_the_same_documents() -> None:
 
 
 def test_all_tensors_are_pinned_and_documents_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors of a batch are pinned in memory; inputs and loss signal share one `documents` object.
-
-    torch pins memory only where there is an accelerator, so each tensor is marked instead.
-    """
+    """All tensors of a batch are pinned (here: marked, as there is no accelerator); `documents` stay one object."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
     batch = make_batch().with_signal(
         candidates=Candidates(torch.zeros(1, 4, 3, dtype=torch.int64), torch.zeros(1, 4, 3))

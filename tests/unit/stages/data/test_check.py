@@ -112,10 +112,7 @@ def test_of_a_compressed_file_no_more_is_read_than_there_is_time_for(problems, t
 
 
 def test_the_time_of_the_process_that_renders_counts(problems, write_rows, monkeypatch, tmp_path):
-    """The time limit of a data check includes the time in which another process renders rows by the chat template.
-
-    Reading these rows takes at most half the limit, but rendering them far more.
-    """
+    """A data check's time limit includes rendering in another process, which takes these rows most of the time."""
     monkeypatch.setattr(look, "CHECK_SECONDS", 0.4)
     slow = tmp_path / "slow.jinja"
     slow.write_text("{% for _ in range(99999) %}{% endfor %}" + CHATML)

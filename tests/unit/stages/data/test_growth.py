@@ -75,10 +75,7 @@ def test_the_row_that_a_normalizer_makes_huge_is_named(with_part, write_rows, tm
 
 
 def test_what_stands_before_each_part_of_a_text_counts(with_part):
-    """The limit on a text's growth counts a prefix that the normalizer adds again after each special token.
-
-    Each special token starts a new part of the text, to which the normalizer's prefix is added.
-    """
+    """The limit on a text's growth counts the normalizer's prefix again after each special token."""
     folder = with_part("normalizer", *[{"type": "Prepend", "prepend": "x" * 999}] * 3)
     tokenizer = DocumentTokenizer(folder, None, "all", special_tokens_in_content="allow")
     assert tokenizer.render(PlainText("", "a<pad>"))

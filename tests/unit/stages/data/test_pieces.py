@@ -255,10 +255,7 @@ def processes_with(word):
 
 @pytest.fixture
 def program(tmp_path, tokenizer_folder, write_rows):
-    """Provide a program that tokenizes in two processes: command, environment, and a mark to find the processes by.
-
-    Its processes are found by the mark, which their environment contains.
-    """
+    """Provide a program that tokenizes in two processes: command, environment, and their mark in it."""
     folder = write_rows([chat(number) for number in range(20_000)])
     for shard in range(8):
         (folder / f"train-{shard:05}-of-00008.jsonl").write_bytes((folder / "train.jsonl").read_bytes() + b"\n" * shard)

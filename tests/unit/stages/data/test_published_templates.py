@@ -98,10 +98,7 @@ def learn(template, conversation, turns="together"):
 
 
 def words(*texts):
-    """Return the marker words found in texts; each word occurs in only one message of a test conversation.
-
-    The name of a tool call may occur twice, and is returned once.
-    """
+    """Return the marker words in texts, each of one message only; a tool call's name, which may repeat, once."""
     found = re.findall(r"(?:ask|say|mull|rule|give|define)\d\w*", "\n".join(texts))
     return [word for number, word in enumerate(found) if not (word.endswith("call") and word in found[:number])]
 
@@ -131,8 +128,7 @@ def test_each_turn_is_learned_once_and_nothing_that_others_say(name, turns):
 
 
 REWRITTEN = re.compile("deepseek|qwq|mistral-0.3|gptoss|nemotron|smollm|granite|lfm2_2_5|llama3_2|gemma4|muse")
-"""Names of chat templates that rewrite answers or write the date, so that their texts differ from Transformers'
-rendering."""
+"""Templates that rewrite answers or write the date, so that their texts differ from Transformers' rendering."""
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if not REWRITTEN.match(name)])
@@ -233,10 +229,7 @@ def num_rendered_messages(chat, num_turns, turns, monkeypatch):
 
 @pytest.mark.parametrize("turns", ["together", "separately"])
 def test_work_grows_with_the_square_of_the_turns_and_no_faster(monkeypatch, turns):
-    """Rendering a conversation takes work that grows at most with the square of its turns.
-
-    Each turn is rendered once with all turns before it, however many documents it is learned in.
-    """
+    """Rendering takes work of at most the square of a conversation's turns, however many documents learn a turn."""
     few, many = (num_rendered_messages(proved_template("qwen3"), num, turns, monkeypatch) for num in (15, 60))
     assert many / few < 5 * 4
 
@@ -252,10 +245,7 @@ def test_a_conversation_of_thousands_of_turns_is_refused_by_name_before_it_is_re
 
 
 def test_what_turns_out_to_be_too_much_is_refused_on_the_way(monkeypatch):
-    """A conversation that turns out to need too much rendering is refused while it is rendered.
-
-    Turns that a template rewrites need separate documents, whose number is unknown before rendering.
-    """
+    """A conversation that needs too many documents, for turns that a template rewrites, is refused while rendered."""
     monkeypatch.setattr(turns, "MAX_MESSAGES", 500)
     messages = [message for number in range(20) for message in (user(number), says(number, thinks=True))]
     with pytest.raises(RowError, match=r"has 40 messages: .* more than 500 would be in all"):

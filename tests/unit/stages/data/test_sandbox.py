@@ -115,10 +115,7 @@ def test_a_row_that_ends_the_process_is_named_and_others_are_rendered_after_it(s
 
 
 def test_each_conversation_has_limits_of_its_own(small_limits):
-    """The memory and time limits of rendering apply to each conversation, not to all conversations together.
-
-    Renders 100 conversations that each take half of the memory limit, and together far more than the time limit.
-    """
+    """Limits of memory and time apply to each conversation; 100 of them exceed the time limit together."""
     template = ChatTemplate("{% set text = messages[0].content * 16000000 %}" + CHATML, {}, [], "it")
     assert len(list(template.rendered([("text", QUESTION)] * 100))) == 100
 

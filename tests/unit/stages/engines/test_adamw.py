@@ -46,10 +46,7 @@ def test_without_rounding_it_is_torchs() -> None:
 
 
 def test_each_neighbour_comes_as_often_as_it_is_near() -> None:
-    """Stochastic rounding to bf16 is unbiased: 1 + 2^-7 × 0.3 keeps its mean over all random bits.
-
-    Values that bf16 can hold stay as they are.
-    """
+    """Stochastic rounding to bf16 is unbiased: 1 + 2^-7 × 0.3 keeps its mean; bf16's own values stay."""
     bits = torch.arange(2**16, dtype=torch.int32)
     for sign in (1, -1):
         value = sign * (1 + 2**-7 * 0.3)
@@ -71,10 +68,7 @@ def test_bits_are_even_and_depend_on_the_place_alone() -> None:
 
 
 def test_second_moments_in_bf16_decay() -> None:
-    """Second moments in bf16 decay thanks to stochastic rounding.
-
-    With rounding to nearest, 0.999 × 1 would stay 1 in bf16.
-    """
+    """Second moments in bf16 decay thanks to stochastic rounding; to nearest, 0.999 × 1 would stay 1."""
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=0.0)
     weight.grad = torch.ones_like(weight)
@@ -90,10 +84,7 @@ def test_second_moments_in_bf16_decay() -> None:
 
 
 def test_weights_in_bf16_take_steps_far_smaller_than_what_they_can_hold() -> None:
-    """Weights in bf16 follow training steps far smaller than bf16's resolution, thanks to stochastic rounding.
-
-    The next bf16 numbers around 1 are 2^-8 below and 2^-7 above; each step is 1e-4.
-    """
+    """Weights in bf16 follow steps (1e-4) far below its resolution (2^-8 and 2^-7 around 1) by stochastic rounding."""
     weight = nn.Parameter(torch.ones(NUM_WEIGHTS, dtype=torch.bfloat16))
     adamw = optimizer(weight, BF16, lr=1e-4)
     for _ in range(50):
@@ -129,10 +120,7 @@ BETAS, EPSILON, RATE, SEED = (0.9, 0.95), 1e-8, 1e-2, 3
 
 
 def by_definition(kept: dict[str, Tensor], gradient: Tensor, name: str, step: int, decay: float) -> dict[str, Tensor]:
-    """Return weight and moments of one parameter after an AdamW step, computed directly from the definition.
-
-    The random bits of stochastic rounding are computed in 64-bit numbers.
-    """
+    """Return weight and moments after an AdamW step by its definition; random bits are of 64-bit numbers."""
     weight, mean, square = (one.float() for one in kept.values())
     mean = mean.lerp(gradient.float(), 1 - BETAS[0])
     square = square.mul(BETAS[1]).addcmul(gradient.float(), gradient.float(), value=1 - BETAS[1])
@@ -201,10 +189,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def test_shards_get_the_bits_that_they_have_in_the_whole(mesh: DeviceMesh) -> None:
-    """AdamW gives a shard of a parameter the same bits as it gives that part of the whole parameter.
-
-    Covers the last process's shards: three rows, one element, none.
-    """
+    """AdamW gives a shard the bits of the whole parameter, also the last process's: 3 rows, 1 element, none."""
     generator = torch.Generator().manual_seed(2)
     start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((11, 5), (7,), (2, 3))]
     gradients = [[torch.randn(one.shape, generator=generator).bfloat16() for one in start] for _ in range(4)]
@@ -259,10 +244,7 @@ def _on_meta(tree: Any) -> list[Tensor]:
 
 
 def test_kernels_and_memory_of_a_step_are_bounded() -> None:
-    """An optimizer step takes less than 3 kernels a parameter, and at most 44 bytes an element of a bucket.
-
-    Measured with the sizes of an 8B model (Qwen3) on 8 accelerators.
-    """
+    """An optimizer step takes under 3 kernels a parameter, and 44 bytes an element of a bucket (8B on 8 devices)."""
     hidden, ffn, of_keys, head, vocabulary = 4096, 12288, 1024, 128, 151936
     matrices = [hidden * hidden] * 2 + [of_keys * hidden] * 2 + [ffn * hidden] * 3
     layer = [*matrices, head, head, hidden, hidden]

@@ -71,10 +71,7 @@ def test_padding_is_of_no_row() -> None:
 
 
 def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) -> None:
-    """Loss and gradient of one row in a one-layer mixture equal Transformers', balancing loss included.
-
-    Transformers computes that loss with `output_router_logits=True`, at the coefficient of the model's config.
-    """
+    """Loss and gradient of one row in a one-layer mixture equal Transformers' (`output_router_logits=True`)."""
     torch.manual_seed(0)
     fields = {**SIZES, "num_hidden_layers": 1, "router_aux_loss_coef": COEFFICIENT, "initializer_range": 0.2}
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields))
@@ -97,10 +94,7 @@ def test_with_one_row_and_one_layer_a_step_is_transformers_own(tmp_path: Any) ->
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "o_proj")], ids=["all", "attention"])
 def test_an_adapter_learns_from_the_balance_as_pefts_does(tmp_path: Any, targets: Any) -> None:
-    """The expert-balancing loss trains adapters as with PEFT, also those on other layers than the router.
-
-    A router's output depends on earlier layers.
-    """
+    """Balancing loss trains adapters as with PEFT, also of earlier layers, on which a router's output depends."""
     torch.manual_seed(0)
     fields = {**SIZES, "router_aux_loss_coef": COEFFICIENT, "initializer_range": 0.2, "num_hidden_layers": 1}
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(**fields)).save_pretrained(tmp_path)

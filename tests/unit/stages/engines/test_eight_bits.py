@@ -37,8 +37,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 STEPS, LEARNING_RATE = 4, 2e-3
 BF16_AND_8_BITS = (1e-5, 0.01)
-"""Smallest and largest expected difference of the losses in bf16 and in 8 bits, in nats; 8-bit operands keep three bits
-of mantissa."""
+"""Smallest and largest loss difference of bf16 and 8 bits (three bits of mantissa), in nats."""
 ROWS = [pack([[[(seed + 7 * place * place) % 96 for place in range(37)]]]) for seed in (1, 2)]
 """Training rows of 37 tokens, a length that is no multiple of 16."""
 
@@ -53,10 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Provide a CPU device that emulates torchao's 8-bit matrix products.
-
-    Operands are cast to 8 bits, and the cast values multiplied in fp32.
-    """
+    """Provide a CPU that emulates torchao's 8-bit products: operands cast to 8 bits, multiplied in fp32."""
     monkeypatch.setattr(fsdp_engine, "float8_config", lambda recipe: replace(float8_config(recipe), emulate=True))
     with joined_processes() as found:
         yield found

@@ -144,10 +144,7 @@ def test_what_is_written_is_loaded_by_peft_merged_and_gone_on_with(fields, rows,
 
 @pytest.mark.parametrize(("precision", "kind"), [("nf4", Nf4Linear), ("int8", Int8Linear)])
 def test_beside_a_base_in_few_bits_it_starts_from_the_exact_one(precision, kind, rows, tmp_path):
-    """EVA's directions are computed on the exact base model, also if the base model is then quantized.
-
-    Every layer is quantized, also those without adapter.
-    """
+    """EVA's directions are those of the exact base, even if it is then quantized, here in all layers."""
     folder, fields = save(WIDE, tmp_path / "base" / "model"), {"exclude_modules": ("v_proj",)}
     exact, _, _ = ours(folder, tmp_path / "exact.safetensors", rows, **fields)
     model, lora, _ = ours(folder, tmp_path / "eva.safetensors", rows, base_precision=precision, **fields)

@@ -98,10 +98,7 @@ def test_greedy_tokens_are_the_likeliest_where_there_is_a_target(
 def test_several_tokens_of_a_position_are_given_with_gradients(
     hidden: Tensor, targets: Tensor, chunk_tokens: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probabilities of several tokens at each position have the right values and gradients.
-
-    One token may be among them twice.
-    """
+    """Log-probabilities of a position's tokens, perhaps one twice, have the right values and gradients."""
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     module = head()
     others = torch.stack([targets, torch.zeros_like(targets), torch.ones_like(targets)], -1).clamp(min=0)

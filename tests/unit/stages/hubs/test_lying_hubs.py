@@ -60,10 +60,7 @@ def refusal(download: Download, model: str) -> str:
 
 
 def listing(hub: HubServer, repository: Repository, change: Callable[[dict], object]) -> None:
-    """Make the fake Hugging Face hub send a wrong list of files.
-
-    `change` edits the true list in place, or returns another one.
-    """
+    """Make the fake Hugging Face hub send a list of files that `change` edits in place or replaces."""
     commit = repository.refs["main"]
     files = repository.commits[commit].items()
     answer = {"sha": commit, "siblings": [repository.sibling(file, content) for file, content in files]}

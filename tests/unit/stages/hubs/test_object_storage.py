@@ -146,10 +146,7 @@ def test_a_bucket_without_credentials_is_named_with_what_to_set(s3: S3Server, mo
 def test_credentials_that_cannot_be_used_at_all_are_named(
     source: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cloud credentials that the provider's library rejects are reported with their environment variables' names.
-
-    They raise an error of the provider's library that pyarrow does not classify.
-    """
+    """Credentials rejected by the provider's library, in errors unknown to pyarrow, are named by variable."""
     monkeypatch.delenv("AZURE_STORAGE_SAS_TOKEN", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

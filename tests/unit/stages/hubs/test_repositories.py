@@ -55,10 +55,7 @@ def test_takes_the_files_of_a_safe_model_with_their_bytes(source: str, repositor
 def test_a_stranger_s_note_of_a_training_is_not_taken_for_ours(
     source: str, hub: HubServer, repository, download: Download, tmp_path: Path
 ) -> None:
-    """A `trained_on.json` in a stranger's model repository is ignored, since only our stages write that file.
-
-    It would decide how the model is prompted, and may be invalid JSON.
-    """
+    """A stranger's `trained_on.json`, which only our stages write, is ignored: it might be invalid, or set prompts."""
     repository.commit({**model_files(), "trained_on.json": b"5", "tokenizer_config.json": b'{"chat_template": "x"}'})
     download(model=source)
     assert "trained_on.json" not in names(tmp_path / "model")

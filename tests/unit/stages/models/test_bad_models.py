@@ -75,10 +75,7 @@ def weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Change:
 
 
 def sharded(**changes: Any) -> Change:
-    """Return a function that splits a model folder's weights into two shards with an index file.
-
-    `changes` edit the index's `weight_map`.
-    """
+    """Return a function that splits weights into two shards with an index, whose `weight_map` has `changes`."""
 
     def rewrite(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
@@ -222,10 +219,7 @@ def test_a_class_of_another_type_is_said_since_training_and_serving_go_by_one_ea
 
 
 def test_classes_are_named_after_their_type_in_transformers_itself() -> None:
-    """Transformers names almost every model class after its model type, on which our check of configs relies.
-
-    Exceptions are types of model parts, and types that share a class.
-    """
+    """Transformers names model classes after their types, as our check assumes, but for parts and shared classes."""
     named = {
         (model_type, name)
         for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)

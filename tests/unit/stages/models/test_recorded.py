@@ -1,7 +1,4 @@
-"""Predictions recorded with a trained model are compared with later ones of the same model.
-
-Older records, which lack some figures, allow fewer comparisons.
-"""
+"""Recorded predictions are compared with later ones of the same model, as far as older records have the figures."""
 
 import json
 

@@ -90,7 +90,7 @@ def test_a_shape_survives_being_json():
 
 
 def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model():
-    """Parameters and FLOPs of a DeepSeek-V3 model with latent attention equal those of its Transformers model.
+    """Parameters and FLOPs of a DeepSeek-V3 with latent attention equal those of its Transformers model.
 
     Its shared expert is counted as one to which every token is routed; norms are not counted.
     """

@@ -79,10 +79,7 @@ def test_torch_can_be_asked_for_each(kind: DeviceType, known_to_torch: list[str]
 
 @pytest.mark.parametrize("settings", [kind.allocator for kind in DEVICE_TYPES if kind.allocator])
 def test_torch_takes_the_settings_of_its_allocator(settings: str) -> None:
-    """torch accepts our settings of its memory allocator, and refuses invalid ones.
-
-    Each is tried in a process of its own; torch reads the settings also where it has no device.
-    """
+    """torch, in a process for each, accepts our settings of its allocator, and refuses invalid ones."""
     ask = "import sys, torch; torch._C._accelerator_setAllocatorSettings(sys.argv[1])"
     for given, taken in ((settings, True), (settings.replace("True", "perhaps"), False)):
         done = subprocess.run([sys.executable, "-c", ask, given], stderr=subprocess.DEVNULL, check=False)

@@ -120,10 +120,7 @@ def test_without_a_model_only_what_needs_none_is_checked():
 
 
 def test_the_bubble_is_that_of_a_schedule_laid_out_by_hand():
-    """The predicted pipeline bubble is that of a schedule laid out by hand.
-
-    Two stages with three micro-batches work 3 of 4 slots; four stages with one micro-batch work 1 of 4.
-    """
+    """The predicted bubble is that of a schedule by hand: 2 stages, 3 micro-batches: 3/4 busy; 4 stages, 1: 1/4."""
     assert bubble_fraction(2, 1, 3) == 1 / 4
     assert bubble_fraction(4, 1, 1) == 3 / 4
     assert bubble_fraction(1, 1, 8) == 0

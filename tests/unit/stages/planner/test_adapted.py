@@ -125,8 +125,7 @@ def test_experts_and_routers_learn_where_peft_has_them(family, fields):
 def test_experts_adapters_lie_with_their_experts():
     """Under expert parallelism, each rank has only the adapters of its own experts.
 
-    In Mixtral's shape with rank 4, the joint gate and up matrices have rank 8, and expert tensor parallelism cuts one
-    factor of each pair.
+    In Mixtral's shape, rank 4: the joint gate and up matrices have rank 8, and `etp` cuts one factor of each pair.
     """
     shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
     (stage,) = pipeline_stages(shape.num_layers, 1)
@@ -171,10 +170,7 @@ def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
 
 
 def test_megatron_has_factors_for_all_that_it_joins():
-    """LoRA on Megatron's fused QKV has as many parameters for queries alone as for queries, keys and values.
-
-    It has one adapter, whose rows for keys and values stay 0 if only queries are adapted.
-    """
+    """Megatron's fused QKV has one adapter, of equal size for queries alone, whose other rows then stay 0."""
     config = AutoConfig.for_model("llama", **ROTARY)
     shape, (stage,) = ModelFacts(config.to_dict()).shape, pipeline_stages(4, 1)
     queries, all_of_them = (

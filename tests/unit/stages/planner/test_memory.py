@@ -33,8 +33,8 @@ def kept(layout: Layout, software: ProgramTraits = PAPER) -> float:
 def test_selective_recomputation_keeps_results_of_products():
     """Selective recomputation keeps the results of all, or of every second, matrix product in a Llama layer.
 
-    Every second means those of queries, values, gate and down. The layer's input and attention's output are kept as
-    well. If compiled, the last result is not kept, which only the next layer needs.
+    Every second: queries, values, gate and down. The layer's input and attention's output are kept as well; if
+    compiled, not the last result, which only the next layer needs.
     """
     hidden, keys, ffn = LLAMA.hidden_size, LLAMA.kv_width, LLAMA.ffn_size
     every_second = ProgramTraits(keeps_every_second_product=True)
@@ -71,10 +71,7 @@ def test_flash_attention_keeps_no_scores():
 
 
 def test_adam_in_mixed_precision_takes_eighteen_bytes_a_parameter_less_what_is_sharded():
-    """Mixed-precision Adam with fp32 gradients takes 2 + 4 + 12 / dp bytes a parameter, as in the ZeRO paper.
-
-    Rajbhandari et al. 2020.
-    """
+    """Mixed-precision Adam with fp32 gradients takes 2 + 4 + 12 / dp bytes a parameter (Rajbhandari et al. 2020)."""
     for dp_shard in (1, 8):
         worst = memory(GPT, "megatron", Layout(dp_shard=dp_shard), WORK, efficiency=NO_OVERHEAD).worst
         states = (worst.weights + worst.gradients + worst.optimizer) * GIB
@@ -140,10 +137,7 @@ def test_adapters_have_the_only_gradients_and_optimizer():
 
 
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
-    """Tensor parallelism cuts one of the two LoRA factors of each matrix, and leaves the other one whole.
-
-    Computed for Llama 3 70B with LoRA rank 16: each layer has 7 whole factors, of width 8,192.
-    """
+    """Tensor parallelism cuts one of a matrix's LoRA factors; 7 of Llama 3 70B's stay whole a layer, 8,192 wide."""
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
     llama, adapter = KNOWN["llama3 70b"], LowRank(16)
     (stage,) = pipeline_stages(llama.num_layers, 1)

@@ -47,10 +47,7 @@ def test_one_device_has_no_communication_and_no_bubble():
 
 @pytest.mark.parametrize(("pp", "vpp", "rows"), [(2, 1, 8), (4, 1, 16), (4, 2, 16), (8, 4, 32)])
 def test_bubble_is_that_of_equally_fast_stages(pp, vpp, rows):
-    """The predicted pipeline bubble of equally fast stages is that of Narayanan et al. 2021, section 2.2.
-
-    It is (p - 1) / (v m) of the ideal time, which is m times a mean stage's.
-    """
+    """The bubble of equally fast stages is (p - 1) / (v m) of the ideal time (Narayanan et al. 2021, 2.2)."""
     work = replace(WORK, global_batch_size=rows)
     parts, alone = estimate(Layout(pp=pp, vpp=vpp), work).parts, estimate(Layout(), work).parts
     assert parts.bubble == pytest.approx((pp - 1) / (vpp * rows) * alone.compute / pp)
@@ -129,10 +126,7 @@ def test_experts_products_run_at_their_own_rate():
 
 
 def test_products_in_eight_bits_sustain_a_share_of_their_own():
-    """The planner assumes a different fraction of peak FLOP/s for each precision of matrix products.
-
-    Products measured on a B200 reach 0.46 to 0.49 of the peak in bf16.
-    """
+    """The planner has a share of peak for each precision; a B200's bf16 products reach 0.46 to 0.49."""
     b200 = HARDWARE["b200"]
     assert b200.sustained_flops_per_s("bf16") == pytest.approx(0.6 * 2250e12)
     assert b200.sustained_flops_per_s("fp8") == pytest.approx(0.72 * 4500e12)
@@ -142,7 +136,7 @@ def test_products_in_eight_bits_sustain_a_share_of_their_own():
 
 
 def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
-    """A method's extra forward passes in each step are predicted to cost a forward pass over the step's rows.
+    """A method's extra forward passes cost a forward pass over the step's rows.
 
     Without a pipeline, such a pass costs as much as full recomputation, plus the output head.
     """
@@ -173,10 +167,7 @@ def test_preferences_need_a_forward_pass_for_their_reference():
 
 
 def test_torchao_casts_at_products_alone():
-    """With torchao's fp8, activations stay in 16 bits, since it casts only the operands of matrix products.
-
-    Gradients of frozen weights are computed unless the model is compiled.
-    """
+    """With torchao's fp8, activations stay in 16 bits; frozen weights get gradients unless compiled."""
     casts, whole = (replace(COSTS["fsdp"].software, casts_at_products=one) for one in (True, False))
     work = replace(LLAMA_WORK, precision="fp8", is_frozen=True)
     learning = layer_time(replace(work, is_frozen=False), casts, H100).products
@@ -226,7 +217,7 @@ def test_four_bits_are_quicker_where_a_device_has_them_and_eight_where_not():
 
 @pytest.mark.parametrize(("sequence_parallel", "share"), [(False, 1), (True, 1 / 8)])
 def test_tokens_are_made_eight_bits_wide_before_they_are_gathered(sequence_parallel, share):
-    """With tensor parallelism, each rank casts inputs of attention and MLP to 8 bits before they are gathered.
+    """Under tensor parallelism, a rank casts inputs of attention and MLP to 8 bits before gathering.
 
     With sequence parallelism, it casts only its share of them; other inputs are sharded in any case.
     """
@@ -253,10 +244,7 @@ def test_offloading_to_a_host_on_the_same_module_costs_less():
 
 
 def test_a_mixture_s_dense_layers_cost_where_they_lie():
-    """Dense layers of a mixture-of-experts model add memory and time only to the pipeline stage that holds them.
-
-    All dense layers of this mixture are on the first stage, so the last stage has layers with experts only.
-    """
+    """Dense layers of a mixture cost memory and time only on their pipeline stage, here all on the first."""
     mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
     routed = replace(mixture, dense_layers=frozenset())
     work, layout = replace(WORK, global_batch_size=8), Layout(pp=2, vpp=1)

@@ -64,10 +64,7 @@ def test_what_the_hub_vouches_for_is_read_anywhere(content: bytes, read: Callabl
 @pytest.mark.parametrize("content", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("read", [whole, twice])
 def test_a_whole_file_is_compared_with_its_digest(read: Callable, content: bytes, hub: HubServer) -> None:
-    """A streamed file that was read whole is compared with its digest.
-
-    Covers a mirror that sends no digest, and one that sends the right digest with other bytes.
-    """
+    """A streamed file is compared with its digest when read whole, or by a mirror's, which may send none."""
     about = pointer(hub, content)
     hub.faults.append(Fault("/resolve/", headers={**WITHOUT_DIGEST, "ETag": None}, times=2))
     with opened(about) as file:

@@ -125,10 +125,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_no_computing_fails(attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model-written code that attacks the sandbox gets a reward of 0.
-
-    Each attack would make the tests pass if it worked, as it does in an unprotected process.
-    """
+    """Model-written code that attacks the sandbox, and would pass an unprotected process, gets a reward of 0."""
     monkeypatch.setenv("VLLM_API_KEY", "planted")
     monkeypatch.setenv("ANY_OTHER", "planted")
     (tmp_path / "file").write_text("what is in it")
@@ -206,10 +203,7 @@ runpy.run_module("stages.rewards.code_program", run_name="__main__")
 
 
 def test_where_code_cannot_be_kept_within_limits_none_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model-written code is not run where the sandbox cannot limit it, such as without libseccomp.
-
-    On such a machine, the sandbox's start-up probe fails.
-    """
+    """Model-written code is not run where the sandbox's probe fails, such as without libseccomp."""
     reward = CodeReward(type="code")
     with reward.opened("passes", CONTEXT) as scores:
         completion = Completion("", ADDS, 1, None, {"tests": TESTS}, PlainText("", ""))
@@ -245,10 +239,7 @@ def test_a_test_that_takes_all_memory_has_failed(test: str) -> None:
 def test_what_code_writes_is_counted_where_it_is_deleted_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that model-written code writes to files count towards its limit, even if it deletes the files.
-
-    The code is stopped long before its time limit.
-    """
+    """Bytes that model-written code writes count, even if deleted, and end it long before its time limit."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began_s = time.monotonic()
     assert score(DELETES_WHAT_IT_WRITES, timeout_s=300) == 0

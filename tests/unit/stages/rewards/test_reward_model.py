@@ -34,10 +34,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completion(text: str, document: Any) -> Completion:
-    """Return a completion whose prompt text has the special tokens of another model.
-
-    The reward model must format the prompt with its own.
-    """
+    """Return a completion prompted with another model's special tokens; the reward model must use its own."""
     return Completion("<|other|>What is 1 + 2?<|model|>", text, 1, None, {}, document)
 
 

@@ -280,10 +280,7 @@ def score(prompt, completion, reference, row):
 
 
 def test_no_key_is_within_reach_of_a_file_of_ones_own(tmp_path: Path) -> None:
-    """A user's reward file finds no API key in the environment of its own process or of others.
-
-    The same code finds a key when it runs unprotected.
-    """
+    """A user's reward file finds no API key in any process's environment, as it does when it runs unprotected."""
     (tmp_path / "rewards.py").write_text(SPY)
     asks = textwrap.dedent(
         """

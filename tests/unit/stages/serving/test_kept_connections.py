@@ -18,11 +18,9 @@ PATIENCE_S = 30.0
 
 
 class Engine:
-    """Fake engine that answers each request, or closes the connection without an answer if the test says so.
+    """Fake engine that answers each request, or closes the connection without an answer if `closes` says so.
 
-    closes: whether to close the connection at a request, by the number of the connection and that of its request, both
-    from 1.
-    asked: number of the connection, and of its request, for each request that arrived.
+    closes, asked: by the number of the connection and that of its request, both from 1.
     """
 
     def __init__(self, closes: Callable[[int, int], bool]):
@@ -122,10 +120,7 @@ def test_a_request_whose_new_connection_is_closed_is_not_sent_again():
 
 @pytest.mark.parametrize("is_used_again", [False, True])
 def test_what_an_engine_had_when_it_ended_is_known_as_sent(is_used_again):
-    """A request that an engine received before it ended is not sent again over another connection.
-
-    Otherwise, a request that crashes the engine would be repeated over every kept connection.
-    """
+    """A request that an ended engine had received is not sent again; else a crashing one would be repeated."""
 
     def ends(connection: int, request: int) -> bool:
         if request == 1 + is_used_again:

@@ -32,8 +32,8 @@ COMPLETIONS = "/v1/completions"
 class Model:
     """Fake engine behind the proxy, with an ASGI application that answers as a test needs.
 
-    `/v1/completions` returns the request that arrived. Chats are answered in two parts, the second on demand;
-    `/metrics` is answered without end, and every other path by `secret`.
+    `/v1/completions` returns the request. Chats are answered in two parts, the second on demand; `/metrics` without
+    end; every other path by `secret`.
     """
 
     def __init__(self, name: str):
@@ -163,7 +163,7 @@ def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
 
 @pytest.mark.parametrize("depth", [150, 250, 982, 5000])
 def test_a_nesting_is_no_error_of_the_server(tmp_path, depth):
-    """Deeply nested JSON that vLLM can parse and the proxy cannot is forwarded, or refused as the client's error.
+    """Nested JSON that only vLLM can parse is forwarded, or refused as the client's error.
 
     The proxy parses a request only to rename its model.
     """
@@ -212,10 +212,7 @@ def test_a_stream_arrives_as_it_is_made_and_stays_with_its_engine_while_others_g
 
 
 def test_one_model_of_an_engine_is_asked_by_its_public_name_and_no_other_is(in_front_of_two):
-    """The proxy accepts a model's public name only, and can switch this name to another adapter of the same engine.
-
-    Running streams continue with the former adapter.
-    """
+    """The proxy takes a model's public name only, and can switch it to another adapter; running streams go on."""
 
     async def trial(old, new, next_behind, proxy, client):
         async def asked(**body):

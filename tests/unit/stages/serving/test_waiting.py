@@ -25,10 +25,7 @@ PATIENCE_S = 300.0
 
 
 class Engines:
-    """Starter of tiny serving engines behind one proxy, each of which replaces the one before it.
-
-    model: folder of the servers that are started next.
-    """
+    """Starter of tiny engines behind one proxy, each in its predecessor's place. model: folder of the next."""
 
     def __init__(self, model, stack: ExitStack):
         self.model = model
@@ -37,10 +34,7 @@ class Engines:
         self.proxy = Proxy(self.started(), KEY, waiting=WaitingRoom())
 
     def started(self, port: int | None = None) -> Backend:
-        """Start the next engine, and return its address once it listens.
-
-        The proxy uses it after `switch`, or at once if it has the former engine's port.
-        """
+        """Start the next engine; return its address once it listens (the former's port is used at once)."""
         with listening_socket("127.0.0.1", port) as reservation:
             port = reservation.getsockname()[1]
         command = [sys.executable, str(PROGRAM), str(self.model), "adder", "127.0.0.1", str(port)]

@@ -67,10 +67,7 @@ def test_the_pieces_of_all_parts_cover_each_weight_once(rule, count):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.weights[0])
 def test_blocks_of_ranges_hold_what_the_pieces_hold(rule, count):
-    """Ranges of Megatron's flattened shards map to the same elements of the model's weights as whole shards.
-
-    Megatron's distributed optimizer cuts flattened shards anywhere, here into three uneven ranges.
-    """
+    """Ranges of flattened shards, cut anywhere by Megatron's optimizer, map to the weights as whole shards do."""
     for part in parts(rule, count):
         numbers = torch.arange(1, 1 + torch.Size(part.shape).numel()).view(part.shape)
         by_pieces, by_blocks = empty_weights(part), empty_weights(part)

@@ -80,7 +80,7 @@ def adapter_on(layer, rows, columns):
 def test_factors_belong_to_the_layer_that_uses_them_or_stale_ones_would_be_used(chunks):
     """LoRA factors belong to the layer that uses them, since Megatron could otherwise use outdated values.
 
-    When gathering overlaps with compute, Megatron waits in hooks of the module that owns the parameters.
+    When gathering overlaps with compute, it waits in hooks of the module that owns the parameters.
     """
     (chunk,) = chunks(DENSE)
     adapt([chunk], DENSE, adapter_on("model.layers.1.self_attn.v_proj", 8, 16))

@@ -33,10 +33,7 @@ def lines(path):
 
 
 def curate(folder, rows, outside=None, **fields):
-    """Run the curate stage on datasets of the given rows, and return its results.
-
-    `rows` are those of one dataset, or a dict by dataset name; None stands for the files that exist.
-    """
+    """Run the curate stage on rows of one dataset or, by name, several (None: existing files); return results."""
     datasets = rows if isinstance(rows, dict) else {"mine": rows}
     for name, content in datasets.items():
         if content is None:

@@ -43,10 +43,7 @@ MIXTURES = [
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Provide a base model and two adapters, with recorded predictions on three documents.
-
-    The second adapter is on fewer layers.
-    """
+    """Provide a base and two adapters, the second on fewer layers, with predictions on three documents."""
     folder = tmp_path_factory.mktemp("artifacts")
     artifacts = {"base": folder / BASE, "one": folder / "one-1", "two": folder / "two-2"}
     make_base(artifacts["base"], **SIZES)
@@ -68,10 +65,7 @@ def merge(inputs, work, **fields):
 
 
 def seed_before_first(monkeypatch, seed):
-    """Seed torch when PEFT begins a DARE merge, so that PEFT drops the same random elements as our merge.
-
-    PEFT draws the new adapter's initial weights before DARE's kept elements.
-    """
+    """Seed torch when PEFT begins DARE, after its adapter's weights are drawn, to drop what our merge drops."""
     name = "_generalized_task_arithmetic_weighted_adapter"
     real, seeded = getattr(peft.LoraModel, name), []
 
@@ -316,10 +310,7 @@ def test_adapters_that_do_not_mix_are_refused(artifacts, tmp_path, damage, said)
 
 
 def test_no_model_is_ever_in_memory_as_a_whole(tmp_path):
-    """Merging never holds a whole model in memory, measured on a model of 320 MiB in shards of 16 MiB.
-
-    Memory is counted beyond what the process has before the merge.
-    """
+    """Merging a model of 320 MiB in shards of 16 MiB never holds it whole, beyond the memory before the merge."""
     artifacts, work = tmp_path / "artifacts", tmp_path / "work"
     work.mkdir()
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}

@@ -1,7 +1,4 @@
-"""Publishing to Hugging Face makes a private repository and one commit, and uploads nothing twice.
-
-The hub is a local server that speaks its API.
-"""
+"""Publishing to Hugging Face (a local server) makes a private repository and one commit, and uploads nothing twice."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""Publishing to ModelScope makes one commit of the files that a private repository lacks.
-
-The hub is a local server that speaks its API.
-"""
+"""Publishing to ModelScope (a local server) makes one commit of the files that a private repository lacks."""
 
 import pytest
 

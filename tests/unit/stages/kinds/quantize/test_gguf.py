@@ -73,10 +73,7 @@ ROWS = [[19, 20, 273, 21, 22, 33, 75, 40, 260, 5], [61, 1, 75, 76, 2, 100, 45]]
 TEXTS = ["What is 12 + 34?", "<|im_start|>user\n7 + 105 = 112<|im_end|>", "Übung, naïve 数 🙂 12,345.67"]
 LAYERS = 16
 MORE = {0, 1, 4, 7, 10, 13, 14, 15}
-"""Indices of the layers, of 16, in which Q4_K_M stores some matrices in Q6_K.
-
-They are the first two, the last two, and every third of those between.
-"""
+"""Layers, of 16, with Q6_K in Q4_K_M: the first two, the last two, and every third between."""
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ FOUND = {
     "cohere": {("input_layernorm", (*ATTENTION, *MLP)), DOWN},
     "nemotron": set(),
 }  # fmt: skip
-"""Expected AWQ scalings of each layer, by architecture. There is none before the output projection of grouped-query
-attention."""
+"""Expected AWQ scalings of a layer, by architecture; none before grouped-query attention's output projection."""
 
 
 def linear(model):

@@ -26,10 +26,7 @@ def inputs(tmp_path):
 
 @pytest.fixture
 def opened():
-    """Provide a counter of how often our own code opened each model's `config.json`.
-
-    Transformers reads it too, whenever it makes a tokenizer or a model.
-    """
+    """Provide a counter of our own openings of each model's `config.json`; Transformers' do not count."""
     counts, is_counted = Counter(), True
 
     def count(event, arguments):
@@ -72,10 +69,7 @@ def test_each_config_is_read_once_in_a_training(tmp_path, inputs, opened):
     ],
 )
 def test_each_config_is_read_once_before_a_model_samples(tmp_path, inputs, opened, monkeypatch, method, fields, models):
-    """Training methods that sample completions also read each model's config only once before the first step.
-
-    A step would need a serving engine.
-    """
+    """Methods that sample also read each model's config once before the first step, which would need an engine."""
     monkeypatch.setattr(training, "train", lambda training_run: None)
     config = make_config(method, data=DATA if method == "distill" else {**DATA, "evaluation_split": None}, **fields)
     context = make_context(tmp_path / "work", inputs, config)

@@ -50,11 +50,8 @@ NOT_COMPUTED_WITH = {
     GrpoConfig: {"rewards", "serving"},
     DistillSampling: {"serving"},
 }
-"""Config fields whose numbers never enter a computation in fp32, by config class.
-
-They are limits in time, bounds of comparisons, shares of rows, numbers of passes over the rows, options of a server,
-and rewards, which are weighted in double precision.
-"""
+"""Fields whose numbers enter no computation in fp32, by config class: limits, shares, numbers of passes, a server's
+options, and rewards, which are weighted in double precision."""
 
 
 def is_number(annotation: Any) -> bool:
@@ -82,10 +79,7 @@ def test_numbers_of_every_block_are_looked_at() -> None:
 
 @pytest.mark.parametrize(("config", "name"), NUMBERS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_number_is_one_that_fp32_holds(config: type[BaseModel], name: str) -> None:
-    """Every floating-point field of a config refuses numbers that fp32 cannot hold.
-
-    Each field's type is validated alone, so that no other rule of the config can refuse the number.
-    """
+    """Every floating-point field, by its type alone, refuses numbers that fp32 cannot hold."""
     field = config.model_fields[name]
     adapter = TypeAdapter(Annotated[field.annotation, field])
     is_list = "tuple[" in str(field.annotation)

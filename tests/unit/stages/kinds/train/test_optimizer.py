@@ -88,10 +88,7 @@ def test_fields_of_muon_have_no_effect_on_adamw():
 
 
 def test_adafactor_of_torch_still_fails_on_shards():
-    """torch.optim.Adafactor fails on sharded tensors, which is why we refuse it.
-
-    Once it works, it can be supported: see `UNSUPPORTED`.
-    """
+    """torch.optim.Adafactor fails on sharded tensors, so we refuse it; once it works, see `UNSUPPORTED`."""
     with joined_processes():
         mesh = init_device_mesh("cpu", (1,))
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))

@@ -1,7 +1,4 @@
-"""Evaluation by EvalScope with a real server if EvalScope is installed, else with its recorded files.
-
-`make evalscope` installs it.
-"""
+"""Evaluation by EvalScope with a real server if installed (`make evalscope`), else with its recorded files."""
 
 import json
 import signal

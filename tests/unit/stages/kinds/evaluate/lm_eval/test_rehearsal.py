@@ -34,10 +34,7 @@ SCORES = "def score(row, answers):\n    return {'exact_match': row['answer'] == 
 def findings(
     folder: Path, task: str, code: str | None = None, **fields: object
 ) -> list[tuple[str, LifecycleError | str]]:
-    """Return the problems found before training in an lm-eval task file with the given text.
-
-    `fields` are further config fields of the evaluate stage.
-    """
+    """Return the problems found in an lm-eval task file before training. fields: of the evaluate stage's config."""
     tasks = folder / "tasks"
     tasks.mkdir()
     for split in ("train", "test"):

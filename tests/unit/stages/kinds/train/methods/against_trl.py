@@ -62,10 +62,7 @@ def packed(documents, learned):
 
 
 def log_probabilities(model, batch):
-    """Return a model's log-probabilities of the target tokens, as float32 [1, tokens].
-
-    Each document has a forward pass of its own.
-    """
+    """Return the target tokens' log-probabilities, float32 [1, tokens], each document in a pass of its own."""
     found = []
     for tokens, targets in zip(
         batch.inputs.input_ids[0].split(list(batch.documents.lengths)),

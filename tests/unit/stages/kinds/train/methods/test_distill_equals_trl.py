@@ -120,10 +120,7 @@ def test_of_the_top_k_the_rest_is_one_token_more(models, batch, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_teacher_that_leaves_no_rest_gives_finite_gradients(batch, beta):
-    """Gradients are finite even if a teacher's top k tokens have a probability of 1 in fp32.
-
-    The rest of the probability then stays above 0, so that nothing is divided by 0.
-    """
+    """Gradients are finite even if a teacher's top k have a probability of 1 in fp32: the rest stays above 0."""
     values = torch.tensor([0.0, -40.0]).expand(*batch.signal.targets.shape, 2)
     own = batch.with_signal(
         candidates=Candidates(torch.zeros(*batch.signal.targets.shape, 2, dtype=torch.int64), values)

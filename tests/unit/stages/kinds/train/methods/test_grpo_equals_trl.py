@@ -27,8 +27,7 @@ COMPLETIONS = [[4, 5, 6, END], [7, END], [8, 9], [10, 11, 12, 13, END], [14, END
 REWARDS = [1.0, 0.0, 0.25, 1.0, 0.5, None, 0.0, 1.0]
 """Rewards of the recorded completions; None stands for one that could not be scored."""
 SERVER_NOISE, DRIFT = 0.3, 0.05
-"""Standard deviations of the noise in the sampling server's log-probabilities, and of the change of the model's weights
-between sampling and the training step."""
+"""Standard deviations of the server's log-probabilities' noise, and of weights' change since sampling."""
 NAMES_OF_TRL = {
     "kl": "kl",
     "clipped_low_fraction": "clip_ratio/low_mean",

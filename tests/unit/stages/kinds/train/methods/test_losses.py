@@ -37,10 +37,7 @@ def make_batch(reference=None):
 
 
 def make_pairs(chosen, rejected, reference_chosen, reference_rejected, num_tokens=1):
-    """Return log-probabilities and a packed row of one preference pair, with the given sums for each answer.
-
-    Each answer has `num_tokens` target tokens.
-    """
+    """Return log-probabilities and a packed row of a pair with these sums, over `num_tokens` tokens each."""
     values = torch.tensor([[chosen / num_tokens] * num_tokens + [rejected / num_tokens] * num_tokens])
     batch = Batch.of(
         input_ids=torch.zeros(1, 2 * num_tokens, dtype=torch.int64),
@@ -120,10 +117,7 @@ def test_a_micro_batch_without_pairs_adds_nothing_and_still_has_a_gradient():
 
 
 def test_pairs_of_a_row_are_a_distribution_however_rows_are_put_into_micro_batches():
-    """AOT's loss does not depend on how rows are put into micro-batches, since it sorts the pairs of one row.
-
-    Sorted over a micro-batch, the loss would depend on the layout.
-    """
+    """AOT's loss, which sorts a row's pairs, is the same however rows are put into micro-batches (by layouts)."""
     torch.manual_seed(0)
     values = torch.randn(2, 6)
     batch = Batch.of(

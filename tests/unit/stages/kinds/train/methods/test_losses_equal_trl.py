@@ -96,10 +96,7 @@ def test_every_loss_is_compared():
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
 def test_label_smoothing_is_that_of_conservative_dpo_where_trl_ignores_it(trainer, inputs, ours, loss_type):
-    """Label smoothing is that of conservative DPO also for the losses where TRL ignores it.
-
-    Once TRL does not ignore it, test these losses with the other combinations.
-    """
+    """Label smoothing is conservative DPO's also where TRL ignores it; once it does not, compare these with TRL."""
 
     def losses(smoothing):
         trainer.loss_types, trainer.loss_weights = [loss_type], [1.0]

@@ -30,10 +30,7 @@ def make_model():
 
 
 def scores_of(model, batch):
-    """Return each document's reward score at its last token, as float32 [1, tokens].
-
-    Each document has a forward pass of its own.
-    """
+    """Return documents' scores at their last tokens, float32 [1, tokens], each in a pass of its own."""
     found = []
     for tokens in batch.inputs.input_ids[0].split(list(batch.documents.lengths)):
         score = model(tokens[None]).logits[0]

@@ -45,9 +45,8 @@ CONFIGURED = {
 class Served:
     """State of a fake sampling server: its model, the weights that it loaded, and the requests that it will fail.
 
-    configured: the server's description of its model.
-    loaded: folders of weights that the server was asked to load.
-    num_failing: number of further requests that the server fails, by kind (`completions`, `health`, …).
+    configured: its description of its model. loaded: folders of weights. num_failing: further requests that fail, by
+    kind (`completions`, `health`, …).
     """
 
     url: str = ""

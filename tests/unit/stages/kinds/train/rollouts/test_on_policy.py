@@ -77,10 +77,7 @@ def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Pa
 
 
 def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    """Prompts for sampling are everything before the last answer of each document in a packed row.
-
-    Tokens without loss may follow the answer.
-    """
+    """Prompts are all before the last answer of a row's documents; tokens without loss may follow the answer."""
     texts = tmp_path / "data"
     texts.mkdir()
     (texts / "train.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 3)
