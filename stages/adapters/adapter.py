@@ -1,8 +1,8 @@
 """LoRA adapter in memory: merging into the base model's weights, and addition of several adapters to one.
 
-B A of rank r and D C of rank s add up to [B D] [A; C] of rank r + s. Its factors may be large where the sum is small
-(PiSSA: learned minus taken out), and what was learned would be lost when they are rounded to bf16; so they are made
-again from the sum's singular value decomposition.
+B A of rank r and D C of rank s add up to [B D] [A; C] of rank r + s. Factors may be large where the sum is small
+(PiSSA: learned minus taken out), and lose what was learned when rounded to bf16; so they are made again from the sum's
+singular value decomposition.
 """
 
 from __future__ import annotations
@@ -40,17 +40,13 @@ class Adapter:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights that replace those of the base model, by name: trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Parameters outside linear layers (such as stacked experts) that LoRA changes: their names, by name of the LoRA
-    layer.
-
-    A parameter that stacks all experts of a layer has A [experts, rank, in] and B [experts, out, rank].
-    """
+    """Parameters outside linear layers (stacked experts), by LoRA layer: A [experts, rank, in], B [experts, out,
+    rank]."""
     scalings: Mapping[str, float] = field(default_factory=dict)
     """Scaling of each LoRA layer whose scaling differs from the adapter's, by layer name."""
 
     @property
     def rank(self) -> int:
-        """Largest LoRA rank of any layer."""
         return max(a.shape[-2] for a, _ in self.factors.values())  # [-2]: A may be [experts, rank, in]
 
     @property
@@ -69,15 +65,11 @@ class Adapter:
 
     @property
     def layers(self) -> set[str]:
-        """Names of the linear layers that have LoRA factors."""
         return set(self.factors) - set(self.parameters)
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the adapter does nothing but add scaling · B A x to linear layers.
-
-        DoRA, saved modules and adapted parameters do more.
-        """
+        """Return whether the adapter only adds scaling · B A x: no DoRA, saved modules or adapted parameters."""
         return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
@@ -88,20 +80,13 @@ class Adapter:
         return [a.shape[1], b.shape[0]] if self.is_transposed else [b.shape[0], a.shape[1]]
 
     def change(self, layer: str) -> Tensor:
-        """Return the change that merging adds to a layer's weight: scaling · B A in the weight's shape, fp32.
-
-        Without DoRA, merging adds it to the weight.
-        Of experts: [experts, out, in].
-        """
+        """Return scaling · B A in a layer's weight's shape (experts: [experts, out, in]), fp32; DoRA does more."""
         a, b = self.factors[layer]
         product = self.scaling_of(layer) * (b.float() @ a.float())
         return product.T if self.is_transposed else product
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a base model's weight with the adapter merged, fp32.
-
-        Raises ModelError for a weight of another shape.
-        """
+        """Return a base weight with the adapter merged, fp32; raise ModelError for a weight of another shape."""
         layer = name.removesuffix(".weight")
         change = self.saved[name].float() if name in self.saved else self.change(layer)
         if change.shape != weight.shape:
@@ -125,9 +110,8 @@ def of_unchanged_base(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Convert an adapter trained on a changed base model (PiSSA, OLoRA, or a merged adapter) to the unchanged base.
 
-    - parameters: what was learned, by names such as `LAYER.lora_A.default.weight`
-    - initial: what was taken out of the base, by the same names
-    - merged: an adapter that was merged into the base
+    parameters: what was learned, by names such as `LAYER.lora_A.default.weight`. initial: what was taken out of the
+    base, likewise. merged: an adapter that was merged into the base.
     """
     learned = {name.removesuffix(A_END) for name in parameters if name.endswith(A_END)}
     before = set(merged.factors) if merged else set()
@@ -156,10 +140,7 @@ def of_unchanged_base(
 
 
 def _added_up(parts: Factors, rank: int) -> tuple[Tensor, Tensor]:
-    """Return one pair of LoRA factors whose product is the sum of several pairs' products.
-
-    They are fp32, A [rank, in] and B [out, rank].
-    """
+    """Return fp32 LoRA factors, A [rank, in] and B [out, rank], whose product is the sum of several pairs'."""
     import torch
     from torch.nn import functional
 

@@ -1,7 +1,4 @@
-"""Checks in seconds that an adapter fits a model, which is built without weights.
-
-The model is built of its config on the meta device; names of weights are those in the headers of its files.
-"""
+"""Checks in seconds that an adapter fits a model, which is built on the meta device and named by its files' headers."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from stages.models.loading import model_without_weights
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
-    """Check that the adapter can be put on a model without weights. Raises ModelError, as training would.
+    """Raise ModelError, as training would, unless the adapter fits a model without weights.
 
     folder: folder of a model whose files have the same weight names.
     """
@@ -33,10 +30,7 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
 
 
 def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
-    """Return an error unless the tensors of the adapter in `folder` fit the base model by name and shape; else None.
-
-    PEFT leaves out unmatched tensors and places without an error.
-    """
+    """Return an error unless an adapter's tensors fit `base` by name and shape; PEFT leaves out misfits silently."""
     causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code)
     tensors = load_file(folder / WEIGHTS_FILE)
     try:

@@ -36,13 +36,13 @@ class AdapterConfig(StrictModel):
     target_modules: Literal["all-linear"] | tuple[str, ...] | str = Field(
         "all-linear",
         description="Linear layers that get an adapter. all-linear: all but the output head; in a mixture of experts, "
-        "experts and routers too if PEFT knows the model, else no experts. Otherwise endings of layer "
-        "names, such as q_proj, or one regular expression that whole names match.",
+        "experts and routers too if PEFT knows the model. Otherwise endings of layer names, such as "
+        "q_proj, or one regular expression for whole names.",
     )
     target_parameters: Annotated[tuple[str, ...], AddedLater()] = Field(
         (),
-        description="Endings of names of parameters that get an adapter, too, where one parameter holds all experts "
-        "of a layer (mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert has its own A and B.",
+        description="Endings of names of further parameters that hold all experts of a layer "
+        "(mlp.experts.gate_up_proj, mlp.experts.down_proj): each expert gets its own A and B.",
     )
     exclude_modules: tuple[str, ...] = Field((), description="Endings of names of layers that get no adapter.")
     layers_to_transform: tuple[NonNegativeInt, ...] | None = Field(
@@ -57,17 +57,16 @@ class AdapterConfig(StrictModel):
     )
     init: Annotated[Initialization, AddedLater()] = Field(
         "default",
-        description="Initial values of A and B. default: A random, B 0. pissa: the largest singular vectors of W, "
-        "which are subtracted from W (Meng et al. 2024); pissa_niter_4 and pissa_niter_16: the same found "
-        "approximately, in 4 or 16 quick iterations. olora: the QR decomposition of W, also subtracted. "
-        "eva: A holds the directions in which a layer's inputs vary most in training rows, and layers get "
-        "ranks accordingly (Paischer et al. 2024). The written adapter fits the unchanged base model.",
+        description="Initial values. default: A random, B 0. pissa: the largest singular vectors of W, subtracted "
+        "from it (Meng et al. 2024); pissa_niter_4, pissa_niter_16: the same approximated in 4 or 16 "
+        "iterations. olora: the QR decomposition of W, also subtracted. eva: the directions in which a "
+        "layer's inputs vary most, with ranks accordingly (Paischer et al. 2024). The written adapter "
+        "fits the unchanged base model.",
     )
     eva_rho: Annotated[PositiveFp32, AddedLater()] = Field(
         2.0,
         ge=1,
-        description="Largest LoRA rank of a layer with `init: eva`, as a multiple of `rank`; 1: all layers "
-        "have `rank`.",
+        description="Largest rank of a layer with `init: eva`, as a multiple of `rank`; 1: all have `rank`.",
     )
     modules_to_save: Annotated[tuple[str, ...], AddedLater()] = Field(
         (), description="Endings of names of modules that are trained as a whole and written with the adapter."
@@ -77,15 +76,15 @@ class AdapterConfig(StrictModel):
     )
     base_precision: Annotated[BasePrecision | None, AddedLater()] = Field(
         None,
-        description="Precision in which the frozen model is kept in training; default: that of the computation. nf4 "
-        "(QLoRA, 4.13 bits a weight) and int8 quantize its linear layers; merging, serving and evaluation "
-        "use the unquantized model.",
+        description="Precision of the frozen model in training; default: that of the computation. nf4 (QLoRA, 4.13 "
+        "bits a weight) and int8 quantize its linear layers; merging, serving and evaluation use the "
+        "unquantized model.",
     )
     stack: Annotated[Literal["merge"] | None, AddedLater()] = Field(
         None,
         description="Treatment of a `model` that is itself an adapter. Default: it is trained further. merge: a new "
-        "adapter is trained on the merged model, and the sum of both is written as one adapter of the "
-        "base model, whose rank is the sum of their ranks.",
+        "one is trained on the merged model, and their sum is written as one adapter, of the sum of their "
+        "ranks.",
     )
 
     @property
@@ -160,10 +159,7 @@ class AdapterConfig(StrictModel):
 
     @property
     def not_on_parameters(self) -> list[str]:
-        """Options chosen in the recipe that cannot apply to parameters outside linear layers, such as stacked experts.
-
-        Such an adapter is added to the weight, before there is an input.
-        """
+        """Options set that cannot apply to stacked experts, whose adapter is added to the weight, before an input."""
         found = {
             "dropout": self.dropout > 0,
             "use_dora": self.use_dora,

@@ -1,7 +1,7 @@
 """Effect of an adapter on model files: merged weights, and layers or experts that the adapter leaves as they were.
 
 A parameter of experts is [experts, out, in], or [experts, in, out] where its module says `is_transposed`; most files
-hold each expert, and gate and up, by themselves. Transformers knows how one becomes the other.
+hold each expert, and gate and up, by themselves.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from stages.models.weight_files import weight_paths
 
 NUM_NAMED = 5
 KEPT_CHANGES = 2
-"""Number of stacked-expert parameters whose LoRA changes are cached for merging. Two suffice, since files hold an
-expert's gate, up and down side by side."""
+"""Cached stacked-expert parameters' changes; two, since files hold an expert's gate, up and down side by side."""
 
 
 class ChangedParameters:
     """Changes of an adapter to parameters outside linear layers (stacked experts), by weight name in model files."""
 
     def __init__(self, adapter: Adapter, causal_lm: Any) -> None:
-        """Map the adapter's parameters outside linear layers to weights in model files.
-
-        Raises ModelError for parameters that the model lacks.
-        """
+        """Map the adapter's parameters outside linear layers to weights in files; ModelError for missing ones."""
         self._adapter = adapter
         self._causal_lm = causal_lm
         shapes = {name: tuple(one.shape) for name, one in causal_lm.named_parameters()}
@@ -52,10 +48,7 @@ class ChangedParameters:
         self._changes = lru_cache(KEPT_CHANGES)(self._changes_of)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight of the base model's files with the adapter's change added, fp32.
-
-        Raises ModelError for a weight of another shape.
-        """
+        """Return a weight of the base's files with the adapter's change, fp32; ModelError for another shape."""
         change = self._changes(self.layers[name])[name]
         if change.shape != weight.shape:
             raise ModelError(
@@ -81,16 +74,11 @@ def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list
 
 
 Changing = Mapping[str, Adapter | ChangedParameters]
-"""Source of each weight's change in a merge, by the weight's name in model files. The source is the adapter itself or,
-for stacked experts, its `ChangedParameters`."""
+"""Source of each weight's change in a merge, by name in files: the adapter, or experts' `ChangedParameters`."""
 
 
 def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return the source of each weight's change in a merge: the adapter, or its changes to stacked experts.
-
-    Keys are weight names in model files.
-    parameters: None if only linear layers change.
-    """
+    """Return the source of each weight's change in a merge. parameters: None if only linear layers change."""
     of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
     return {**of_parameters, **dict.fromkeys(adapter.weights, adapter)}
 
@@ -101,9 +89,9 @@ def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:
 
 
 def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
-    """Return whether merging the trained adapter gives other weights than merging the one that training started from.
+    """Return whether merging the trained adapter gives other weights than merging the start adapter (or {}).
 
-    start: the adapter that training went on from; empty without one. Reads weights up to the first that differs.
+    Reads weights up to the first that differs.
     """
     for path in weight_paths(base):
         with safe_open(path, framework="pt") as file:

@@ -3,10 +3,8 @@
 Names in the file are those of the Transformers model, between `base_model.model.` and `.lora_A.weight`; DoRA's lengths
 of rows are `.lora_magnitude_vector`, modules that learned as a whole have the names of their weights. Adapters on
 parameters of a module have its name, with a `.base_layer` for each that is wrapped around them: the config lists these
-parameters by their whole names, inmost first. A of experts is [experts × rank, in], B [out, rank × experts].
-
-A file is not written with numbers that are not finite, and is refused when it is read with such numbers, or with
-anything that `merge` would leave out.
+parameters by their whole names, inmost first. A of experts is [experts × rank, in], B [out, rank × experts]. Numbers
+that are not finite are neither written nor read, nor is anything that `merge` would leave out.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
 MAGNITUDE = ".lora_magnitude_vector"
 NUM_NAMED = 5
 PATTERNS_LIMIT_S = 20.0
-"""Time limit in seconds for matching all patterns of an adapter's config with all layer names; EVA writes one pattern
-for each layer."""
+"""Time limit in seconds for matching all patterns of a config (EVA: one per layer) with all layer names."""
 INNER = ".base_layer"
 """Suffix that PEFT adds to a module's name where several adapters wrap its parameters, once for each inner adapter."""
 COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
@@ -54,11 +51,10 @@ def write_adapter(
 ) -> list[ModelError]:
     """Write an adapter folder in PEFT's format: weights, config, and the base model's tokenizer.
 
-    parameters: tensors on the CPU by name, such as `LAYER.lora_A.default.weight`.
-    base: folder of the base model. initial: the factors that were taken out of the base at the start;
-    merged: an adapter that was merged into it. What is written is one adapter of the base as it is in the folder, of
-    the sum of the ranks. Numbers too large for `dtype` are written in fp32, and that is returned as an error. Raises
-    ModelError when a number is not finite.
+    parameters: tensors on the CPU by name, such as `LAYER.lora_A.default.weight`. base: folder of the base model.
+    initial: the factors that were taken out of the base at the start; merged: an adapter that was merged into it; then
+    one adapter of the base, of the sum of the ranks, is written. Numbers too large for `dtype` are written in fp32, and
+    returned as an error. Raises ModelError when a number is not finite.
     """
     import torch
     from safetensors.torch import save_file
@@ -93,10 +89,7 @@ def write_adapter(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the tokenizer, its chat template and `trained_on.json` from one folder to another.
-
-    Both are folders of models or adapters.
-    """
+    """Copy a model's or adapter's tokenizer, chat template and `trained_on.json` to another folder."""
     for path in source.iterdir():
         if path.is_file() and path.name.startswith(COMPANIONS):
             shutil.copyfile(path, folder / path.name)
@@ -177,10 +170,7 @@ def _check_names(folder: Path, tensors: Mapping[str, Tensor], layers: set[str], 
 
 
 def check_mergeable(weights: Collection[str], base: Path) -> None:
-    """Raise ModelError unless each weight that the adapter changes is in the files of the model folder `base`.
-
-    Some architectures are stored under other names than they have in memory; an adapter could not be merged into them.
-    """
+    """Raise ModelError unless each changed weight is in the files of `base` (some have other names than in memory)."""
     from safetensors import safe_open
 
     stored: set[str] = set()
@@ -196,10 +186,7 @@ def check_mergeable(weights: Collection[str], base: Path) -> None:
 
 
 def check_weights(adapter: Adapter, base: Path) -> None:
-    """Raise ModelError unless the files in `base` hold each weight that the adapter changes, in the same size.
-
-    Reads headers only.
-    """
+    """Raise ModelError unless the headers in `base` have each changed weight in the same size."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}
@@ -264,10 +251,7 @@ def _ranks_and_scalings(
 
 
 def _each_expert(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return LoRA's factors A and B split by expert.
-
-    Shapes: A [experts, rank, in] and B [experts, out, rank]; factors without experts are unchanged.
-    """
+    """Return LoRA's factors by expert, A [experts, rank, in] and B [experts, out, rank]; others unchanged."""
     if len(a) == rank:  # no experts
         return a, b
     if len(a) % rank:

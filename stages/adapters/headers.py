@@ -1,10 +1,8 @@
 """Checks of an adapter's files by their headers (no torch, milliseconds), before a server or a training starts.
 
-Files come from other programs and other people, so the fields of `adapter_config.json` that are read here, and dtypes
-and shapes of the tensors, are checked before they are used.
-
-An idle adapter has 0 for every B, so the model answers as its base does. Servers ask it instead of the base, because
-vLLM answers requests to a base wrongly once every slot has an adapter (`stages/serving/vllm/adapters.py`).
+Files come from others, so what is read of `adapter_config.json`, and dtypes and shapes of the tensors, is checked
+before it is used. An idle adapter has 0 for every B: servers ask it instead of the base, because vLLM answers requests
+to a base wrongly once every slot has an adapter (`stages/serving/vllm/adapters.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +27,14 @@ NUM_NAMED = 5
 VALUE_CHARACTERS = 60
 MOST_ALPHA = 1e9
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of PEFT's `init_lora_weights` for adapters that fit only a base model whose weights were changed at the
-start."""
+"""Prefixes of PEFT's `init_lora_weights` for adapters that fit only a base changed at the start."""
 
 
 @dataclass(frozen=True)
 class AdapterHeaders:
-    """Config and tensor headers of an adapter in PEFT's format, read without the weights.
+    """Config and tensor headers of an adapter in PEFT's format.
 
-    - config: PEFT's config
-    - ranks: LoRA ranks, the rows of A, by adapted layer
-    - others: tensors that are neither an A nor a B
+    ranks: LoRA ranks, the rows of A, by adapted layer. others: tensors that are neither an A nor a B.
     """
 
     config: Mapping[str, Any]
@@ -55,8 +50,7 @@ class AdapterHeaders:
 def read_headers(folder: Path) -> AdapterHeaders:
     """Read and check PEFT's config and the tensor headers of an adapter.
 
-    Raises ModelError for files that are missing or damaged, for fields and tensors that no LoRA has, and for an adapter
-    without layers.
+    Raises ModelError for missing or damaged files, fields and tensors that no LoRA has, and no layers.
     """
     try:
         config = read_json_object(folder / CONFIG_FILE)
@@ -110,8 +104,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "target_parameters": (_are_names, NAMES),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out"), (_is_flag, FLAG)),
 }
-"""Fields of PEFT's config that are checked: for each name, a function that accepts a value, and the expected value in
-words."""
+"""Checked fields of PEFT's config: a function that accepts a value, and the expected value in words."""
 REQUIRED = ("r", "lora_alpha")
 """Fields that PEFT's config must have, since PEFT's defaults may differ from what the adapter was trained with."""
 
@@ -157,10 +150,7 @@ def _check_tensors(tensors: Mapping[str, StoredTensor], file: Path) -> None:
 
 
 def write_idle_adapter(source: Path, folder: Path) -> None:
-    """Write a copy of the adapter in `source` whose every B is 0, so that it changes nothing.
-
-    Raises ModelError for damaged files.
-    """
+    """Write a copy of an adapter whose every B is 0, so that it changes nothing; ModelError for damaged files."""
     tensors = read_tensors(source / WEIGHTS_FILE)
     folder.mkdir(parents=True)
     for name in (CONFIG_FILE, WEIGHTS_FILE):

@@ -2,10 +2,8 @@
 
 PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
 experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
-not have, adapters of embeddings and of the head (servers leave those out silently), layers that PEFT adapts but whose
-weights cannot be merged again.
-
-`go_on_with` and `merge_into` put an adapter that was read from disk into the layers that learn, or into the weights.
+not have, adapters of embeddings and of the head (servers leave those out silently), layers whose weights PEFT cannot
+merge again.
 """
 
 from __future__ import annotations
@@ -82,10 +80,7 @@ def add_adapter(
 
 
 def read_start(folder: Path, base: Path) -> Adapter:
-    """Return the adapter in `folder`, to train it further.
-
-    Raises ModelError if it was trained on another base model than `base`.
-    """
+    """Return the adapter in `folder`, to train it further; ModelError if its base model is not `base`."""
     adapter = read_adapter(folder)
     if adapter.base != base.parent.name:
         raise ModelError(
@@ -96,10 +91,7 @@ def read_start(folder: Path, base: Path) -> Adapter:
 
 
 def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
-    """Copy a trained adapter into the model's LoRA parameters, to train it further.
-
-    Raises ModelError for other layers or sizes.
-    """
+    """Copy a trained adapter into the model's LoRA parameters; ModelError for other layers or sizes."""
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     # in one of the two only
@@ -281,10 +273,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Return whether a layer's output is one tensor, to which an adapter's output can be added.
-
-    The router of Llama 4 is a linear layer to Python and PEFT, but returns something else.
-    """
+    """Return whether a layer's output is one tensor, to add an adapter's to; not of Llama 4's router, though linear."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True
     with torch.no_grad():

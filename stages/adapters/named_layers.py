@@ -1,6 +1,6 @@
 """Check that a model has the layers that adapter options name, by the headers of its files: milliseconds, no torch.
 
-Only of dense models whose files name modules as Transformers does; of all others the check of inputs builds the model.
+Only of dense models with Transformers' names; of others the check of inputs builds the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Frozen base model in 4 or 8 bits, on which a LoRA adapter is trained (QLoRA, Dettmers et al. 2023).
 
-Codes and scales are frozen parameters of bytes whose rows stand alone, so that FSDP2 shards them by rows as it does
-weights; it casts floating-point parameters to the dtype of computation, bytes it leaves alone. The weight itself is
-made for the moment of its use, once in the forward and once in the backward pass.
+Codes and scales are frozen parameters of bytes whose rows stand alone, so that FSDP2 shards them by rows, without casts
+as of floats. The weight itself is made for the moment of its use, once in the forward and once in the backward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of the layer, fp32 [out, in], decoded from its bytes."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
@@ -75,8 +73,8 @@ class Int8Linear(QuantizedLinear):
 class Nf4Linear(QuantizedLinear):
     """Frozen linear layer in NF4, with one quantized scale for every 64 weights of a row (double quantization).
 
-    These scales are kept in 8 bits, relative to the row's largest.
-    Relative scales are kept as their square roots, so that small ones beside an outlier keep their digits, too.
+    Scales are kept in 8 bits, relative to the row's largest, as square roots, so that small ones beside an outlier keep
+    their digits.
     """
 
     def __init__(self, base: nn.Linear) -> None:
@@ -128,10 +126,7 @@ def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:
 
 
 def quantizable_layers(causal_lm: Any, precision: BasePrecision) -> dict[str, nn.Linear]:
-    """Return the linear layers that `quantize_base` quantizes to 4 or 8 bits, by name.
-
-    Raises ModelError if matrices would stay unquantized.
-    """
+    """Return the linear layers to quantize by name; raise ModelError if matrices would stay unquantized."""
     decoder = {id(module) for module in causal_lm.get_decoder().modules()}
     layers = {
         name: module

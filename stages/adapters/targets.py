@@ -1,8 +1,8 @@
 """Choice of the layers that get an adapter: layer names in a recipe become PEFT's target options.
 
-PEFT itself silently leaves out what it does not find, as long as something else is found. Of the mixtures of
-experts that it knows it takes names of experts' projections and routers, and `all-linear`, for the parameters that
-these are in Transformers, in all layers: which of them a recipe means is found here.
+PEFT itself silently leaves out what it does not find, as long as something else is found. Of the mixtures of experts
+that it knows it takes names of experts' projections and routers, and `all-linear`, for these parameters in all layers:
+which of them a recipe means is found here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ NUM_NAMED = 5
 class PeftTargets:
     """Options of PEFT that choose adapted layers, adapted parameters and LoRA ranks.
 
-    They are `target_modules`, `target_parameters`, `rank_pattern` and `alpha_pattern`.
     parameters: whole names; of those of one module, the first is the innermost when PEFT wraps them.
     """
 
@@ -43,8 +42,7 @@ class PeftTargets:
 def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
     """Return the PEFT options that select the layers, parameters and LoRA ranks of a recipe's adapter.
 
-    Raises ModelError for names that the model, which has no adapter yet, lacks, and for options that adapters on
-    parameters cannot have.
+    Raises ModelError for names that the model, without an adapter yet, lacks, and options unfit for parameters.
     """
     known = _as_peft_knows_it(causal_lm, config)
     chosen = AdapterTargets(config, former_names(causal_lm))
@@ -63,10 +61,7 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:
-    """Return the PEFT options that select linear layers and give them different LoRA ranks, but equal scaling.
-
-    Rank 0 means no adapter.
-    """
+    """Return PEFT options for linear layers of different LoRA ranks (0: no adapter), but equal scaling."""
     own = {name: rank for name, rank in ranks.items() if rank not in (0, config.rank)}
     # alpha / rank is then the same in every layer.
     alphas = {name: config.alpha * rank / config.rank for name, rank in own.items()}
@@ -96,11 +91,8 @@ def _as_peft_knows_it(causal_lm: Any, config: AdapterConfig) -> LoraConfig:
 def _modules(causal_lm: Any, chosen: AdapterTargets, linear: list[str], known: LoraConfig) -> list[str] | str:
     """Return the value of PEFT's `target_modules` for a recipe's adapter.
 
-    `all-linear` and patterns become names where layers are chosen by number.
-    PEFT takes layer numbers beside names only.
-
-    Patterns also become names where PEFT knows the mixture of experts: it would apply a match in one layer to all
-    layers.
+    `all-linear` and patterns become names where layers are chosen by number, which PEFT takes beside names only.
+    Patterns also where PEFT knows the mixture of experts: it would apply a match in one layer to all layers.
     """
     targets, layers = chosen.options.target_modules, chosen.options.layers_to_transform
     names = None if isinstance(known.target_modules, str) else sorted(known.target_modules or ())
@@ -154,10 +146,7 @@ def _not_there(causal_lm: nn.Module, config: AdapterConfig, linear: list[str], k
 
 
 def _unmatched(ends: Collection[str], names: Collection[str]) -> str:
-    """Return the module names or name endings of a recipe option that match no module, joined for an error message.
-
-    A module matches by its whole name or by what follows a dot.
-    """
+    """Return names, or endings after a dot, that match no module, joined for an error message."""
     return ", ".join(end for end in ends if not any(is_named(name, [end]) for name in names))
 
 

@@ -1,6 +1,6 @@
 """Background lookups for the plan of a refresh (file hashes, hub revisions), all under one time limit.
 
-With a limit, what takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
+What takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from stages.core.errors import TransientError
 PLANNING_LIMIT_S = 0.8
 """Time limit in seconds for all requests to hubs while a refresh is planned, so that a plan takes at most 2 s."""
 PLANNING_OFFLINE_LIMIT_S = 10.0
-"""Time limit in seconds for checks that need no network while a refresh is planned. Hashes have `PLANNING_ATTEMPT_S`
-each; everything else takes no time, unless the machine is busy or a disk does not answer."""
+"""Time limit in seconds for checks without network in a plan; only a busy machine or a dead disk needs it."""
 PLANNING_ATTEMPT_S = 0.6
-"""Time limit in seconds for one request to a hub while a refresh is planned. It is shorter than the limit for all, so
-that the request fails by itself with its own error message."""
+"""Time limit in seconds for one request in a plan, less than for all, so that it fails with its own message."""
 
 Answer = TypeVar("Answer")
 
 
 class Answers(Generic[Answer]):
-    """Results of several slow lookups, such as hub revisions, made by threads under one time limit.
-
-    limit_s: None for no limit.
-    """
+    """Results of several slow lookups, made by threads under one time limit. limit_s: None for no limit."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -40,10 +35,7 @@ class Answers(Generic[Answer]):
         return name in self._asked
 
     def ask(self, name: str, work: Callable[[], Answer], *, here: bool = False) -> None:
-        """Start a lookup in a thread, such as that of a model's current revision on a hub.
-
-        here: the work is local, so without a limit it runs at once and obeys Ctrl-C.
-        """
+        """Start a lookup in a thread. here: it is local, so without a limit it runs at once and obeys Ctrl-C."""
         future = self._asked[name] = Future()
         if here and self._limit_s is None:
             _run(work, future)
@@ -51,10 +43,7 @@ class Answers(Generic[Answer]):
             threading.Thread(target=_run, args=(work, future), daemon=True).start()
 
     def of(self, name: str) -> Answer:
-        """Wait for a lookup that was started, and return its result.
-
-        Raises the error that occurred, or TransientError after the time limit.
-        """
+        """Return a started lookup's result; raise its error, or TransientError after the time limit."""
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return self._asked[name].result(left_s)

@@ -10,9 +10,7 @@ from stages.hubs.hub import Request, Source
 
 
 class FetchedConfig(StageConfig):
-    """Base config of stages that download a model or dataset from outside the store.
-
-    The product is named by the field that names the source.
+    """Base config of stages that download a model or dataset, named by one of two fields, from outside the store.
 
     Where such a stage ends a chain of references, plans look for the model's config, its rows and its files.
     """

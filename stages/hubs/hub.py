@@ -1,7 +1,7 @@
 """Interface of hubs (where models and datasets are downloaded from), and parsers of the sources in a recipe.
 
-A hub resolves a source to a revision and delivers its files. Each hub is a module with one line in `registry.py`. Each
-`parse_…` function reads one way of writing a source, the text after the hub's prefix, and raises ValueError.
+Each hub is a module with one line in `registry.py`. A `parse_…` function reads one way of writing a source, the text
+after the hub's prefix, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Product = Literal["model", "dataset"]
 class Hub(Protocol):
     """Interface of a hub, which finds the current revision of a model or dataset and downloads its files.
 
-    Every method may ask the network. Raises DownloadError for what does not exist or may not be read, ModelError or
+    Methods may ask the network, and raise DownloadError for what does not exist or may not be read, ModelError or
     DataError for an unusable model or dataset, TransientError when the hub does not answer.
     """
 
@@ -34,8 +34,8 @@ class Hub(Protocol):
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
         """Download the requested files of a revision into `folder`, which must not exist yet, and verify them.
 
-        Raises ResourceError when the disk is too small. What arrived of a delivery that failed may be kept in the
-        context's scratch folder, for the next attempt.
+        Raises ResourceError when the disk is too small. What arrived of a failed delivery may be kept in the scratch
+        folder.
         """
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
@@ -53,8 +53,8 @@ class StreamingHub(Hub, Protocol):
 class Request:
     """Request for some files of a model or dataset: its source, and the patterns of the files' names.
 
-    - patterns: globs; None takes the usual files of a model or a dataset
-    - limit_s: time limit of a single attempt, for questions that must be answered at once
+    patterns: globs; None takes the usual files. limit_s: of a single attempt, for questions that must be answered at
+    once.
     """
 
     source: Source
@@ -67,10 +67,8 @@ class Request:
 class Source:
     """Source of a model or dataset as a recipe names it, parsed into hub, name and revision.
 
-    - hub: its name in the registry
-    - name: the hub's name for it (`org/name`, a path, a builtin's name)
-    - place: the part of the identity that a resolved revision does not cover
-    - revision: branch, tag or commit; None is the hub's default branch
+    hub: in the registry. name: the hub's (`org/name`, a path, a builtin's name). place: the part of the identity that a
+    resolved revision does not cover. revision: branch, tag or commit; None: default branch.
     """
 
     hub: str
@@ -80,7 +78,6 @@ class Source:
     revision: str | None = None
 
     def __str__(self) -> str:
-        """Return the source of a model or dataset as a recipe writes it."""
         if self.place.endswith("://"):
             return f"{self.place}{self.name}"
         return f"{self.place}@{self.revision}" if self.revision else self.place
@@ -108,10 +105,7 @@ def parse_path(hub: str, rest: str, product: Product) -> Source:
 
 
 def parse_object(hub: str, rest: str, product: Product) -> Source:
-    """Parse an object-storage source in a recipe: a bucket with the path of an object, or with a prefix.
-
-    The content identifies the artifact, not the place.
-    """
+    """Parse an object-storage source: a bucket with an object's path, or a prefix; the content identifies it."""
     name = rest.rstrip("/")
     if not re.fullmatch(r"[a-z0-9][\w.-]+(/[^/]+)*", name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"{hub}://{rest} is no bucket, nor a path in one")

@@ -1,7 +1,7 @@
 """Hugging Face hub (`hf://`): lists the files of a repository's commit with sizes, digests and download addresses.
 
-Respects HF_ENDPOINT (a mirror) and HF_TOKEN; a token that `hf auth login` left on disk is not used. The hub is asked
-by our own reader, which bounds and types its answers; huggingface_hub knows what a refusal means.
+Respects HF_ENDPOINT (a mirror) and HF_TOKEN, not a token that `hf auth login` left on disk. Our own reader bounds and
+types the hub's answers; huggingface_hub knows what a refusal means.
 """
 
 from __future__ import annotations
@@ -119,10 +119,7 @@ def _remote_file(source: Source, revision: str, file: _File) -> RemoteFile:
 
 
 def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None = None) -> Shape:
-    """Return the Hugging Face API's information about a repository.
-
-    where: rest of the URL's path, with the query.
-    """
+    """Return the API's information about a repository. where: rest of the URL's path, with the query."""
     doing = f"asking {endpoint()} for {source}"
     if constants.HF_HUB_OFFLINE:
         raise DownloadError(f"{source} must be asked for at the hub, but HF_HUB_OFFLINE is set; unset it")
@@ -137,10 +134,7 @@ def _asked(source: Source, where: str, shape: type[Shape], limit_s: float | None
 
 
 def _explained(source: Source, answer: Answer, url: str, doing: str) -> LifecycleError:
-    """Return the error, with advice, for a request that the Hugging Face API refused.
-
-    Without a token, the API also answers 401 for what does not exist.
-    """
+    """Return the error, with advice, for a refusal by the API, which without a token is 401 for the missing, too."""
     address = f"{endpoint()}/{'datasets/' if source.product == 'dataset' else ''}{source.name}"
     headers = {name: answer.headers[name] for name in ("x-error-code", "x-error-message") if name in answer.headers}
     # huggingface_hub knows a refusal by these headers; nothing else of the answer reaches it.

@@ -1,7 +1,7 @@
 """Checks and selection of the files that a hub lists; their names, sizes and digests are not trusted.
 
-A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it.
-A dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
+A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it. A
+dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dic
 def path_in(folder: Path, name: str, source: object) -> Path:
     """Return the local path for a file that a hub lists, safely below the target folder.
 
-    Raises DownloadError for a name that leads somewhere else, also by links that are there already, and for one that
-    cannot be written.
+    Raises DownloadError for a name that leads elsewhere, also by existing links, or cannot be written.
     """
     check_name(name, source)
     path = folder / name
@@ -135,8 +134,8 @@ def content_hash(digests: Iterable[tuple[str, str]]) -> str:
 def select_files(request: Request, names: list[str]) -> list[str]:
     """Return which of a hub's files to download: the usual ones, or those that match the recipe's patterns.
 
-    Raises ModelError or DataError when nothing usable is there, DownloadError when a pattern matches nothing or when
-    the hub lists what cannot be written below a folder.
+    Raises ModelError or DataError when nothing usable is there, DownloadError for a pattern without match or an
+    unwritable name.
     """
     check_names(names, request.source)
     is_model = request.source.product == "model"
@@ -168,10 +167,7 @@ def _refuse_pickles_only(names: list[str], source: Source) -> None:
 
 
 def _is_model_file(name: str, names: list[str]) -> bool:
-    """Return whether a file is a model's weights, config, tokenizer or document, in the repository's top folder.
-
-    Files in folders such as `onnx/` and `original/` do not belong to it.
-    """
+    """Return whether a top-level file is a model's weights, config, tokenizer or document (not in `onnx/`, …)."""
     if PurePosixPath(name).parent != PurePosixPath("."):
         return False
     if name.endswith(".safetensors"):

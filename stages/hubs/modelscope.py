@@ -1,7 +1,7 @@
 """ModelScope hub (`modelscope://`): lists the files of a repository with sizes, digests and download addresses.
 
-Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. The hub does not reliably give the commit of a branch, but the
-sha256 of every file: a hash over those is what a revision is pinned to.
+Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. A revision is a hash over the files' sha256, as the hub does not
+reliably give a branch's commit.
 """
 
 from __future__ import annotations

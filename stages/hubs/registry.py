@@ -1,6 +1,6 @@
 """Registry of hubs (Hugging Face, ModelScope, local files, S3, …), by the prefix of their sources in a recipe.
 
-Light, since every recipe is read with it: a hub's module is imported when its first source is asked for.
+Light: a hub's module is imported when its first source is asked for.
 """
 
 from __future__ import annotations
@@ -31,14 +31,9 @@ from stages.models.facts import CONFIG_FILE
 class HubEntry:
     """Registry entry of a hub: the prefix and form of its sources, and the module that implements it.
 
-    - prefix: beginning of its sources
-    - form: the rest of a source, for messages
-    - parse: parser of that rest
-    - module: module that holds `HUB`
-    - streams: whether its files can be read remotely
-    - is_local: whether its files lie on this machine, outside the store
-    - is_offline: whether its answers need no network
-    - artifacts: which artifacts of this store its sources name; a plan puts their folders in place of the sources
+    form: the rest of a source, for messages. parse: its parser. module: holds `HUB`. streams: its files can be read
+    remotely. is_local: they lie on this machine, outside the store. is_offline: answers need no network. artifacts:
+    which artifacts of this store its sources name; a plan puts their folders in place of the sources.
     """
 
     prefix: str
@@ -107,9 +102,9 @@ def hub_of(source: Source) -> Hub:
 
 
 def read_model_config(source: Source, revision: str) -> dict[str, Any]:
-    """Return the `config.json` of a model's revision from its hub, without downloading the model.
+    """Return the `config.json` of a model's revision from its hub.
 
-    Raises DownloadError when the hub does not return it, ModelError when the source has none that can be read.
+    Raises DownloadError when the hub does not return it, ModelError when there is none that can be read.
     """
     try:
         text = hub_of(source).read_file(source, revision, CONFIG_FILE)

@@ -1,9 +1,8 @@
 """Downloads of a repository's files from a hub: in parallel over HTTP, resumed, and verified by digest.
 
-A snapshot's files gather in `scratch/`, which survives an interruption, and are moved when all of them are verified.
-huggingface_hub lists the files, their digests and addresses, but downloads them itself only into temporary files that a
-killed process leaves useless (since 1.x), compares sizes and not digests, and waits as long as a server asks; hence the
-transfer is done here, in the same way for all hubs.
+A snapshot's files gather in `scratch/`, which survives an interruption, and are moved when all are verified.
+huggingface_hub itself downloads only into temporary files that a killed process leaves useless (since 1.x), compares
+sizes and not digests, and waits as long as a server asks; hence the transfer is done here, for all hubs.
 """
 
 from __future__ import annotations
@@ -96,9 +95,9 @@ def ask_hub(
 ) -> http.Answer:
     """Send a request to a hub's API, with retries while it is busy; return its answer, which may be a refusal.
 
-    doing: begins messages. address: names what has a wrong address, such as `HF_ENDPOINT`. limit_s: of the one attempt
-    that there is then. Redirects are followed, by httpx, which sends `Authorization` to the same host alone.
-    Raises DownloadError for an answer out of bounds, TransientError when the hub does not answer.
+    doing: begins messages. address: names what has a wrong address, such as `HF_ENDPOINT`. limit_s: of the then single
+    attempt. httpx follows redirects, and sends `Authorization` to the same host alone. Raises DownloadError for an
+    answer out of bounds, TransientError when the hub does not answer.
     """
     expected = http.Expected(f"{doing}: the hub", max_bytes, limit_s or ANSWER_LIMIT_S, DownloadError)
     backoff = http.RetryBackoff(doing, num_attempts=http.NUM_ATTEMPTS if limit_s is None else 1)
@@ -129,10 +128,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """List of a repository's files at one revision.
-
-    headers: HTTP headers for downloads; they may hold a token and are never printed.
-    """
+    """Files of a repository at one revision. headers: for downloads; they may hold a token, and are never printed."""
 
     source: str
     revision: str
@@ -149,10 +145,7 @@ class Fetcher:
     """Downloader of a repository's listed files into a folder, in parallel."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, report: Callable[[int], None]) -> None:
-        """Create the downloader of the files in a repository's list.
-
-        `report` is called with received bytes, from several threads; negative numbers take bytes back.
-        """
+        """Create a downloader. report: gets received bytes from several threads; negative numbers take bytes back."""
         self._snapshot = snapshot
         self._folder = folder
         self._report = report
@@ -164,8 +157,8 @@ class Fetcher:
     def fetch(self) -> None:
         """Download the files that are missing in the folder, and verify their digests.
 
-        Raises DownloadError when the hub sends something else than it listed, TransientError when it does not answer
-        or breaks off again and again, ResourceError when the disk is full. Partial files stay, to be resumed.
+        Raises DownloadError for something else than the hub listed, TransientError when it does not answer or breaks
+        off again and again, ResourceError when the disk is full. Partial files stay, to be resumed.
         """
         # So that no long download is left for the end, alone.
         largest_first = sorted(self._snapshot.files, key=lambda file: -file.size_bytes)
@@ -194,10 +187,7 @@ class Fetcher:
         partial.replace(target)
 
     def _receive_verified(self, file: RemoteFile, partial: Path) -> None:
-        """Download the missing rest of a file and verify the whole file by its digest.
-
-        If an earlier attempt left wrong bytes, download all of it again.
-        """
+        """Download the missing rest of a file, and all of it again if the digest of the whole is wrong."""
         num_chances = 2 if partial.exists() else 1
         for _ in range(num_chances):
             self._receive_all(file, partial)

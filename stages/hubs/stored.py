@@ -1,7 +1,6 @@
 """Placeholder hub for sources that are artifacts of the store (`store://`, `adopted:`, `models:/`).
 
-Which folder they mean is found when a refresh is planned (`flows/planning/stored.py`), and from then on they are
-`file://` sources; nothing else asks this hub.
+A plan replaces them by the `file://` sources of their folders (`flows/planning/stored.py`); nothing else asks this hub.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Choice of the layers that get an adapter, by names alone and with PEFT's rules; needs no torch.
 
-Training asks with the names of the model that it adapts, the check of inputs with those in a file's headers, the
-planner with those that follow from the shape. Names mean ends of module names, or a pattern of whole names, or all.
-
-In mixtures of experts that PEFT knows, names of experts' linear layers and routers (those that Transformers had before
-version 5) mean the parameters in which the model has all experts of a layer.
+Training asks with its model's names, the check of inputs with those in a file's headers, the planner with those that
+follow from the shape. Names mean ends of module names, or a pattern of whole names, or all. In mixtures of experts that
+PEFT knows, names of experts' linear layers and routers from before Transformers 5 mean the parameters in which the
+model has all experts of a layer.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""Names of expert and router layers from before Transformers 5, which PEFT still accepts, each with the ending of
-today's parameter name, by model family."""
+"""Endings of today's parameter names, by layer name from before Transformers 5, which PEFT accepts, by family."""
 LAYER_NUMBER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Pattern that finds a transformer layer's number in a module's name, as PEFT does; a later number is an expert's."""
 
@@ -46,10 +44,7 @@ class TargetOptions(Protocol):
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """Choice of the layers and parameters that get an adapter, by the options of a recipe.
-
-    former: endings of today's parameter names by former layer name, for the model's family; see `FORMER_NAMES`.
-    """
+    """Choice of the layers and parameters that get an adapter. former: today's names by former (`FORMER_NAMES`)."""
 
     options: TargetOptions
     former: Mapping[str, str]
@@ -66,10 +61,7 @@ class AdapterTargets:
         return is_named(name, [target for target in targets if target.rpartition(".")[2] not in self.former])
 
     def ranks_of(self, parameter: str) -> int:
-        """Return a parameter's LoRA rank as a multiple of the recipe's rank; 0 if the parameter gets no adapter.
-
-        A parameter that replaced several linear layers (gate and up) has the sum of their ranks.
-        """
+        """Return a parameter's LoRA rank over the recipe's; 0: none; for joined layers (gate, up) the ranks' sum."""
         if is_named(parameter, self.options.exclude_modules) or self._leaves_out(parameter.rpartition(".")[0]):
             return 0
         former = [old for old, end in self.former.items() if is_named(parameter, [end])]

@@ -1,7 +1,4 @@
-"""Facts of a model from its `config.json`, as Transformers 4 or 5 wrote it; needs no torch and no Transformers.
-
-A stage makes one `ModelFacts` of each model folder and passes it on, so that nothing else reads that file.
-"""
+"""Facts of a model from its `config.json`, as Transformers 4 or 5 wrote it; needs no torch and no Transformers."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ SPELLINGS = {
 
 
 class ModelFacts:
-    """Facts of a model from its `config.json`, which is read once, when the first fact is asked for.
-
-    Each property raises ModelError for a config that is no JSON object.
-    """
+    """Facts of a model from its `config.json`, read once; properties raise ModelError if it is no JSON object."""
 
     def __init__(self, source: Path | Mapping[str, Any]) -> None:
         """Create the facts of a model from `source`: a model folder, a `config.json`, or its content."""
@@ -48,7 +42,6 @@ class ModelFacts:
 
     @property
     def folder(self) -> Path:
-        """Folder of the Hugging Face model."""
         assert isinstance(self._source, Path), "a config alone, without a folder"
         return self._source
 
@@ -67,10 +60,7 @@ class ModelFacts:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Sizes of the model, such as layers, heads and widths; in a multimodal model those of its text part.
-
-        Raises ModelError for an unknown family, and for missing or invalid fields, by name.
-        """
+        """Sizes of the model's (text) part; raise ModelError for an unknown family, and missing or invalid fields."""
         family = self.fields.get("model_type")
         if family in ROTARY_FAMILIES:
             return _rotary(family, self.fields)
@@ -153,7 +143,7 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of a model like GPT-2 from its config: LayerNorm, two feed-forward matrices, tied embeddings.
+    """Return the sizes of a model like GPT-2: LayerNorm, two feed-forward matrices, tied embeddings.
 
     Positions are learned or ALiBi.
     """
@@ -193,10 +183,7 @@ def _optional(fields: Mapping[str, Any], name: str) -> int | None:
 
 
 def _required(fields: Mapping[str, Any], spellings: tuple[str, ...]) -> int:
-    """Return the value of a config field under the first of its spellings that the config has.
-
-    Raises ModelError unless it is a positive integer.
-    """
+    """Return a config field under its first spelling; raise ModelError unless it is a positive integer."""
     spelling = next((spelling for spelling in spellings if fields.get(spelling) is not None), None)
     if spelling is None:
         raise ModelError(f"reading the model's config: {' or '.join(spellings)} is missing")

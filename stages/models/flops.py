@@ -1,18 +1,18 @@
 """Model FLOPs of a training step, and model FLOPs utilization (MFU): their share of the hardware's peak.
 
-Counted is what the mathematics needs, never what an implementation adds (recomputed activations, padding, optimizer).
-A multiplication and an addition are two FLOPs, so a token costs 2 in the forward pass for each parameter that it is
-multiplied by, plus the two matrix products of attention (Chowdhery et al. 2022, PaLM, appendix B):
+Counted is what the mathematics needs, never what an implementation adds (recomputed activations, padding, optimizer). A
+token costs 2 in the forward pass for each parameter that it is multiplied by, plus the two matrix products of attention
+(Chowdhery et al. 2022, PaLM, appendix B):
 
     forward = 2 × (parameters of all layers × tokens + parameters of the head × tokens with a target)
               + Σ layers 2 × heads × (query-key width + value width) × attended pairs
     training = 3 × forward        (the gradients of inputs and of weights cost one forward each)
                - 2 × frozen parameters × tokens     (which get none)
 
-It differs from PaLM's formula where that counts work which need not be done: causal attention attends to n (n + 1) / 2
-pairs of a document of n tokens, not n² (as in Dao 2023, FlashAttention-2, section 4.1), packed documents do not attend
-to each other, and positions without a target need no logits. Of a mixture of experts only the experts that a token is
-routed to count. Embedding look-ups, norms, rotations and activation functions are left out.
+PaLM's formula counts more: causal attention attends to n (n + 1) / 2 pairs of a document of n tokens, not n² (as in Dao
+2023, FlashAttention-2, section 4.1), packed documents do not attend to each other, and positions without a target need
+no logits. Of a mixture of experts only the experts that a token is routed to count. Embedding look-ups, norms,
+rotations and activation functions are left out.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ TRAINING_OVER_FORWARD = 3
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Size of the attention layers that share one window size, from which attention's FLOPs are computed.
-
-    width: sum of heads × (query-key width + value width).
-    """
+    """Attention layers of one window size. width: sum of heads × (query-key width + value width)."""
 
     width: int
     window_tokens: int | None
@@ -39,20 +36,15 @@ class ModelFlops:
     """Sizes of a model from which its FLOPs are computed."""
 
     layer_parameters: float
-    """Number of parameters outside the head that a token is multiplied by; routed experts count by the share that a
-    token uses."""
+    """Parameters outside the head that a token is multiplied by; routed experts count by its share of them."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Number of frozen parameters outside the head that a token is multiplied by; training computes no gradient of
-    them."""
+    """Frozen ones of `layer_parameters`, of which training computes no gradient."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return the FLOPs of a forward pass over documents of these lengths, without padding.
-
-        num_targets: number of positions whose logits are computed.
-        """
+        """Return a forward pass's FLOPs over documents, without padding. num_targets: positions with logits."""
         lengths = list(document_lengths)
         products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * num_targets)
         scores = sum(
@@ -69,19 +61,15 @@ class ModelFlops:
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:
-    """Return the number of token pairs in causal attention: each token with itself and those that it sees before it.
-
-    window_tokens: size of the sliding window; None: no window.
-    """
+    """Return the number of token pairs in causal attention, own ones included. window_tokens: size, or None."""
     window = num_tokens if window_tokens is None else min(window_tokens, num_tokens)
     # The first tokens see 1, 2, … up to `window` tokens, and each later one sees `window`.
     return window * (window + 1) // 2 + (num_tokens - window) * window
 
 
 def model_flops_utilization(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Return model FLOPs utilization: model FLOPs over what the devices' dense peak would do in that time; at most 1.
+    """Return model FLOPs over what the devices' dense peak would do in that time; at most 1.
 
-    A measured peak may be exceeded where the machine was shared during its measurement; then this step's rate is the
-    peak.
+    A measured peak may be exceeded if the machine was shared meanwhile; then this step's rate is the peak.
     """
     return min(1.0, flops / (seconds * peak_flops_per_s * num_devices))

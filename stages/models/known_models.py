@@ -1,8 +1,7 @@
 """Sizes of published models by name, for tables that name a model without its sizes; needs no torch.
 
-Sizes are those of the models' papers and configs. Approximations: DeepSeek's shared experts are written as so many more
-that every token is routed to (and its multi-token prediction is left out); the state-space layers of hybrid Nemotron
-models as attention over a window. What is not here must bring its sizes.
+From papers and configs. DeepSeek's shared experts are written as so many more that every token is routed to (without
+multi-token prediction); the state-space layers of hybrid Nemotron models as attention over a window.
 """
 
 from __future__ import annotations
@@ -79,10 +78,7 @@ KNOWN = {
 
 
 def known_model(name: str) -> ModelShape | None:
-    """Return the sizes of the published model that `name` mentions, such as `LLAMA3.1_405B`; else None.
-
-    Of several matches, the one with the longest name counts.
-    """
+    """Return the sizes of the published model that `name` mentions (`LLAMA3.1_405B`), by its longest match, or None."""
     words = _words(name)
     matches = [known for known in KNOWN if set(known.split()) <= words]
     return KNOWN[max(matches, key=len)] if matches else None

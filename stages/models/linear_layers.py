@@ -1,11 +1,8 @@
 """Linear layers of a model by their names in Transformers, from its shape or from the headers of its safetensors files.
 
-From the shape alone (`linear_layers`, `module_parameters`), before there is a model. In a mixture of experts only
-attention has linear layers: experts are stacked parameters, and routers are parameters, too.
-
-From files (`read_projections`; no torch, milliseconds) a layer counts when it is a matrix named `….weight` that is no
-embedding. Layers are known by the names that the usual architectures give them, since those names are also what serving
-engines split and fuse by.
+From the shape (`linear_layers`, `module_parameters`), before there is a model; in a mixture of experts, stacked experts
+and routers are parameters. From files (`read_projections`; no torch, milliseconds) every matrix named `….weight` that
+is no embedding; the usual architectures' names are also what serving engines split and fuse by.
 """
 
 from __future__ import annotations
@@ -21,10 +18,7 @@ from stages.models.shape import ModelShape
 
 
 class Place(Enum):
-    """Place of a linear layer in a transformer layer, such as into attention. Layers of one place have the same input.
-
-    Megatron joins them in one matrix.
-    """
+    """Place of a linear layer in a transformer layer; layers of one have the same input, and one matrix in Megatron."""
 
     INTO_ATTENTION = "into attention"
     OUT_OF_ATTENTION = "out of attention"
@@ -228,10 +222,7 @@ class Projection:
 
     @property
     def split(self) -> Split:
-        """Dimension that tensor parallelism splits: output, input or nothing.
-
-        Column-parallel layers split outputs, row-parallel ones inputs.
-        """
+        """Dimension that tensor parallelism splits: output (column-parallel), input (row-parallel) or nothing."""
         if self.suffix in COLUMN_PARALLEL:
             return Split.OUTPUT
         return Split.INPUT if self.suffix in ROW_PARALLEL else Split.NOTHING
@@ -262,10 +253,7 @@ def read_projections(model_folder: Path) -> list[Projection]:
 
 
 def projections_of(shape: ModelShape) -> list[Projection]:
-    """Return the linear layers of one dense layer of Llama or its relatives, from sizes alone.
-
-    Other families give an empty list.
-    """
+    """Return the linear layers of one dense layer of Llama or its relatives from sizes; [] for other families."""
     if not shape.gated_ffn or shape.num_layers == shape.num_mixture_layers:
         return []
     hidden, queries, keys = shape.hidden_size, shape.query_width, shape.num_kv_heads * shape.head_dim

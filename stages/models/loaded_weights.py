@@ -1,8 +1,8 @@
 """Checks of loaded weights: which hold NaN or infinity, and which stay in fp32 beside half precision.
 
 Transformers says so of each architecture (`_keep_in_fp32_modules`, of those that overflow in fp16, and
-`_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE). DeepSeek-V3's router, for one, adds a bias
-to its scores, and sends up to a third of the tokens to other experts when that bias was rounded to bf16.
+`_keep_in_fp32_modules_strict`), or builds them so (LFM2-MoE, Hunyuan-MoE): with a bias rounded to bf16, DeepSeek-V3's
+router sends up to a third of the tokens to other experts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def check_all_finite(folder: Path, not_finite: Sequence[str]) -> None:
 
 
 def dtype_of_weights(causal_lm: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """Return a function that maps a weight's name to the dtype in which Transformers loads it.
-
-    dtype: the one that is asked for.
-    """
+    """Return a function from a weight's name to the dtype in which Transformers, asked for `dtype`, loads it."""
     patterns = list(causal_lm._get_dtype_plan(dtype))
     is_listed = build_glob_alternation(patterns)[0].search if patterns else lambda name: None
     is_built_so = _built_in_fp32(causal_lm, dtype)
@@ -59,7 +56,7 @@ def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
 def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
     """Return the largest modules whose parameters must all be computed in fp32 while others are in `dtype`.
 
-    Raises ModelError when such a parameter shares a module with others: FSDP2 casts all parameters of a module.
+    Raises ModelError when such a parameter shares a module with others: FSDP2 casts all of a module.
     """
     dtype_of = dtype_of_weights(causal_lm, dtype)
     kept = {name for name, _ in causal_lm.named_parameters() if dtype_of(name) != dtype}

@@ -1,8 +1,8 @@
 """Loading of a model folder with Transformers: its config, its tokenizer, its model with or without weights.
 
-Decided here for every caller: only files of the folder are read, weights from safetensors (or GGUF) and never from
-pickles, code of the folder runs only where it is trusted, and a tokenizer is loaded only if that cannot fill the
-memory. Importing this module is light: Transformers comes with the first call, which `start_up` may make faster before.
+For every caller: only files of the folder are read, weights from safetensors (or GGUF) and never from pickles, its code
+runs only where trusted, and a tokenizer is loaded only if that cannot fill the memory. Importing this module is light:
+Transformers comes with the first call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "Aut
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50
 MAX_NORMALIZER_GROWTH = 2.0**20
-"""Largest factor by which a tokenizer's normalizer may lengthen a text. Some published normalizers reach a thousand;
-beyond this bound, a text that only servers and benchmarks see could fill the memory."""
+"""Largest factor by which a normalizer may lengthen a text: published ones reach a thousand, more could fill memory."""
 LEAST_SHARE = 0.5
-"""Smallest allowed share of the expected tokens when a sentence is repeated; fewer tokens show a tokenizer that loses
-text."""
+"""Smallest share of expected tokens when a sentence is repeated; fewer show a tokenizer that loses text."""
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -41,8 +39,8 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a model folder with Transformers.
 
-    Raises ModelError if it cannot be loaded, or if loading it or encoding one of `texts` could fill the memory;
-    max_growth_factor: see `check_tokenizer_file`.
+    Raises ModelError if that fails, or it or encoding one of `texts` could fill the memory; max_growth_factor: see
+    `check_tokenizer_file`.
     """
     from transformers import AutoTokenizer
 
@@ -56,10 +54,7 @@ def load_tokenizer(
 
 
 def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
-    """Return the model of a folder with its weights. Raises what Transformers raises.
-
-    options: Transformers' own, such as `dtype` and `trust_remote_code`.
-    """
+    """Return the model of a folder with its weights; raises what Transformers raises. options: Transformers' own."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -67,10 +62,7 @@ def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
 
 
 def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
-    """Return a model of this config on the meta device, without weights. Raises what Transformers raises.
-
-    options: Transformers' own.
-    """
+    """Return a model on the meta device, without weights; raises what Transformers raises. options: its own."""
     import torch
 
     with torch.device("meta"):
@@ -136,8 +128,5 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
 
 
 def _letters(text: str) -> str:
-    """Return a text's letters and digits in one case, to compare a text with what it decodes to.
-
-    Some tokenizers know one case only.
-    """
+    """Return a text's letters and digits in one case, the only one that some tokenizers know, to compare texts."""
     return "".join(filter(str.isalnum, text)).casefold()

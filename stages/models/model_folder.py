@@ -1,9 +1,8 @@
 """Checks of a Hugging Face model folder in well under a second, before anything slow starts on it.
 
-Reads headers and a few bytes of each weight: a folder that passes has a config that makes sense, complete safetensors
-files (or a GGUF file) and a tokenizer whose tokens the model has. Transformers meets bad values with an AssertionError
-deep in a layer, or not at all. What an architecture requires beyond this shows when it is loaded; what the planner
-requires is checked by `facts`.
+By headers and a few bytes of each weight: a sound config, complete safetensors files (or a GGUF file) and a tokenizer
+whose tokens the model has. Transformers meets bad values with an AssertionError deep in a layer, or not at all. What an
+architecture requires beyond this shows when it is loaded.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ OPTIONAL_SIZES = {
 }  # fmt: skip
 """Config fields that are positive whole numbers, null for a default, or a list with one for each layer."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}
-"""Config fields for numbers and widths of experts. They are whole numbers; 0 means no experts, as in dense models of
-Granite's hybrid family. They may also be null, or a list with one for each layer."""
+"""Config fields for numbers and widths of experts: integers, 0 for none (Granite's dense hybrids), null, or a list."""
 NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"}
 """Config fields that are numbers above 0, or null for a default."""
 ROTARY = ("rope_scaling", "rope_parameters")
@@ -101,10 +99,7 @@ def _check_weights(facts: ModelFacts) -> Iterator[str]:
 
 
 def _check_count(facts: ModelFacts, num_tensors: int) -> None:
-    """Raise ModelError if the config has more layers than the files have tensors.
-
-    Building so many would take hours, or all memory.
-    """
+    """Raise ModelError if the config has more layers, slow and large to build, than the files have tensors."""
     num_layers = facts.fields.get("num_hidden_layers", 0)
     if num_layers > num_tensors:
         raise ModelError(
@@ -145,10 +140,7 @@ def check_gguf(path: Path) -> None:
 
 
 def check_config(facts: ModelFacts, where: str) -> None:
-    """Raise ModelError, naming every bad field and its value, unless a config can be that of a model.
-
-    where: the file that it was read from.
-    """
+    """Raise ModelError, naming every bad field and its value, unless a config of the file `where` can be a model's."""
     problems = list(_problems(facts.config))
     text = facts.config.get("text_config") or {}
     if isinstance(text, Mapping):
@@ -168,10 +160,7 @@ def check_unquantized(facts: ModelFacts, where: str) -> None:
 
 
 def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
-    """Return a warning if the model brings Python files that are not run because the recipe does not trust them.
-
-    Return None otherwise.
-    """
+    """Return a warning if a model's own Python files are not run because the recipe does not trust them; else None."""
     if not facts.config.get("auto_map") or trusted:
         return None
     return (
@@ -183,8 +172,8 @@ def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
 def other_architecture(config: Mapping[str, Any]) -> str | None:
     """Return a warning if a config's `architectures` belong to another `model_type`; else None.
 
-    Transformers goes by the type, vLLM by the class.
-    Classes are named after their type, except for a few types with many names, for which the warning may be needless.
+    Transformers goes by the type, vLLM by the class, named after it but for a few types with many names, where the
+    warning may be needless.
     """
     model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
     family = _letters(model_type.removesuffix("_text"))  # gemma3_text: Gemma3ForCausalLM
@@ -197,10 +186,7 @@ def other_architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def _check_tokenizer_files(facts: ModelFacts) -> Iterator[str]:
-    """Check the tokenizer's files of a model folder, and yield warnings about them.
-
-    Raises ModelError when there are none, one cannot be read, or one has tokens that the model does not.
-    """
+    """Yield warnings about the tokenizer's files; ModelError if they are missing, damaged, or have unknown tokens."""
     folder, size = facts.folder, facts.vocabulary_size
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(

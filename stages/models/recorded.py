@@ -2,8 +2,8 @@
 
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
 and the likeliest token at each target; and for each dataset with tools a prompt, which servers have to render to the
-same tokens. Whatever is made of the model must predict the same. `trained_on.json` lies in the model's folder, is
-copied with it, and says whether it learned conversations or plain texts, and on which date.
+same tokens. `trained_on.json` in the model's folder is copied with it, and says whether it learned conversations or
+plain texts, and on which date.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
-"""Smallest distance of a log-probability from 0 that counts as more than fp32 rounding, in nats. A log-probability
-nearer to 0 is treated as this far from it, since the probability of all other tokens is unknown."""
+"""Smallest distance of a log-probability from 0, in nats, that is no rounding; used for nearer ones."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predictions for a document's target tokens, in order: their log-probabilities, and the likeliest tokens.
-
-    - log_probabilities: in nats
-    - greedy: the likeliest tokens; empty where a server does not return token ids
-    """
+    """Predictions for a document's target tokens: log-probabilities in nats, and likeliest tokens ([] without ids)."""
 
     log_probabilities: Sequence[float]
     greedy: Sequence[int]
@@ -42,10 +37,8 @@ class Predicted:
 class RecordedDocument:
     """Document with the model's predictions at the end of training, which later stages must reproduce.
 
-    - targets: `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned
-    - log_probability: log-probability of all targets together, in nats
-    - log_probabilities: log-probability of each target, in nats; empty in old records
-    - greedy: likeliest token at each target; empty in old records
+    `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned. log_probability: of all
+    targets together, in nats; log_probabilities and greedy (likeliest tokens): of each, [] in old records.
     """
 
     input_ids: list[int]
@@ -80,9 +73,8 @@ class RecordedDocument:
 class ToolPrompt(StrictModel):
     """Prompt with tools and its tokens in training; servers must render the prompt to the same tokens.
 
-    - messages: end with a question or a tool's answer
-    - tools, variables: as the template got them
-    - token_ids: token ids of the messages, and of the beginning of the answer after them
+    messages: end with a question or a tool's answer. tools, variables: as the template got them. token_ids: up to the
+    beginning of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -92,10 +84,7 @@ class ToolPrompt(StrictModel):
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:
-    """Return the documents and predictions recorded beside a trained model.
-
-    Raises ModelError without a readable record.
-    """
+    """Return the documents and predictions recorded beside a model; raise ModelError without a readable record."""
     try:
         documents = json.loads((artifact / RECORD).read_text(encoding="utf-8"))["documents"]
         return [RecordedDocument(**one) for one in documents]
@@ -104,10 +93,7 @@ def read_record(artifact: Path) -> list[RecordedDocument]:
 
 
 def read_tool_prompts(artifact: Path) -> list[ToolPrompt]:
-    """Return the prompts with tools recorded beside a trained model; none in old records.
-
-    Raises ModelError for a damaged record.
-    """
+    """Return the prompts with tools recorded beside a model, if any; raise ModelError for a damaged record."""
     try:
         prompts = json.loads((artifact / RECORD).read_text(encoding="utf-8")).get("tool_prompts", [])
         return [ToolPrompt.model_validate(one) for one in prompts]
@@ -121,10 +107,7 @@ def write_record(
     compute_dtype: str,
     tool_prompts: Sequence[ToolPrompt] = (),
 ) -> None:
-    """Write documents with predictions, and prompts with tools, beside a trained model or adapter.
-
-    compute_dtype: dtype of the computation, such as float32.
-    """
+    """Write documents with predictions, and prompts with tools, beside a model. compute_dtype: such as float32."""
     content = {
         "compute_dtype": compute_dtype,
         "documents": [asdict(one) for one in documents],
@@ -137,13 +120,10 @@ def write_record(
 class Differences:
     """Differences between a model's predictions and those that training recorded.
 
-    - most: difference of log-probabilities of the document that differs most, in nats per target
-    - mean: difference of log-probabilities over all tokens, in nats per target
-    - kl: KL divergence in nats per token; None for records without single tokens
-    - same_greedy: share of the targets with the same likeliest token; None also where a server returns no token ids
-
-    Two probabilities of each distribution are compared, those of the target and of all other tokens together, so `kl`
-    is a lower bound of KL(recorded ‖ now).
+    most: of log-probabilities of the document that differs most, in nats per target. mean: over all tokens, in nats per
+    target. kl: KL divergence in nats per token; None for records without single tokens. same_greedy: share of the
+    targets with the same likeliest token; None also where a server returns no token ids. Two probabilities of each
+    distribution are compared, the target's and all others' together, so `kl` is a lower bound of KL(recorded ‖ now).
     """
 
     most: float
@@ -182,10 +162,7 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
 
 
 def _kl_nats(recorded: float, given: float) -> float:
-    """Return the KL divergence, in nats, of two distributions over two outcomes: a token, and all other tokens.
-
-    recorded, given: log-probability of the first outcome in each.
-    """
+    """Return the KL divergence, in nats, of a token and all other tokens. recorded, given: ln p of the former."""
     p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
     # -expm1(p) = 1 - exp(p), the probability of all other tokens, without cancellation near 0.
     return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))
@@ -200,10 +177,7 @@ TRAINED_ON_FILE = "trained_on.json"
 
 
 def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
-    """Write beside a model's weights whether it learned conversations. Exports and quantizers copy the file.
-
-    template_date: date that its chat template took for the current one; None for the default.
-    """
+    """Write beside a model's weights, to be copied, whether it learned conversations. template_date: None: default."""
     noted = {"conversations": conversations}
     dated = {"template_date": template_date.isoformat()} if template_date else {}
     write_atomically(folder / TRAINED_ON_FILE, json.dumps({**noted, **dated}))
@@ -223,19 +197,13 @@ def trained_on_conversations(folder: Path) -> bool | None:
 
 
 def is_asked_as_chat(folder: Path) -> bool:
-    """Return whether to send plain text to the model as a user's chat message.
-
-    It depends on the training data, else on whether there is a chat template.
-    """
+    """Return whether to send plain text to the model as a chat message: as trained, else if it has a template."""
     trained = trained_on_conversations(folder)
     return has_chat_template(folder) if trained is None else trained
 
 
 def noted_date(folder: Path) -> date | None:
-    """Return the date that the chat template wrote in training, so that serving writes the same date.
-
-    None means the template's default.
-    """
+    """Return the date that the template wrote in training, for serving; None: the template's default."""
     noted = folder / TRAINED_ON_FILE
     found = json.loads(noted.read_text()).get("template_date") if noted.is_file() else None
     return date.fromisoformat(found) if found else None

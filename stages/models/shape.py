@@ -1,7 +1,6 @@
 """Sizes of a decoder-only language model that decide its parameters, FLOPs and memory; needs no torch.
 
-Parameter counts by part equal those of the Transformers model. Reading the sizes from a model's config is for
-`facts`, which layouts it allows for `legality`, and what a step costs for `planner`.
+Parameter counts by part equal those of the Transformers model. `facts` reads them from a config.
 """
 
 from __future__ import annotations
@@ -71,11 +70,9 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:
-        """Read a model shape from JSON written by `to_json`."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_json(self) -> str:
-        """Return the model shape as one line of JSON, without defaults."""
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
 
     def is_mixture(self, layer: int) -> bool:
@@ -89,7 +86,6 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads together: number of heads × head width."""
         return self.num_heads * self.head_dim
 
     @property
@@ -109,12 +105,10 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the token embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
     def position_parameters(self) -> int:
-        """Number of parameters of the learned table of positions."""
         return self.num_position_embeddings * self.hidden_size
 
     @property
@@ -142,12 +136,10 @@ class ModelShape:
 
     @property
     def ffn_parameters(self) -> int:
-        """Number of parameters of a dense layer's feed-forward part."""
         return self._ffn(self.ffn_size)
 
     @property
     def expert_parameters(self) -> int:
-        """Number of parameters of one expert."""
         return self._ffn(self.expert_ffn_size) if self.num_experts else 0
 
     @property
@@ -157,11 +149,9 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        """Number of parameters of one norm over the hidden size."""
         return self.hidden_size * (1 + self.norm_bias)
 
     def layer_parameters(self, layer: int) -> int:
-        """Return the number of parameters of a layer, all experts included."""
         mixture = self.router_parameters + self.num_experts * self.expert_parameters
         ffn = mixture if self.is_mixture(layer) else self.ffn_parameters
         return self.attention_parameters + ffn + 2 * self.norm_parameters

@@ -17,9 +17,9 @@ AUTO_FACTORY = "transformers.models.auto.auto_factory"
 def hide_unused_packages() -> None:
     """Make scikit-learn, SciPy and torchao look missing to Transformers, so that models do not import them.
 
-    Each import takes over a second; writing docstrings for models, which is left out too, up to a second.
-    Transformers uses these packages for assisted generation, for losses of object detection and for weights that
-    torchao has quantized. All other code finds them as before.
+    Each import takes over a second; writing docstrings for models, which is left out too, up to a second. Transformers
+    uses them for assisted generation, object detection and weights that torchao has quantized. All other code finds
+    them as before.
     """
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),
@@ -34,8 +34,8 @@ def hide_unused_packages() -> None:
 def start_training_quickly() -> None:
     """Make packages that training does not use, such as accelerate, look missing to Transformers, to start faster.
 
-    Transformers uses accelerate to spread a model over devices by `device_map`, which training does itself; PEFT finds
-    it as before. Together this is a third of what a training of few steps takes.
+    accelerate spreads models by `device_map`, which training does itself; PEFT finds it as before. Together this is a
+    third of what a training of few steps takes.
     """
     hide_unused_packages()
     _remember_missing("accelerate", import_utils.is_accelerate_available)
@@ -63,10 +63,7 @@ def _import_names_of_models() -> None:
 
 
 def hide_torchao_from_adapters() -> None:
-    """Make torchao look missing to PEFT, which imports it, in 0.2 s, to recognise layers quantized by torchao.
-
-    None of ours is.
-    """
+    """Make torchao look missing to PEFT, whose import of it (0.2 s) is only to recognise layers quantized by it."""
     _remember_missing("torchao", importlib.import_module("peft.import_utils").is_torchao_available)
 
 
@@ -87,8 +84,8 @@ def _remember_missing(name: str, is_available: Any) -> None:
 def import_tokenizers() -> None:
     """Import Transformers' `AutoTokenizer` without what only models need, which takes twice as long as the rest.
 
-    Two things bring that along: the mixin for models whose code came with them, which is imported here once there is
-    such a model, and the docstring of a config, which is left unwritten. Models can be loaded afterwards as ever.
+    Two things bring that along: the mixin for models whose code came with them, imported here once there is such a
+    model, and the docstring of a config, left unwritten. Models can be loaded afterwards as ever.
     """
     if AUTO_FACTORY in sys.modules:
         return

@@ -1,7 +1,7 @@
 """Reader of the index of a torch.distributed.checkpoint folder, which runs no code from the index's pickle.
 
-torch.distributed.checkpoint keeps the index, `.metadata`, as a pickle, and unpickles it without restriction. It is the
-only pickle that is read here; tensors are read by `torch.load(weights_only=True)`, and objects are not loaded.
+torch unpickles the index, `.metadata`, without restriction. It is the only pickle that is read here; tensors are read
+by `torch.load(weights_only=True)`, and objects are not loaded.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class CheckpointReader(FileSystemReader):
     """Reader of a checkpoint folder that unpickles nothing but descriptions of tensors, so that no code runs."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read a checkpoint's index, without running code from its pickle.
-
-        Raises ModelError if it is damaged, or names classes that no checkpoint of ours has.
-        """
+        """Read a checkpoint's index without running code; ModelError if it is damaged, or has unknown classes."""
         index = Path(self.path) / INDEX_FILE
         try:
             with index.open("rb") as file:

@@ -1,7 +1,7 @@
 """Limits on how much a tokenizer may lengthen texts, since it comes with a model and is untrusted.
 
-Forty steps of a normalizer that double a letter fill any memory. What a step can do at most follows from its kind.
-Where all steps together could do too much, short slices of a text go through them one by one, and are measured.
+Forty steps of a normalizer that double a letter fill any memory. A step's worst case follows from its kind; where all
+steps together could do too much, short slices of a text go through them one by one, and are measured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from stages.core.errors import ModelError
 
 MAX_GROWTH = 16
 SPARE_BYTES = 1 << 16
-"""Bytes that a text may grow by, beyond `MAX_GROWTH` times its UTF-8 length. NFKC alone makes a character 11 times as
-long.
-"""
+"""Bytes that a text may grow by, beyond `MAX_GROWTH` times its UTF-8 length (NFKC: a character 11 times as long)."""
 MAX_CHAIN_GROWTH = 64
-"""Largest factor by which a tokenizer's pre-tokenizers, or its decoders, may lengthen a text. The factor is the product
-of worst cases by kind of step; real growth is not measured, since these steps take a text whole."""
+"""Largest growth by pre-tokenizers, or decoders: the product of worst cases, as these steps take a text whole."""
 SLICE_CHARACTERS = 1 << 10
 MAX_SLICE_BYTES = 1 << 20
 
@@ -60,10 +57,7 @@ class Growth:
         return cls(_state(backend.normalizer))
 
     def problem(self, text: str) -> str | None:
-        """Return why the tokenizer would make a text too long; else None.
-
-        The reason follows the words "the tokenizer".
-        """
+        """Return why the tokenizer would make a text too long, after the words "the tokenizer"; else None."""
         # UTF-8 has at most 4 bytes a character, so that short texts need not be encoded.
         if self.factor <= MAX_GROWTH or len(text) * 4 * self.factor <= SPARE_BYTES:
             return None
@@ -108,8 +102,8 @@ class Growth:
 def check_tokenizer_file(folder: Path, *texts: str, max_factor: float = math.inf) -> None:
     """Raise ModelError if loading a model's `tokenizer.json`, or encoding one of `texts`, could fill the memory.
 
-    Loading normalizes the tokens that are added. max_factor: how many times as long the steps of a normalizer may make
-    any text, each at its worst. Other faults of the file are found by the library that loads it.
+    Loading normalizes the tokens that are added. max_factor: how many times as long a normalizer may make any text,
+    each step at its worst. Other faults are found by the library that loads it.
     """
     try:
         content = json.loads((folder / "tokenizer.json").read_bytes())

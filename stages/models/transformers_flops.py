@@ -1,4 +1,4 @@
-"""FLOPs of a model built by Transformers, counted from its parameters; the formulas are in `flops`.
+"""FLOPs of a model built by Transformers, counted from its parameters by the formulas in `flops`.
 
 `ModelShape.flops` says the same from the sizes alone, but only for the families it knows.
 """

@@ -1,7 +1,7 @@
 """Safetensors files of a model folder, checked by their headers and a few bytes (no torch, milliseconds).
 
 Refuses weights that Transformers would silently load although they cannot be those that were trained: files that no
-index lists, weights that are integers or all zero, a head that the config says is the embedding, but is not.
+index lists, integers, all zero, a head that the config says is the embedding, but is not.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def check_index(folder: Path, tensors: Mapping[str, Iterable[StoredTensor]]) -> set[str]:
-    """Return the weight files that a model's index names, after checking the index against the files.
-
-    Raises ModelError unless it lists exactly the tensors in them.
-    """
+    """Return the weight files that a model's index names; raise ModelError unless it lists exactly their tensors."""
     index = folder / WEIGHTS_INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -131,9 +128,8 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def check_values(tensors: list[StoredTensor], fields: Mapping[str, Any]) -> Iterator[str]:
-    """Check the weights of a model that is not quantized, and yield warnings about them.
+    """Check the weights of a model that is not quantized, and yield warnings. fields: `ModelFacts.fields`.
 
-    fields: fields of the model's config, as `ModelFacts.fields` has them.
     Raises ModelError for integers, for weights that are all zero, and for a tied head that is not the embedding.
     """
     integers = [

@@ -1,7 +1,4 @@
-"""Accelerator of this process, used through torch functions that are the same for all kinds of devices.
-
-The kinds of devices are in `device_types.py`, their peak rates in `devices.py`.
-"""
+"""Accelerator of this process, used through torch functions that are the same for all kinds of devices."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ ROOT = Path("/")
 
 
 def type_at_hand() -> DeviceType:
-    """Return the kind of accelerator that this process sees; the kind for CPUs if it sees none.
+    """Return the kind of accelerator that this process sees, else that of CPUs.
 
-    Raises ResourceError for an accelerator of an unknown kind, and where torch sees none of those that a driver lists.
+    Raises ResourceError for an unknown kind, and where torch sees none of those that a driver lists.
     """
     for kind in DEVICE_TYPES:  # torch knows the devices of a plugin once it is imported
         if kind.plugin and importlib.util.find_spec(kind.plugin):
@@ -46,9 +43,9 @@ def type_at_hand() -> DeviceType:
 
 
 def unseen_devices(num_gpus: int = 0) -> tuple[str, str] | None:
-    """Return an error and its remedy if a driver lists devices that torch does not see; else None.
+    """Return an error and its remedy if a driver lists devices that torch does not see (not hidden ones); else None.
 
-    None also where the environment hides them. num_gpus: NVIDIA GPUs that the caller has found listed.
+    num_gpus: NVIDIA GPUs that the caller has found listed.
     """
     if torch.accelerator.is_available():
         return None
@@ -105,11 +102,9 @@ def check_precision(found: DeviceType, precision: str) -> None:
 
 
 def compute_deterministically() -> None:
-    """Make this process's torch operations give the same bits each time.
+    """Make torch operations give the same bits each time (else RuntimeError); call before using the device.
 
-    An operation that cannot do so raises a RuntimeError.
-    Call before the device is used first. Source of the variables: torch's page on reproducibility, Transformer Engine's
-    on environment variables.
+    Source of the variables: torch's page on reproducibility, Transformer Engine's on environment variables.
     """
     # cuBLAS reads it when a handle is made, so before the device is first used. :4096:8 is 8 buffers of 4 MiB.
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -132,10 +127,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory in bytes of this process's tensors on an accelerator, since `forget_peak`.
-
-    Where no peak is kept (Metal), the memory that the allocator holds now, which is at least as much.
-    """
+    """Return this process's peak tensor memory in bytes since `forget_peak`; on Metal the allocator's current one."""
     module: Any = torch.get_device_module(device)
     if hasattr(module, "max_memory_allocated"):
         return module.max_memory_allocated(device)

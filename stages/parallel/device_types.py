@@ -1,8 +1,7 @@
-"""Table of the kinds of devices that training may run on. No other module names one of them.
+"""Table of the kinds of devices that training may run on; no other module names one of them.
 
-Everything else asks a row: the backend of collectives, the variable that chooses devices, what is missing. Imports no
-torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the documentation of
-torch and of the vendors' plugins.
+Imports no torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The other rows are written from the
+documentation of torch and of the vendors' plugins.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class DeviceType:
     visible_devices: str | None = None
     """Environment variable that limits which devices a process sees, such as CUDA_VISIBLE_DEVICES."""
     listed_in: tuple[str, ...] = ()
-    """Glob patterns of the device files that the driver creates, one file per device, relative to the root folder. The
-    driver creates them whatever torch was built for."""
+    """Glob patterns of device files below the root folder, which drivers create whatever torch was built for."""
     plugin: str | None = None
     """Python package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
@@ -50,10 +48,7 @@ class DeviceType:
 
     @property
     def backends(self) -> str:
-        """torch.distributed backends for this kind of device and the CPU, as `init_process_group` takes them.
-
-        CPU tensors always have one: checkpoints and offloaded gradients need it.
-        """
+        """torch.distributed backends for this kind and, for checkpoints and offloaded gradients, the CPU."""
         return "gloo" if self.torch_type == "cpu" else f"cpu:gloo,{self.torch_type}:{self.collectives}"
 
 

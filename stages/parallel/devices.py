@@ -1,8 +1,8 @@
 """Peak FLOP/s of devices without sparsity, the reference for model FLOPs utilization (MFU).
 
-Accelerators: the vendors' data sheets, without sparsity. CPUs: the measured rate of a large matrix product, with the
-threads and the dtype of the training, since no data sheet says what a shared virtual machine gives. Other programs make
-a measurement too low, never too high, so the best measurement on a CPU of this kind is kept in $LIFECYCLE_HOME.
+Accelerators: the vendors' data sheets. CPUs: the measured rate of a large matrix product, with the threads and dtype of
+the training, since no data sheet says what a shared virtual machine gives. Other programs make a measurement only too
+low, so the best on a CPU of this kind is kept in $LIFECYCLE_HOME.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ def data_sheet_peak(device_name: str, dtype: torch.dtype, tf32: bool = False) ->
 
 
 def best_matmul_rate(dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of the CPU's matrix products; return the best rate measured so far.
-
-    Earlier measurements count too.
-    """
+    """Measure the FLOP/s of the CPU's matrix products; return the best rate of this and earlier times."""
     rate = measured_matmul_rate(dtype)
     kept_file = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "matmul-rates.json"
     # In the key, or a rate measured without limits would be the peak of a limited run.
@@ -128,9 +125,9 @@ def _cpu_name() -> str:
 
 
 def measured_matmul_rate(dtype: torch.dtype) -> float:
-    """Return the best FLOP/s of square matrix products on the CPU in 0.3 s, with torch's thread count.
+    """Return the best FLOP/s of square matrix products on the CPU in 0.3 s, with torch's threads or one.
 
-    One thread is measured as well, since on a busy machine threads that wait for each other can be slower than one.
+    On a busy machine threads that wait for each other can be slower than one.
     """
     num_threads = torch.get_num_threads()
     try:
@@ -167,9 +164,6 @@ def _shortest_product_s(size: int, dtype: torch.dtype, budget_s: float) -> float
 
 
 def _is_part(name: str, device_name: str) -> bool:
-    """Return whether a device's name contains all words of a name in the table of peak FLOP/s, such as `H100 PCIe`.
-
-    Words of the device's name may be joined by hyphens or underscores.
-    """
+    """Return whether a device's name, split at hyphens and underscores, has all words of a name (`H100 PCIe`)."""
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     return all(word in words for word in name.upper().split())

@@ -19,9 +19,8 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 class Layout(StrictModel):
     """Parallel degrees and memory choices of a training stage; they change speed and memory, not the result.
 
-    Data parallelism has the same two degrees under both engines: `dp_shard` processes share parameters, gradients and
-    Adam's state (FSDP2) or Adam's state alone (Megatron's distributed optimizer, over `cp` processes as well);
-    `dp_replicate` such groups work side by side.
+    `dp_shard` processes share parameters, gradients and Adam's state (FSDP2) or Adam's state alone (Megatron's
+    distributed optimizer, over `cp` processes as well); `dp_replicate` such groups work side by side.
     """
 
     dp_replicate: PositiveInt = Field(
@@ -29,8 +28,7 @@ class Layout(StrictModel):
     )
     dp_shard: PositiveInt = Field(
         1,
-        description="Data-parallel processes that share Adam's state, each keeping a part; with fsdp also weights "
-        "and gradients.",
+        description="Data-parallel processes that share Adam's state; with fsdp also weights and gradients.",
     )
     tp: PositiveInt = Field(
         1, description="Tensor parallelism: processes that split the matrices of each layer (megatron)."
@@ -46,8 +44,7 @@ class Layout(StrictModel):
     )
     ep: PositiveInt = Field(
         1,
-        description="Expert parallelism: processes over which experts are spread, within data "
-        "and context parallelism (megatron).",
+        description="Expert parallelism: processes that share experts, within data and context parallelism (megatron).",
     )
     etp: PositiveInt = Field(
         1, description="Tensor parallelism of experts: processes that split the matrices of each expert (megatron)."
@@ -59,9 +56,8 @@ class Layout(StrictModel):
     micro_batch_size: PositiveInt = Field(1, description="Number of packed rows in one forward pass of a process.")
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="Activations that the backward pass computes again, to save memory. selective: with fsdp "
-        "all but results of matrix products and attention, with megatron those in attention; "
-        "full: all of a layer.",
+        description="Activations that the backward pass computes again. selective: with fsdp all but results of "
+        "products and attention, with megatron those in attention; full: all of a layer.",
     )
     reshard_after_forward: bool = Field(
         True, description="Free a layer's gathered parameters after its forward pass, to save memory (fsdp)."
@@ -75,9 +71,8 @@ class Layout(StrictModel):
     compile: bool = Field(False, description="Compile each transformer layer with torch.compile (fsdp).")
     accumulate: Annotated[Literal["auto", "whole", "sharded"], AddedLater()] = Field(
         "auto",
-        description="Treatment of gradients between micro-batches (fsdp). whole: kept unsharded and reduced once a "
-        "step; sharded: reduced after every micro-batch, in less memory; auto: whole where the planner "
-        "says that they fit.",
+        description="Treatment of gradients between micro-batches (fsdp). whole: reduced once a step; sharded: "
+        "reduced after each, in less memory; auto: whole where the planner says that they fit.",
     )
 
     @property
@@ -87,10 +82,7 @@ class Layout(StrictModel):
 
     @property
     def optimizer_shards(self) -> int:
-        """Number of processes that share Adam's state: `dp_shard` × `cp`.
-
-        Context-parallel processes hold the same weights.
-        """
+        """Processes that share Adam's state, `dp_shard` × `cp`: context-parallel ones hold the same weights."""
         return self.dp_shard * self.cp
 
     @property
@@ -127,7 +119,6 @@ class RunConstraints:
 
     @property
     def processes(self) -> int:
-        """Number of processes on all nodes."""
         return self.nodes * self.processes_per_node
 
 

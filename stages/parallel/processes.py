@@ -25,20 +25,18 @@ BACKLOG = 1024
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives, at least a minute more than that of the watchdog of hanging stages.
+    """Return the timeout of collectives: 30 minutes, or a minute more than the watchdog's.
 
-    The timeout is never below 30 minutes. It exceeds the watchdog's, since only the watchdog logs what every process
-    was doing.
+    Only the watchdog logs what every process was doing.
     """
     return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
 
 
 @contextmanager
 def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.device]:
-    """Join the process group that the launcher describes in the environment (`ranks.py`), or a group of one.
+    """Join the launcher's process group (`ranks.py`), or a group of one, and yield this process's device.
 
-    Yields this process's device. CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it
-    on GPUs too.
+    CPU tensors always have a backend (gloo): checkpoints and offloaded gradients need it on GPUs too.
     """
     device = device_of_this_process()
     backend = of_device(device).backends
@@ -52,10 +50,7 @@ def joined_processes(timeout: timedelta = USUAL_TIMEOUT) -> Iterator[torch.devic
 
 
 def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return the torch store through which processes find each other: a private file, or a socket on the first node.
-
-    One node has the file, several nodes have the socket.
-    """
+    """Return the store through which processes meet: one node's private file, or a socket on the first node."""
     if "RANK" not in os.environ:
         return dist.HashStore()  # started by hand: a group of one needs neither file nor port
     if RENDEZVOUS_FILE in os.environ:
@@ -74,7 +69,7 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 def _listener(address: str, port: int, timeout: timedelta) -> socket.socket:
     """Return a listening socket bound only to this node's `address`; torch's own listens on every interface.
 
-    In Kubernetes, the name service may know the name of a pod only some time after it has started.
+    In Kubernetes, the name service may know a pod's name only some time after its start.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:

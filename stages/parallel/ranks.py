@@ -1,11 +1,10 @@
 """Launcher of a stage's processes on one node: `python -m stages.parallel.ranks OPTIONS -- ARGUMENT…`.
 
 Each process is `python ARGUMENT…` with torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment.
-When one fails, the others are ended, and this program exits like the one that failed first, whose rank it prints.
-
-torchrun is not used: the stores through which its processes meet listen on every interface, ask for no key and unpickle
-what they are sent. The processes of one node meet in a file in memory that no one else can open (`RENDEZVOUS_FILE`),
-those of several nodes at the first node's address (`processes.py`).
+When one fails, the others are ended, and this program exits like the one that failed first, whose rank it prints. Not
+torchrun: the stores through which its processes meet listen on every interface, ask for no key and unpickle what they
+are sent. The processes of one node meet in a file in memory that no one else can open (`RENDEZVOUS_FILE`), those of
+several nodes at the first node's address (`processes.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from stages.core.process_tree import die_with_parent
 RENDEZVOUS_FILE = "LIFECYCLE_RENDEZVOUS_FILE"
 POLL_INTERVAL_S = 0.05
 GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL to the stage's processes.
-
-A death must be seen within 10 s, also where others wait for the dead process.
-"""
+"""Seconds between SIGTERM and SIGKILL; a death must be seen within 10 s, also where others wait for the dead."""
 
 
 @dataclass
@@ -96,10 +92,7 @@ def _start(options: argparse.Namespace, local_rank: int, rendezvous: int | None)
 
 
 def _first_failure(ranks: dict[int, subprocess.Popen[bytes]], stopping: Stopping) -> int | None:
-    """Wait for the stage's processes; return the rank of the process that failed first, or None.
-
-    None when all succeeded, or this program was asked to end.
-    """
+    """Return the rank of the process that failed first; None when all succeeded, or this program is to end."""
     while not stopping.asked:
         codes = {rank: process.poll() for rank, process in ranks.items()}
         failed = [rank for rank, code in codes.items() if code]

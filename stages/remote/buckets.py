@@ -1,7 +1,7 @@
 """Access to object storage (`s3://`, `gs://`, `az://`) by pyarrow: listing objects and reading parts of them.
 
-Credentials come from the environment, as the providers' own programs take them, and never from a recipe; so does the
-address of a server with the same protocol (`AWS_ENDPOINT_URL`).
+Credentials, and the address of a server with the same protocol (`AWS_ENDPOINT_URL`), come from the environment, never
+from a recipe.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ NUM_CONNECTIONS = 16
 RETRIED_FOR_S = 30.0
 """Time limit in seconds for retries in Google's storage library, whose own limit is 15 minutes."""
 RETRIED_WITHOUT_CREDENTIALS_S = 5.0
-"""Time limit in seconds for retries in Google's storage library without credentials. Only Google's machines provide
-credentials then."""
+"""Time limit in seconds for retries without credentials, which only Google's machines provide then."""
 DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE_DOES_NOT_MATCH|EXPIRED_TOKEN|UNAUTHENTICATED|PERMISSION_DENIED"
     r"|UNAUTHORIZED|FORBIDDEN|\b40[13]\b|[Cc]redential|Authorization|AuthenticationException|Base64",
@@ -91,10 +90,7 @@ class Bucket:
                 return dict(sorted(zip(files, pool.map(self.look_at, files.values()), strict=True)))
 
     def look_at(self, path: str) -> StoredObject:
-        """Return the current size and tag of an object in a bucket, to see whether it has changed.
-
-        Raises pyarrow's errors, and DownloadError for a malformed answer.
-        """
+        """Return an object's current size and tag; pyarrow's errors, and DownloadError for a malformed answer."""
         with self.filesystem.open_input_file(path) as stream:
             num_bytes, tag = stream.size(), _tag(stream.metadata())
         if num_bytes < 0 or not tag:
@@ -106,10 +102,7 @@ class Bucket:
         return StoredObject(path, num_bytes, tag)
 
     def _name(self, path: str) -> str:
-        """Return an object's name relative to the prefix that was opened.
-
-        Raises DownloadError if the server lists an object elsewhere.
-        """
+        """Return an object's name below the opened prefix; raise DownloadError if it is elsewhere."""
         name = path.removeprefix(f"{self.path}/")
         if name == path:
             raise DownloadError(
@@ -175,9 +168,9 @@ def _check(bucket: Bucket, pointer: Pointer) -> None:
 
 
 def check_listening(address: str, limit_s: float) -> None:
-    """Raise TransientError if the server of an S3 bucket accepts no connection within `limit_s` seconds.
+    """Raise TransientError if an S3 server accepts no connection within `limit_s` seconds.
 
-    pyarrow looks for one for six seconds, and lets no process end meanwhile.
+    pyarrow tries for six seconds, and lets no process end meanwhile.
     """
     provider, _, path = address.partition("://")
     if provider != "s3":
@@ -192,10 +185,7 @@ def check_listening(address: str, limit_s: float) -> None:
 
 
 def _tag(metadata: Mapping[str | bytes, Any]) -> str:
-    """Return the tag that changes with an object's content: its ETag or generation number; empty if it has none.
-
-    The time of the last change is no such thing: two contents within a second have the same.
-    """
+    """Return an object's ETag or generation number, else ""; two contents within a second have the same time."""
     values = {_text(name).lower(): _text(value).strip('"') for name, value in metadata.items()}
     return values.get("etag") or values.get("generation") or ""
 

@@ -1,9 +1,7 @@
 """HTTP requests to untrusted servers, with limits on size, time and decompression, checked JSON, and retries.
 
-In: an `Expected`, which says what may arrive, and a request of httpx, aiohttp or the standard library. Out: an
-`Answer`, whose JSON is checked against a pydantic type. No redirect is followed: a key would go to another host. The
-key of a server that others run is read here, too (`key_in`).
-Imports none of the HTTP libraries that it reads from.
+An `Expected` says what may arrive; an `Answer`'s JSON is checked against a pydantic type. No redirect is followed: a
+key would go to another host. Imports none of the HTTP libraries that it reads from (httpx, aiohttp).
 
 Retries wait ever longer, or as long as the server asks, a few times in a row. Not tenacity: its count of attempts
 cannot start again when a transfer progresses between two failures.
@@ -68,10 +66,7 @@ def number_in(header: str) -> int | None:
 
 
 def key_in(variable: str | None, field: str) -> str:
-    """Return the API key in an environment variable; empty if no variable is named, for servers that need none.
-
-    field: field of the recipe that names the variable. Raises RecipeError where the variable is not set.
-    """
+    """Return the API key in an environment variable, "" if none is named; RecipeError if `field`'s is not set."""
     if not variable:
         return ""
     key = os.environ.get(variable, "")
@@ -92,11 +87,8 @@ class AnswerModel(BaseModel):
 class Expected:
     """Limits of an HTTP answer (size, total time), with the server's name and the error class for messages.
 
-    - server: such as `the judge at https://…`
-    - max_bytes: of the body, decompressed
-    - total_s: from the connection to the last byte
-    - error: class of errors that are the server's fault
-    - key: sent with the request, and never shown
+    server: such as `the judge at https://…`. max_bytes: of the decompressed body. total_s: from the connection to the
+    last byte. error: class of errors that are the server's fault. key: sent with the request, and never shown.
     """
 
     server: str
@@ -116,10 +108,7 @@ class Expected:
         return quoted(redact(text, [self.key]) if self.key else text, QUOTED_CHARACTERS)
 
     def parsed(self, body: bytes, shape: type[Shape]) -> Shape:
-        """Return an HTTP body's JSON, validated as the type `shape`.
-
-        Raises the error class `error` for anything else.
-        """
+        """Return a body's JSON, validated as `shape`; raise the error class `error` for anything else."""
         try:
             # Not the `json` module: it takes NaN, lone surrogates and any nesting that the stack has room for.
             return TypeAdapter(shape).validate_python(from_json(body, allow_inf_nan=False), strict=True)
@@ -146,10 +135,7 @@ class Answer:
         return 200 <= self.status < 300
 
     def check(self) -> Self:
-        """Return this HTTP response if its status is a success (2xx).
-
-        Otherwise raise an error of the class that `expected` names.
-        """
+        """Return this answer if its status is a success (2xx); else raise an error of `expected`'s class."""
         if self.is_success:
             return self
         raise self.refusal()
@@ -171,7 +157,7 @@ class Answer:
 class BodyReader:
     """Decompressor of an HTTP body that arrives in chunks, with a limit on the decompressed size.
 
-    Raises `Expected.error` when the body is larger than expected, or is no gzip. cuts: cut a larger body instead.
+    Raises `Expected.error` for a larger body (`cuts`: cut instead), or no gzip.
     """
 
     def __init__(self, expected: Expected, headers: Mapping[str, str], *, cuts: bool = False) -> None:
@@ -223,10 +209,7 @@ class EventReader(Generic[Shape]):
         self._is_over = False
 
     def add(self, chunk: bytes) -> Iterator[Shape]:
-        """Yield the events that the next chunk of an HTTP body completes.
-
-        Raises the error of `Expected` for a malformed one.
-        """
+        """Yield the events that the next chunk completes; raise the error of `Expected` for a malformed one."""
         lines = self._body.add(chunk).split(b"\n")
         for line in lines[:-1]:
             event, self._line = bytes(self._line + line), bytearray()
@@ -331,8 +314,7 @@ def opened_directly(
 ) -> Iterator[http.client.HTTPResponse]:
     """Send an HTTP request with Python's standard library, without proxies: POST if there is a body, else GET.
 
-    `read_s`: time limit of each read in seconds.
-    Raises OSError and http.client.HTTPException for a server that does not answer.
+    read_s: limit of each read. Raises OSError and http.client.HTTPException for a server that does not answer.
     """
     import http.client
 
@@ -349,10 +331,7 @@ def opened_directly(
 
 
 def read_directly(expected: Expected, response: http.client.HTTPResponse) -> Answer:
-    """Read a response from `opened_directly` to its end and return it.
-
-    Raises the error of `expected` if it exceeds limits.
-    """
+    """Read a response from `opened_directly` to its end; raise the error of `expected` beyond its limits."""
     return _read(expected, response.status, dict(response.getheaders()), direct_chunks(response))
 
 
@@ -376,8 +355,8 @@ def httpx_client(**options: Any) -> httpx.Client:
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
     """Send an HTTP request with httpx and return the whole response, within limits of size and time (`expected`).
 
-    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for a server that does not answer, and
-    `Expected.error` for an answer out of bounds.
+    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for no answer, `Expected.error` for one out
+    of bounds.
     """
     headers = {**ACCEPTED, **request.pop("headers", {})}
     with Deadline(expected.total_s) as deadline:
@@ -435,9 +414,9 @@ def check_status(status: int, headers: Mapping[str, str], doing: str, token_vari
 
 
 def check_part(response: httpx.Response, start: int, size_bytes: int, doing: str) -> None:
-    """Check the headers of a download: the server must send a file of `size_bytes` bytes from byte `start` on.
+    """Raise DownloadError unless the server sends a file of `size_bytes` bytes from byte `start` on.
 
-    A whole file may come without a length; then its reader counts. Raises DownloadError.
+    A whole file may come without a length; then its reader counts.
     """
     if response.status_code == HTTPStatus.PARTIAL_CONTENT:
         content_range = response.headers.get("content-range", "")

@@ -3,8 +3,8 @@
 Not huggingface_hub's filesystem: that asks for each block by itself, which the hub counts against its limit of
 requests, and does not look whether a mirror sends something else than the hub lists.
 
-Every byte that is read is vouched for: by the digest that the hub listed, where a file is read from its beginning to
-its end, or by the digest that an answer names. A file of which neither can be said is refused.
+Every byte is vouched for by the digest that the hub listed, where a file is read from its beginning to its end, or by
+the digest that an answer names; else it is refused.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ class _HubFile(io.RawIOBase):
         self._chunks = response.iter_raw()
 
     def _names_digest(self, response: httpx.Response) -> bool:
-        """Return whether the server's headers, or those of its redirect, name the digest that the hub listed.
+        """Return whether headers, also of a redirect, name the hub's digest; raise DownloadError for another one.
 
-        The hub itself names a small file's, which is not in its storage, as ETag. Raises DownloadError for another one.
+        The hub itself names a small file's, which is not in its storage, as ETag.
         """
         headers = [answer.headers for answer in (*response.history, response)]
         digests = [one["x-linked-etag"] for one in headers if "x-linked-etag" in one]

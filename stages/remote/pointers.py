@@ -1,7 +1,7 @@
 """Pointer files, which stand for remote files: each holds an address, with size and tag when the download was planned.
 
-`train.jsonl.pointer` is opened like `train.jsonl`: what is read of it comes over the network, and nothing of it is
-written to disk. Credentials are the environment's, as they are for downloads.
+`train.jsonl.pointer` is opened like `train.jsonl`, over the network, without writes to disk. Credentials are the
+environment's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ MODULES = {
     "az": "stages.remote.buckets",
     "hf": "stages.remote.hub_file",
 }
-"""Name of the module that opens remote files, by the scheme of their address. It is imported late, since that takes a
-second."""
+"""Module that opens remote files, by the scheme of their address; a late import, as it takes a second."""
 
 Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 
@@ -35,8 +34,8 @@ Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 class Pointer(StrictModel):
     """Pointer to a remote file: its address, size, and a tag that changes with its content.
 
-    - address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`
-    - tag: changes with the content: an ETag, the number of a generation, or the digest that a hub lists
+    address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`. tag: an ETag, generation number, or listed
+    digest.
     """
 
     address: str
@@ -74,8 +73,8 @@ def size_bytes(path: Path) -> int:
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a local file, or the remote file that a pointer file stands for, for reading at any position.
 
-    Raises DownloadError where the remote file is gone, may not be read, or has changed, also while it is read;
-    TransientError when the server does not answer.
+    Raises DownloadError where it is gone, may not be read, or has changed, also meanwhile; TransientError for no
+    answer.
     """
     if not is_pointer(path):
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Reward by tests: 1 where the code in a completion passes the tests in its dataset row within limits, else 0.
 
-This is the parent of the sandbox, which starts and watches `code_program.py`, the child that confines itself.
+This parent of the sandbox starts and watches `code_program.py`, the child that confines itself.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ class CodeReward(CompletionReward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Prove that the sandbox works, and yield the function that scores completions.
-
-        Raises ResourceError where the machine cannot confine code.
-        """
+        """Prove that the sandbox works (else ResourceError), and yield the function that scores completions."""
         # the reward itself on code that tries to break out: it passes only if every call was refused
         passed, answer = self._passes(PROBE, ("assert True",))
         if not Path("/proc/self/io").is_file():
@@ -163,10 +160,7 @@ class CodeReward(CompletionReward):
 
 
 def _code_in(text: str) -> str:
-    """Return the last block of Python in a completion, or all of the text where there is none.
-
-    Line by line: a regular expression for a whole block takes quadratic time.
-    """
+    """Return a completion's last Python block, else all; by lines, as a pattern of blocks takes quadratic time."""
     code = text
     block: list[str] | None = None
     for line in text.split("\n"):

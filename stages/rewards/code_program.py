@@ -1,13 +1,13 @@
 """Program of the code sandbox: confines its own process, then runs a model's code with tests in it.
 
 `python -m stages.rewards.code_program LIMITS`; LIMITS is JSON: `cpu_s`, `memory_bytes`, `file_bytes`. Standard input is
-JSON: `code`, `tests` (texts), and `word`, which is written to the original standard output when all tests have
-passed: code that ends the process early has not passed. Where the limits cannot be set, the reason is written instead,
-and nothing is run.
+JSON: `code`, `tests` (texts), and `word`, which is written to the original standard output when all tests have passed:
+code that ends the process early has not passed. Where the limits cannot be set, the reason is written instead, and
+nothing is run.
 
-The code starts no other process and no thread, opens no connection, and writes only to its first working folder. It
-reads Python and the system's libraries, and no other process's environment. Files are confined by Landlock, which needs
-no privileges (Linux 5.13 and later; https://docs.kernel.org/userspace-api/landlock.html), system calls by seccomp
+The code starts no other process and no thread, opens no connection, writes only to its first working folder, and reads
+Python and the system's libraries, but no other process's environment. Files are confined by Landlock, which needs no
+privileges (Linux 5.13 and later; https://docs.kernel.org/userspace-api/landlock.html), system calls by seccomp
 (https://man7.org/linux/man-pages/man2/seccomp.2.html) through libseccomp, which knows the calls of each architecture.
 Standard library only: other programs that run people's code import this module, too.
 """
@@ -40,28 +40,23 @@ PERMITTED = """
 """
 """System calls that model-written code may make: those of programs that compute, and read and write files.
 
-Left out are those that open connections, start processes or threads, make folders, touch other processes or the rights
-of files, or let files grow without being written (`fallocate`, shared mappings).
-"""
+Not those that open connections, start processes or threads, make folders, touch other processes or the rights of files,
+or let files grow without being written (`fallocate`, shared mappings)."""
 FCNTL_COMMANDS = (
     *(fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL),
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW, fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
 )
-"""Commands of the system call fcntl that the sandbox permits. It also permits F_SETFL without the flag O_ASYNC.
+"""Commands of fcntl that the sandbox permits, besides F_SETFL without O_ASYNC.
 
 Others (F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE) make the kernel send signals, SIGKILL included, to any process of the
-user.
-"""
+user."""
 IOCTL_COMMANDS = (0x5450, 0x5451, 0x5421)
-"""Commands of the system call ioctl that the sandbox permits: FIONCLEX, FIOCLEX, FIONBIO, by which Python sets flags of
-descriptors.
+"""Commands of ioctl that the sandbox permits: FIONCLEX, FIOCLEX, FIONBIO, by which Python sets flags of descriptors.
 
-FIOSETOWN and FIOASYNC do what F_SETOWN does.
-"""
+FIOSETOWN and FIOASYNC do what F_SETOWN does."""
 NAMELESS = os.O_TMPFILE & ~os.O_DIRECTORY
 WRITING = os.O_ACCMODE | NAMELESS
-"""Flags of the system call open(2) that the sandbox checks; a nameless file (O_TMPFILE) would escape the limits on its
-folder."""
+"""Flags of open(2) that are checked; a nameless file (O_TMPFILE) would escape the limits on its folder."""
 READ_WITHOUT_TRUNCATION = WRITING | os.O_TRUNC
 """Flags of open(2) that the sandbox checks for reading: O_TRUNC too, as Landlock before Linux 6.2 allows truncation."""
 SHARING = mmap.MAP_SHARED | mmap.MAP_PRIVATE
@@ -85,10 +80,7 @@ class Comparison(ctypes.Structure):
 
 
 def permit_computing_only() -> None:
-    """Make every system call that computing does not need fail with EPERM in this process from now on.
-
-    Raises OSError where there is no seccomp or no libseccomp.
-    """
+    """Make system calls that computing does not need fail with EPERM from now on; OSError without seccomp."""
     library = ctypes.CDLL("libseccomp.so.2")
     # a pointer: by default ctypes cuts results to 32 bits
     library.seccomp_init.restype = ctypes.c_void_p
@@ -159,10 +151,7 @@ def landlock_version() -> int:
 
 
 def hide_other_processes() -> None:
-    """Keep this process from reading the memory and environment of all other running processes.
-
-    Raises OSError where there is no Landlock.
-    """
+    """Keep this process from other processes' memory and environment; raise OSError without Landlock."""
     _restrict(struct.pack("Q", MAKE_DEVICE), {})  # any rule makes a domain, which sees no process outside it
     _drop_capabilities(CAP_SYS_ADMIN, CAP_PERFMON)  # with which root would see them all the same
 
@@ -170,9 +159,9 @@ def hide_other_processes() -> None:
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
     """Restrict this process by Landlock to files beneath these paths; missing paths are ignored.
 
-    Where the kernel can, no TCP port is opened either, and no signal is sent to processes outside this restriction.
-    Landlock does not cover owners, modes and times of files, nor before Linux 6.2 their length: system calls that
-    change these must be refused too. Raises OSError where there is no Landlock.
+    Where the kernel can, no TCP port is opened either, and no signal sent beyond this restriction. Landlock does not
+    cover owners, modes and times of files, nor before Linux 6.2 their length: such system calls must be refused too.
+    Raises OSError where there is no Landlock.
     """
     known = landlock_version()
     # Only rights that this kernel knows: it refuses a ruleset with an unknown bit.

@@ -1,7 +1,6 @@
 """Program that checks texts against a JSON Schema: `python -m stages.rewards.json_schema_program CPU_SECONDS`.
 
-A question has `schema` and `text`; the answer is whether the text is JSON that the schema describes. Patterns of a
-schema, its references to itself, and long lists of unique items may take any amount of time.
+A question has `schema` and `text`. Patterns, references to itself, and long lists of unique items may take any time.
 """
 
 from __future__ import annotations

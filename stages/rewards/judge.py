@@ -81,14 +81,13 @@ class JudgeConfig(StrictModel, ABC):
     template: str | None = Field(
         None,
         min_length=1,
-        description="Question to the judge: a text with {prompt} and {completion}, or with {prompt}, {first} and "
-        "{second} to compare; also {reference}, {least}, {largest}. It must ask for an answer that ends "
-        "with `Rating: NUMBER` or `Better: A`; default: a built-in question.",
+        description="Question to the judge: a text with {prompt} and {completion}, or {prompt}, {first} and {second} "
+        "to compare; also {reference}, {least}, {largest}. It must ask for an end `Rating: NUMBER` or "
+        "`Better: A`; default: a built-in one.",
     )
     max_requests: PositiveInt = Field(
         10_000,
-        description="Limit on the number of requests to the judge; judging that needs more is refused before "
-        "the first request.",
+        description="Limit on requests to the judge; judging that needs more is refused before the first.",
     )
     max_tokens: PositiveInt = Field(512, description="Largest number of tokens in one answer of the judge.")
     timeout_s: Seconds = Field(120.0, description="Time limit of one request to the judge, in seconds.")
@@ -182,8 +181,8 @@ class JudgeReward(JudgeConfig, Reward):
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         """Ask the judge about a trivial answer, to see that it works, and yield the function that scores completions.
 
-        Raises ServerError for a server that refuses, or whose model answers a trial with prose; TransientError for a
-        server that does not answer; RecipeError for an environment variable that is not set.
+        Raises ServerError for a refusal, or prose; TransientError for no answer; RecipeError for an unset environment
+        variable.
         """
         with AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
             judge.try_out()
@@ -202,11 +201,9 @@ BETTER = re.compile(
     r"(?(1)[^\w\n]*$|(?=[^\w\n/&?]*$|[*_\"'`)\]]*\s?[.,;:!(–—-]))",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Pattern of a judge's decision between two answers, such as "Better: A". The colon is required, since "Answer B is
-better. A is wrong." does not decide for A.
+"""Pattern of a judge's decision, "Better: A"; not of "Answer B is better. A is wrong.", which lacks the colon.
 
-At the beginning of a line a remark may follow the verdict; within a line it must be the end.
-"""
+At the beginning of a line a remark may follow the verdict; within a line it must be the end."""
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
 """Question and answer that any judge can rate, to test that a judge works."""
 TOKENS = ("prompt", "completion")
@@ -218,10 +215,7 @@ Tokens = dict[str, int]
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """One answer of a judge: its text, and the rating in it.
-
-    number: its rating or verdict; None where it has none, though the judge was asked again.
-    """
+    """One answer of a judge. number: its rating or verdict; None where it has none, though asked again."""
 
     text: str
     number: float | None
@@ -229,11 +223,7 @@ class JudgeAnswer:
 
 @dataclass(frozen=True)
 class Opinion:
-    """Judge's score for one completion, with the texts of the answers that it is computed from.
-
-    score: None where the judge gave no number.
-    answers: the judge's texts, one for each question.
-    """
+    """Judge's score for one completion, None without a number. answers: the judge's texts, one for each question."""
 
     score: float | None
     answers: tuple[str, ...]
@@ -241,10 +231,7 @@ class Opinion:
 
 @dataclass
 class AskedJudge:
-    """Judge in use: the connection to its server, and the answers that it has given already.
-
-    answered: answers by the messages asked, as JSON.
-    """
+    """Judge in use: the connection to its server. answered: answers by the messages asked, as JSON."""
 
     config: JudgeConfig
     http: httpx.Client
@@ -273,27 +260,22 @@ class AskedJudge:
                 pool.shutdown(cancel_futures=True)
 
     def try_out(self) -> None:
-        """Ask the judge about a trivial answer, to see that it works; nothing is stored.
-
-        Raises as `JudgeReward.opened` does.
-        """
+        """Ask the judge about a trivial answer, storing nothing; raises as `JudgeReward.opened` does."""
         for messages in self._questions(TRIAL):
             self._number(messages, keep=False)
 
     def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
         """Return the judge's score of each completion, asking for those that it has not judged yet.
 
-        Raises DataError for more requests than `max_requests`, and at a completion that the judge gives no number;
-        ServerError, TransientError.
+        Raises DataError beyond `max_requests`, and at a completion without a number; ServerError, TransientError.
         """
         self._check_cost(completions)
         # starts all at once, and yields in the order of the completions
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Return the judge's score of each completion, with its answers.
+        """Return the judge's score of each completion, None without a number, and its answers.
 
-        The score is None where the judge gave no number.
         Otherwise raises as `scores` does.
         """
         self._check_cost(completions)
@@ -342,10 +324,7 @@ class AskedJudge:
         ]
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
-        """Ask the judge, and return its rating or its choice between two answers as a number.
-
-        Raises DataError if it gives none after several requests.
-        """
+        """Return the judge's rating or choice as a number; raise DataError if several requests give none."""
         answer = self._answer_to(messages, keep=keep)
         if answer.number is None:
             raise DataError(
@@ -391,8 +370,7 @@ class AskedJudge:
     def _answer(self, messages: Messages) -> tuple[str, Tokens]:
         """Send one request to the judge, repeating it while the server is busy; return its text and token usage.
 
-        Raises ServerError for a refusal, TransientError when the server is gone, DataError for more requests than
-        `max_requests`.
+        Raises ServerError for a refusal, TransientError when the server is gone, DataError beyond `max_requests`.
         """
         import httpx  # a recipe is read without it
 
@@ -436,10 +414,7 @@ class AskedJudge:
 
 
 def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
-    """Yield a judge's scores of all completions, unless too many of them are missing.
-
-    Raises DataError as soon as more than `max_fraction` of them have no number.
-    """
+    """Yield a judge's scores of all completions; raise DataError once more than `max_fraction` are missing."""
     unjudged: list[Opinion] = []
     for opinion in judge.opinions(completions):
         unjudged += [opinion] if opinion.score is None else []

@@ -15,11 +15,7 @@ Named = tuple[str, Completion]
 
 @dataclass(frozen=True)
 class Judgement:
-    """Rewards of one completion, by name, and their weighted sum.
-
-    rewards: each reward by the recipe's name for it.
-    total: their weighted sum.
-    """
+    """Rewards of one completion, by the recipe's names. total: their weighted sum."""
 
     rewards: Mapping[str, float]
     total: float
@@ -32,8 +28,8 @@ Judge = Callable[[Sequence[Named]], list[Judgement]]
 def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[Judge]:
     """Open all rewards of a recipe, and yield the function that scores completions by them.
 
-    Raises a LifecycleError that names the reward which cannot work. The function raises DataError for a completion that
-    cannot be judged, and for a number that is not finite or not within the reward's bounds.
+    Raises a LifecycleError that names a reward which cannot work; the function a DataError for a completion that cannot
+    be judged, and a number that is not finite or out of bounds.
     """
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(_opened(name, reward, context)) for name, reward in rewards.items()}
@@ -51,10 +47,7 @@ def judging(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[J
 
 
 def opening_problems(rewards: Mapping[str, Reward], context: RewardContext) -> Iterator[tuple[str, LifecycleError]]:
-    """Open each reward once, and yield the name and error of those that cannot work, such as with a missing file.
-
-    Each reward is opened once.
-    """
+    """Open each reward once; yield name and error of those that cannot work, such as with a missing file."""
     for name, reward in rewards.items():
         try:
             with reward.opened(name, context):

@@ -17,8 +17,7 @@ from stages.rewards.reward import AskingReward, Completion, RowCheck
 GRACE_S = 1.0
 """Seconds beyond the math program's own time limit before it is killed, for a step that it cannot interrupt."""
 MAX_ENDLESS_ROWS = 5
-"""Largest number of dataset rows whose right answer may time out before the check of rows stops. Each such row costs
-the whole time limit."""
+"""Largest number of dataset rows whose right answer may take the whole time limit before the check stops."""
 
 
 class MathReward(AskingReward):
@@ -80,8 +79,5 @@ class MathReward(AskingReward):
         return {"right": 1.0, "no answer": self.no_answer}.get(outcome, 0.0)
 
     def _answer(self, program: Program, **question: str | None) -> Any:
-        """Ask the math program to compare a completion with the right answer, or to parse a right answer.
-
-        Raises TimeoutError.
-        """
+        """Ask the math program to compare a completion, or to parse a right answer; raise TimeoutError."""
         return program.ask_hostile(question, self.timeout_s + GRACE_S)

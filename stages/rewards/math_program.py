@@ -1,8 +1,7 @@
 """Program that compares a model's answers with right ones: `python -m stages.rewards.math_program CPU_SECONDS`.
 
-A question has the model's `text` and the right answer, `reference`; the answer is `right`, `wrong` or `no answer`. A
-question without a text asks whether the right answer is mathematics. Some formulas never end, or take any amount of
-memory.
+A question has `text` and `reference`; the answer is `right`, `wrong` or `no answer`. Without a text: whether the
+reference is mathematics. Some formulas never end, or take any amount of memory.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ def begin() -> Callable[[dict[str, str]], str | bool]:
 
 
 def reference_in(text: str) -> list[Any]:
-    """Return all values that a reference answer can be parsed as; empty if it is no number or formula.
-
-    The library looks for formulas between marks, and for numbers elsewhere: a bare formula is put between marks.
-    """
+    """Return all values of a reference answer, or []; a bare formula is put between the library's marks."""
     from math_verify import parse
 
     bare = not MARKED.search(text) and not WORDS.search(text)

@@ -90,10 +90,7 @@ class PythonReward(CompletionReward):
             ) from error
 
     def _answer(self, answered: Callable[[], Any]) -> Any:
-        """Return the result of `answered`, a request to the process that runs the reward function.
-
-        Raises DataError for an error, and for no answer in time.
-        """
+        """Return a request's result from the reward function's process; DataError for an error or no answer in time."""
         try:
             return answered()
         except TimeoutError as error:

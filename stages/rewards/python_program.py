@@ -1,7 +1,7 @@
 """Program that calls an author's reward function: `python -m stages.rewards.python_program FILE FUNCTION`.
 
-A question is a completion; the answer is the score, whatever the function returned. The function cannot reach the
-environment nor the memory of the stage, which has keys of servers.
+A question is a completion; the answer is what the function returned, without access to the environment or memory of the
+stage, which has keys of servers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ ARGUMENTS = ("prompt", "completion", "reference", "row")
 
 
 def begin(file: str, function: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the author's file and return a function that calls its reward function.
-
-    Raises RefusedError if there is none.
-    """
+    """Import the author's file and return a caller of its reward function; RefusedError if there is none."""
     with contextlib.suppress(OSError):  # without Landlock, which the stage warns of
         code_program.hide_other_processes()
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it

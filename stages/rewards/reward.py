@@ -1,7 +1,6 @@
 """Protocol of rewards: recipe configs that judge a model's answers by a number.
 
-A new reward is a module and a line in `registry.py`. A reward's config is light, as all configs are; what it needs to
-judge is opened when it judges.
+A new reward is a module and a line in `registry.py`. Its config is light; what it needs is opened when it judges.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from stages.data.messages import Document
 class Completion:
     """A model's answer with its prompt and dataset row, as rewards judge it.
 
-    prompt: text that the model was asked, special tokens included.
-    reference: the right answer, where the dataset has one.
-    row: the row of the dataset.
-    document: the prompt before the model's chat template rendered it.
+    prompt: special tokens included. reference: the right answer, where the dataset has one. document: the prompt before
+    the chat template.
     """
 
     prompt: str
@@ -39,23 +36,18 @@ class Completion:
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]
-"""Function that yields the reward of each completion, in their order.
-
-Raises DataError at the completion that cannot be judged.
-"""
+"""Function that yields each completion's reward, in order; DataError at one that cannot be judged."""
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str | None]
-"""Function that checks whether an answer to a dataset row could be judged. It gets the row's right answer and the row,
-and returns the reason why not, or None."""
+"""Function of a row's right answer and the row: the reason why no answer to it could be judged, or None."""
 
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Resources that a stage provides to its rewards: input artifacts, a folder for files, and a way to warn.
+    """Resources that a stage provides to its rewards.
 
-    inputs: stage name → folder of its artifact.
-    kept: folder, made when needed, whose files belong to the artifact and outlive a kill.
-    warn: reports a warning to people.
+    inputs: stage name → artifact folder. kept: folder, made when needed, whose files belong to the artifact and outlive
+    a kill. warn: reports a warning.
     """
 
     inputs: Mapping[str, Path]
@@ -74,10 +66,9 @@ class Reward(StrictModel, ABC):
 
     @abstractmethod
     def opened(self, name: str, context: RewardContext) -> contextlib.AbstractContextManager[Scores]:
-        """Open the programs or servers that the reward needs, and yield the function that scores completions.
+        """Open what the reward (`name` in the recipe) needs, and yield the function that scores completions.
 
-        `name` is the recipe's name for it. Raises a LifecycleError for something missing, such as a server that does
-        not answer.
+        Raises a LifecycleError for something missing, such as a server that does not answer.
         """
 
     @property
@@ -91,10 +82,7 @@ class Reward(StrictModel, ABC):
 
     @contextlib.contextmanager
     def row_checks(self) -> Iterator[RowCheck]:
-        """Yield the reward's function that checks dataset rows (`row_problem`).
-
-        Programs that it needs stay open for many rows.
-        """
+        """Yield the function that checks rows (`row_problem`); its programs stay open for many."""
         yield self.row_problem
 
     def custom_code(self) -> str | None:

@@ -20,10 +20,9 @@ class RewardModelReward(Reward):
 
     @contextlib.contextmanager
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
-        """Yield the function that scores completions by the reward model.
+        """Yield the reward model's scoring function; weights are read with the first completions and stay in memory.
 
-        Its weights are read with the first completions and stay in memory. Raises ModelError for a model without
-        exactly one number per answer, or without a usable tokenizer.
+        Raises ModelError for a model without exactly one number per answer, or without a usable tokenizer.
         """
         folder = context.inputs[self.model] / FOLDER
         from stages.models.start_up import hide_unused_packages

@@ -21,8 +21,7 @@ from stages.models.recorded import noted_date
 from stages.rewards.reward import Completion
 
 BATCH_TOKENS = 8192
-"""Number of tokens, padding included, up to which a batch for the reward model is filled; a longer text is scored
-alone."""
+"""Tokens, padding included, up to which a reward model's batch is filled; a longer text is scored alone."""
 
 
 class Scorer:
@@ -36,10 +35,7 @@ class Scorer:
         self._tokenizer = DocumentTokenizer(folder, None, "all", template_date=date)
 
     def __call__(self, completions: Sequence[Completion]) -> Iterator[float]:
-        """Yield the reward model's score of each completion.
-
-        Raises DataError for a completion that cannot be encoded.
-        """
+        """Yield each completion's score; raise DataError for one that cannot be encoded."""
         encoded = [self._encoded(completion) for completion in completions]
         scores = iter(self._scores([tokens for tokens in encoded if not isinstance(tokens, DataError)]))
         for tokens in encoded:
@@ -69,7 +65,6 @@ class Scorer:
         return [int(token) for token in tokens.ids]
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
-        """Return the reward model's scores of rows of token ids, in the order of the rows."""
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # equal lengths need little padding
         scores: dict[int, float] = {}
         while order:

@@ -37,9 +37,8 @@ def ask_all(
 ) -> None:
     """Send completion requests, `concurrent` at a time; pass each answer to `keep` as it arrives.
 
-    requests: pairs of a job, which is any value that identifies the request, and the request's body.
-    Raises ServerError for a request that is refused, TransientError when the server is gone, or gives no answer at all
-    for `stall_s` seconds.
+    requests: pairs of any identifying value and a body. Raises ServerError for a request that is refused,
+    TransientError when the server is gone, or gives no answer at all for `stall_s` seconds.
     """
     asyncio.run(_ask_all(client, requests, concurrent, keep, stall_s))
 
@@ -103,10 +102,7 @@ PromptSample = tuple[int, int]
 
 
 class Sample(StrictModel):
-    """Sampled completion of a prompt, as it is stored.
-
-    prompt: number of the prompt; truncated: whether the completion was cut off at `max_tokens`.
-    """
+    """Sampled completion of a prompt (by number), as stored. truncated: cut off at `max_tokens`."""
 
     prompt: int
     sample: int
@@ -125,10 +121,8 @@ def sample_all(
 ) -> list[Sample]:
     """Sample `num_samples` completions of each prompt (token ids), and return them in the order of the prompts.
 
-    kept: file that each completion is appended to; completions in it are not asked for again. report(done, all): called
-    after each.
-
-    Raises ServerError for a request that is refused, TransientError when the server is gone.
+    kept: file that each completion is appended to; those in it are not asked for again. report(done, all): called after
+    each. Raises ServerError for a request that is refused, TransientError when the server is gone.
     """
     samples = {(sample.prompt, sample.sample): sample for sample in _read(kept)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]

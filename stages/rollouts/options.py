@@ -1,7 +1,4 @@
-"""Options of making prompts from a dataset's rows, and of sampling completions.
-
-Importing them does not import torch.
-"""
+"""Options of making prompts from a dataset's rows, and of sampling completions; without an import of torch."""
 
 from __future__ import annotations
 
@@ -17,13 +14,9 @@ from stages.rewards.reward import Reward
 class PromptOptions:
     """Options of making prompts from a dataset's rows.
 
-    An option that is None is taken from the row or the model's folder.
-    limit: number of rows, from the first on.
-    reference: column of the right answer.
-    reference_field: the recipe's field that names this column, for messages.
-    system: system message for chats that have none.
-    rewards: rewards by name; some need the right answer.
-    columns: name in the rows → name that formats have.
+    None: taken from the row or the model's folder. limit: number of rows, from the first on. reference: column of the
+    right answer. reference_field: the recipe's field that names this column, for messages. system: message for chats
+    that have none. rewards: by name; some need the right answer. columns: name in the rows → name that formats have.
     """
 
     split: str
@@ -40,11 +33,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of sampling completions of a dataset's prompts.
-
-    max_tokens: of each completion.
-    seed: of all completions; each gets its own seed from it.
-    """
+    """Options of sampling completions of prompts. max_tokens: of each. seed: from which each gets its own."""
 
     num_samples: int
     max_tokens: int

@@ -27,9 +27,7 @@ NUM_NAMED = 10
 class AskedPrompt:
     """Prompt of a dataset row, rendered as the model gets it.
 
-    place: of the row.
-    text: rendered by the chat template.
-    token_ids: the same as tokens, as the server gets them.
+    place: of the row. text: by the chat template. token_ids: the same, as the server gets it.
     """
 
     place: RowLocation
@@ -47,8 +45,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
     tokenizer_folder: of the model that is asked. Raises DataError, with the bad rows, for rows that are no prompts or
-    lack what a reward needs, such as the right answer, and for a dataset without rows; ModelError for a folder without
-    a usable tokenizer.
+    lack what a reward needs, or no rows; ModelError for a folder without a usable tokenizer.
     """
     # the recipe's date, that of the model's training, or a fixed one: never today's, which would change the prompts
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
@@ -96,10 +93,7 @@ class _Rows:
     def __init__(
         self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
     ) -> None:
-        """Create the reader that makes prompts from dataset rows.
-
-        checks: each reward's check of rows, by the reward's name.
-        """
+        """Create the maker of prompts. checks: each reward's check of rows, by the reward's name."""
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer
@@ -107,10 +101,7 @@ class _Rows:
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
     def asked(self, place: RowLocation, row: object) -> AskedPrompt:
-        """Return the rendered prompt of a row.
-
-        Raises RowError for a row that is no prompt or lacks what a reward needs.
-        """
+        """Return a row's rendered prompt; RowError if it is none or lacks what a reward needs."""
         prompt = self._reader.read(row)
         for name, reward in self._options.rewards.items():
             if reward.NEEDS_REFERENCE and prompt.reference is None:

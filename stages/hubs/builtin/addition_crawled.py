@@ -1,7 +1,7 @@
 """Dataset `builtin/addition-crawled`: addition problems with known faults, such as copies, to test data curation.
 
 Beside `NUM_GOOD` good rows: exact copies, copies that are written otherwise, problems that the task `addition` asks,
-and addresses of people. What a curation should do to each is known, so it can be seen whether it does.
+and addresses of people.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ NUM_WITH_ADDRESS = 50
 
 
 def make(folder: Path) -> None:
-    """Write the dataset: good rows mixed with faulty ones (copies, leaked test problems, e-mail addresses).
-
-    The order of the rows is always the same.
-    """
+    """Write the dataset in one order: good rows and faulty ones (copies, leaked test problems, e-mail addresses)."""
     split = split_problems()
     good = split.train[:NUM_GOOD]
     rows = [_row(problem) for problem in good[NUM_WITH_ADDRESS:]]

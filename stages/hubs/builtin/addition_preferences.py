@@ -1,6 +1,6 @@
 """Dataset `builtin/addition-preferences`: addition problems, each with the right sum and a plausible wrong one.
 
-Rows are conversational preferences: `prompt`, `chosen` and `rejected` are lists of messages.
+`prompt`, `chosen` and `rejected` are lists of messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Catalog of the models and datasets that this project generates itself (`builtin/NAME`), without network.
 
-Light on purpose: a recipe is checked against its catalog before anything heavy is imported. A maker is a module with a
-function `make(folder: Path) -> None`.
+Light: every recipe is checked against it. A maker is a module with a function `make(folder: Path) -> None`.
 """
 
 from __future__ import annotations

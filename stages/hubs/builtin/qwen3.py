@@ -1,8 +1,8 @@
 """Model `builtin/qwen3-1m`: a randomly initialised Qwen3 of 0.8 million parameters, with tokenizer and chat template.
 
 The tokenizer is a byte-level BPE, so that it can encode any text; its merges are learnt from the chats of
-`builtin/addition`, where a whole exchange takes 14 to 17 tokens. Digits are always tokens of their own: sums are
-learnt digit by digit. All dims are multiples of 32 with an even number of groups of 32, as 4-bit kernels want them.
+`builtin/addition`, where an exchange takes 14 to 17 tokens. Digits are always tokens of their own: sums are learnt
+digit by digit. All dims are multiples of 32 with an even number of groups of 32, as 4-bit kernels want them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make(folder: Path) -> None:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer of exactly `VOCABULARY_SIZE` tokens, filled up with reserved ones.
 
-    The reserved ones leave no id that an untrained model could produce and the tokenizer could not decode.
+    So no id that an untrained model may produce cannot be decoded.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,7 +1,6 @@
 """Rules about what the Megatron-core engine supports: its kinds of parallelism and its model families.
 
-Errors are layouts that it cannot run, warnings those that are rarely wise. What a family's weights are called is for
-`stages.engines.megatron.families`.
+Errors are layouts that it cannot run, warnings those that are rarely wise.
 """
 
 from __future__ import annotations
@@ -130,9 +129,9 @@ def check_family(family: str) -> None:
 
 
 def bubble_fraction(pp: int, vpp: int, num_micro_batches: int) -> float:
-    """Return the share of a training step in which a pipeline stage waits for others, if all are equally fast.
+    """Return the share of a step in which a pipeline stage waits, all equally fast: (p - 1) / (v m + p - 1).
 
-    (p - 1) / (v m + p - 1) of the whole step: Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
+    Narayanan et al. 2021, section 2.2, give (p - 1) / (v m) of the rest.
     """
     return (pp - 1) / (vpp * num_micro_batches + pp - 1)
 
@@ -152,7 +151,7 @@ def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
 
 
 def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield an error if context and sequence parallelism cannot divide a packed row into equal parts.
+    """Yield an error if a packed row cannot be divided into equal parts.
 
     Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
     """

@@ -1,7 +1,7 @@
 """Registry of the rules about what each training engine supports, by engine name.
 
-A new engine is a module beside this one, its name in `layout.py`, and a line here.
-Its costs are registered in `stages.planner.engines.registry`, the engine itself in `stages.engines.registry`.
+A new engine is a module beside this one, its name in `layout.py`, a line here, and one in
+`stages.planner.engines.registry` and `stages.engines.registry`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ def engines_with(feature: Feature) -> str:
 
 
 def lacked_feature(engine: EngineName, feature: Feature, option: str) -> list[str]:
-    """Return the error for a recipe option that needs a feature which the engine lacks.
-
-    An empty list means no error.
-    """
+    """Return the error, in a list, for a recipe option that needs a feature which the engine lacks; else []."""
     why = RULES[engine].lacks.get(feature)
     return [] if why is None else [needs_other_engine(option, engine, engines_with(feature), why)]
 

@@ -1,6 +1,6 @@
 """Base class of the rules about what a training engine supports; needs neither the engine's libraries nor torch.
 
-An engine states only where it differs from the base, which supports every option, device and model.
+The base supports every option, device and model; an engine states only where it differs.
 """
 
 from __future__ import annotations
@@ -31,22 +31,17 @@ class EngineRules:
     """True if the engine builds models itself, of known families only; False if it runs Transformers' code."""
 
     def has(self, feature: Feature) -> bool:
-        """Return whether the engine has a feature, such as the optimizer Muon."""
         return feature not in self.lacks
 
     def supports_adapter_option(self, name: str) -> bool:
-        """Return whether the engine supports an option of `adapter:`."""
         return self.adapter_options is None or name in self.adapter_options
 
     def refuses_device(self, torch_type: str) -> str | None:
-        """Return why the engine cannot train on this kind of device; None if it can.
-
-        torch_type: `torch.device.type`.
-        """
+        """Return why the engine cannot train on devices of this `torch.device.type`; None if it can."""
         return None
 
     def missing_package(self, precision: str) -> str | None:
-        """Return an error that says which package the precision needs, and how to install it; None if none is missing.
+        """Return which package the precision lacks, and how to install it, or None.
 
         Packages that only the device's own machine can look for are left to the engine.
         """
@@ -65,10 +60,7 @@ class EngineRules:
         yield from ()
 
     def device_errors(self, torch_type: str, layout: Layout, precision: str, shape: ModelShape) -> Iterator[str]:
-        """Yield errors of a parallel layout on this kind of device, given the packages that are installed here.
-
-        torch_type: `torch.device.type`.
-        """
+        """Yield errors of a layout on devices of this `torch.device.type`, given the packages installed here."""
         yield from ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
@@ -76,8 +68,5 @@ class EngineRules:
         yield from ()
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:
-        """Return the sizes of a model from its config, if the engine can train the model.
-
-        Raises ModelError for sizes that are unknown, and for a model that the engine would compute differently.
-        """
+        """Return a model's sizes; ModelError if unknown, or the engine would compute the model differently."""
         return facts.shape
