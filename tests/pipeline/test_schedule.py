@@ -99,7 +99,7 @@ def test_a_refresh_is_called_after_its_recipe_however_it_was_started(worker_home
 
 
 def test_missed_runs_do_not_pile_up(worker_home, nightly):
-    """Of runs missed while servers were down, only the latest starts; the one before is superseded, others missed."""
+    """Only the latest of runs missed while servers were down starts; the one before is superseded, others missed."""
     runs = worker_home.miss_nights("nightly")
     assert len(runs) >= 2
     ended = [worker_home.ended(run, num_tries=0)["state"]["name"] for run in runs]
