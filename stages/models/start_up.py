@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import transformers
-from transformers import utils
-from transformers.utils import import_utils
+
+class _Distributions(dict[str, list[str]]):
+    """Names of installed distributions by package; all are listed, in 0.2 s, when Transformers asks for a rare one."""
+
+    list_all = staticmethod(metadata.packages_distributions)
+
+    def get(self, package: str, default: Any = None) -> Any:
+        if package in ("torch", "accelerate") and any(metadata.distributions(name=package)):
+            return [package]
+        if not self:
+            self.update(self.list_all())
+        return super().get(package, default)
+
+
+metadata.packages_distributions = _Distributions
+try:
+    import transformers
+    from transformers import utils
+    from transformers.utils import import_utils
+finally:
+    metadata.packages_distributions = _Distributions.list_all
 
 AUTO_FACTORY = "transformers.models.auto.auto_factory"
 

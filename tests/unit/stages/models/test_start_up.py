@@ -28,11 +28,16 @@ assert find_spec("sklearn") and find_spec("scipy") and find_spec("torchao")
 """
 TOKENIZERS = """
 import sys
-from stages.models.start_up import hide_unused_packages, import_tokenizers
+from importlib.metadata import packages_distributions
+from stages.models.start_up import hide_unused_packages, import_tokenizers, import_utils
+packages = ("torch", "accelerate", "yaml", "PIL")
 hide_unused_packages()
 import_tokenizers()
 from transformers import AutoTokenizer
 assert not {"transformers.generation.utils", "transformers.modeling_utils", "torch._dynamo"} & {*sys.modules}
+distributions = import_utils.PACKAGE_DISTRIBUTION_MAPPING
+assert not distributions, "listed before a rare one is asked for"
+assert [distributions.get(name) for name in packages] == [packages_distributions()[name] for name in packages]
 
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.models.auto import auto_factory
