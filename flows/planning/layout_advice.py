@@ -25,7 +25,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import ENGINES, EngineName, Layout
 from stages.parallel.legality import layout_errors
-from stages.planner.adapted import LowRank
+from stages.planner.adapted import PlannedAdapter
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
 from stages.planner.search import Candidate, SearchResult, estimate, safest_first, search
@@ -147,11 +147,11 @@ def _hardware(options: LayoutOptions) -> Hardware:
     return shared_cpu(machine, options.num_gpus)
 
 
-def _adapter(of_recipe: LowRank | None, rank: int | None) -> LowRank | None:
+def _adapter(of_recipe: PlannedAdapter | None, rank: int | None) -> PlannedAdapter | None:
     """Return the LoRA adapter to plan for: the recipe's, with `--lora-rank`'s rank, or one on all linear layers."""
     if rank is None:
         return of_recipe
-    return replace(of_recipe, rank=rank) if of_recipe else LowRank(rank)
+    return replace(of_recipe, rank=rank) if of_recipe else PlannedAdapter(rank)
 
 
 def _check_positive(options: LayoutOptions) -> None:

@@ -16,7 +16,7 @@ from pydantic import (
 
 from stages.core.fields import AddedLater, NonNegativeFp32, PositiveFp32, StrictModel
 from stages.core.patterns import LIMIT_S, is_endless_on_names
-from stages.planner.adapted import LowRank
+from stages.planner.adapted import PlannedAdapter
 
 BasePrecision = Literal["bf16", "fp32", "nf4", "int8"]
 Initialization = Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16", "olora", "eva"]
@@ -103,9 +103,9 @@ class AdapterConfig(StrictModel):
         return round(self.rank * self.eva_rho) if self.init == "eva" else self.rank
 
     @property
-    def for_planner(self) -> LowRank:
+    def for_planner(self) -> PlannedAdapter:
         """Options of the adapter that decide memory and time, for the planner."""
-        return LowRank(**{one.name: getattr(self, one.name) for one in fields(LowRank)})
+        return PlannedAdapter(**{one.name: getattr(self, one.name) for one in fields(PlannedAdapter)})
 
     @field_validator("target_modules")
     @classmethod

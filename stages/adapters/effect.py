@@ -125,7 +125,7 @@ def idle_experts(adapter: Adapter) -> str | None:
     )
 
 
-def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
+def split_experts(factor: Tensor, num_experts: int, name: str) -> Tensor:
     """Split a LoRA factor that holds all experts of a layer by expert.
 
     A [experts × rank, in] becomes [experts, rank, in], B [out, rank × experts] becomes [experts, out, rank].
@@ -136,6 +136,6 @@ def of_each_expert(factor: Tensor, num_experts: int, name: str) -> Tensor:
     return factor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
 
 
-def experts_together(factors: Tensor, name: str) -> Tensor:
-    """Join the LoRA factors of a layer's experts into the one tensor that PEFT stores. Inverse of `of_each_expert`."""
+def join_experts(factors: Tensor, name: str) -> Tensor:
+    """Join the LoRA factors of a layer's experts into the one tensor that PEFT stores. Inverse of `split_experts`."""
     return factors.flatten(0, 1) if name == "A" else factors.permute(1, 2, 0).flatten(1)

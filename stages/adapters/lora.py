@@ -90,7 +90,7 @@ def read_start(folder: Path, base: Path) -> Adapter:
     return adapter
 
 
-def go_on_with(causal_lm: Any, adapter: Adapter) -> None:
+def load_trained_adapter(causal_lm: Any, adapter: Adapter) -> None:
     """Copy a trained adapter into the model's LoRA parameters; ModelError for other layers or sizes."""
     given = _parameters(adapter)
     learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}

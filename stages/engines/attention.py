@@ -84,7 +84,7 @@ def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callab
 
 
 @dataclass(frozen=True)
-class Scoring:
+class AttentionOptions:
     """Options by which architectures change attention: scale, dropout, sliding window, soft cap and sinks."""
 
     scaling: float | None
@@ -121,7 +121,7 @@ def packed_attention(
     if documents is None or position_bias is not None:
         missing = "does not pass on where documents end" if documents is None else "adds a bias to its scores"
         raise ModelError(f"{type(module).__name__} {missing}: this architecture cannot be trained on packed documents")
-    scoring = Scoring(scaling, dropout, sliding_window, softcap, s_aux)
+    scoring = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
     # [rows, heads, sequence, head_width] → [rows × sequence, heads, head_width]
     queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     attend = _flash_attention if _has_flash_kernel(queries, values, scoring) else _bucketed_attention
@@ -129,13 +129,15 @@ def packed_attention(
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _has_flash_kernel(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+def _has_flash_kernel(query: Tensor, value: Tensor, scoring: AttentionOptions) -> bool:
     half_on_gpu = of_device(query.device).has_flash_kernel and query.dtype in (torch.bfloat16, torch.float16)
     plain = not scoring.dropout and scoring.softcap is None and scoring.sinks is None
     return half_on_gpu and plain and query.shape[2] == value.shape[2] <= FLASH_HEAD_WIDTH
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring) -> Tensor:
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: AttentionOptions
+) -> Tensor:
     """Compute attention over packed documents by flash kernels; tensors are [tokens, heads, head_width]."""
     boundaries, longest = documents.boundaries, documents.longest
     # -1: no limit. A window counts the token itself, `varlen_attn` only those before it.
@@ -164,7 +166,7 @@ def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
 
 
 def _bucketed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: Scoring
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scoring: AttentionOptions
 ) -> Tensor:
     """Compute attention by torch's SDPA, over documents padded in buckets of similar length.
 
@@ -183,7 +185,7 @@ def _bucketed_attention(
     return unpad_documents(torch.cat(outputs), documents)
 
 
-def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: AttentionOptions) -> Tensor:
     """Compute attention of documents padded to one length; tensors are [documents, heads, length, head_width]."""
     length, window = query.shape[2], scoring.window_tokens
     if scoring.softcap is not None or scoring.sinks is not None:
@@ -202,7 +204,7 @@ def _padded_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
     )
 
 
-def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, scoring: AttentionOptions) -> Tensor:
     """Compute attention of soft-capped scores or with sinks, which no fused kernel in torch supports, step by step."""
     num_documents, num_heads, length, width = query.shape
     # Grouped queries: consecutive query heads share the key and value head that is repeated for them.

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from stages.models.shape import ModelShape
 
 
-class Place(Enum):
+class LayerRole(Enum):
     """Place of a linear layer in a transformer layer; layers of one have the same input, and one matrix in Megatron."""
 
     INTO_ATTENTION = "into attention"
@@ -28,7 +28,7 @@ class Place(Enum):
     @property
     def cuts_inputs(self) -> bool:
         """Return whether tensor parallelism cuts a layer's inputs rather than its outputs."""
-        return self in (Place.OUT_OF_ATTENTION, Place.OUT_OF_FFN)
+        return self in (LayerRole.OUT_OF_ATTENTION, LayerRole.OUT_OF_FFN)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Linear:
     """Linear layer of a Transformers model: its name, its place in the transformer layer, and its sizes."""
 
     name: str
-    place: Place
+    place: LayerRole
     inputs: int
     outputs: int
 
@@ -46,7 +46,7 @@ class StackedParameter:
     """Parameter in a mixture-of-experts layer: one matrix [outputs, inputs] per expert, or the router's matrix."""
 
     name: str
-    place: Place
+    place: LayerRole
     inputs: int
     outputs: int
     num_experts: int
@@ -58,7 +58,7 @@ class _Names:
     """Names of modules in a model family. Names inside a transformer layer follow the layer's number."""
 
     layer: str
-    places: dict[Place, tuple[str, ...]]
+    places: dict[LayerRole, tuple[str, ...]]
     norms: tuple[str, ...]
     embedding: str
     final_norm: str
@@ -67,10 +67,10 @@ class _Names:
 _LLAMA = _Names(
     "model.layers",
     {
-        Place.INTO_ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        Place.OUT_OF_ATTENTION: ("self_attn.o_proj",),
-        Place.INTO_FFN: ("mlp.gate_proj", "mlp.up_proj"),
-        Place.OUT_OF_FFN: ("mlp.down_proj",),
+        LayerRole.INTO_ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        LayerRole.OUT_OF_ATTENTION: ("self_attn.o_proj",),
+        LayerRole.INTO_FFN: ("mlp.gate_proj", "mlp.up_proj"),
+        LayerRole.OUT_OF_FFN: ("mlp.down_proj",),
     },
     ("input_layernorm", "post_attention_layernorm"),
     "model.embed_tokens",
@@ -80,10 +80,10 @@ _FAMILIES = {
     "gpt2": _Names(
         "transformer.h",
         {
-            Place.INTO_ATTENTION: ("attn.c_attn",),
-            Place.OUT_OF_ATTENTION: ("attn.c_proj",),
-            Place.INTO_FFN: ("mlp.c_fc",),
-            Place.OUT_OF_FFN: ("mlp.c_proj",),
+            LayerRole.INTO_ATTENTION: ("attn.c_attn",),
+            LayerRole.OUT_OF_ATTENTION: ("attn.c_proj",),
+            LayerRole.INTO_FFN: ("mlp.c_fc",),
+            LayerRole.OUT_OF_FFN: ("mlp.c_proj",),
         },
         ("ln_1", "ln_2"),
         "transformer.wte",
@@ -92,10 +92,10 @@ _FAMILIES = {
     "opt": _Names(
         "model.decoder.layers",
         {
-            Place.INTO_ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            Place.OUT_OF_ATTENTION: ("self_attn.out_proj",),
-            Place.INTO_FFN: ("fc1",),
-            Place.OUT_OF_FFN: ("fc2",),
+            LayerRole.INTO_ATTENTION: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            LayerRole.OUT_OF_ATTENTION: ("self_attn.out_proj",),
+            LayerRole.INTO_FFN: ("fc1",),
+            LayerRole.OUT_OF_FFN: ("fc2",),
         },
         ("self_attn_layer_norm", "final_layer_norm"),
         "model.decoder.embed_tokens",
@@ -104,10 +104,10 @@ _FAMILIES = {
     "bloom": _Names(
         "transformer.h",
         {
-            Place.INTO_ATTENTION: ("self_attention.query_key_value",),
-            Place.OUT_OF_ATTENTION: ("self_attention.dense",),
-            Place.INTO_FFN: ("mlp.dense_h_to_4h",),
-            Place.OUT_OF_FFN: ("mlp.dense_4h_to_h",),
+            LayerRole.INTO_ATTENTION: ("self_attention.query_key_value",),
+            LayerRole.OUT_OF_ATTENTION: ("self_attention.dense",),
+            LayerRole.INTO_FFN: ("mlp.dense_h_to_4h",),
+            LayerRole.OUT_OF_FFN: ("mlp.dense_4h_to_h",),
         },
         ("input_layernorm", "post_attention_layernorm"),
         "transformer.word_embeddings",
@@ -116,10 +116,10 @@ _FAMILIES = {
     "mpt": _Names(
         "transformer.blocks",
         {
-            Place.INTO_ATTENTION: ("attn.Wqkv",),
-            Place.OUT_OF_ATTENTION: ("attn.out_proj",),
-            Place.INTO_FFN: ("ffn.up_proj",),
-            Place.OUT_OF_FFN: ("ffn.down_proj",),
+            LayerRole.INTO_ATTENTION: ("attn.Wqkv",),
+            LayerRole.OUT_OF_ATTENTION: ("attn.out_proj",),
+            LayerRole.INTO_FFN: ("ffn.up_proj",),
+            LayerRole.OUT_OF_FFN: ("ffn.down_proj",),
         },
         ("norm_1", "norm_2"),
         "transformer.wte",
@@ -133,13 +133,16 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
     """Return the linear layers of one transformer layer, with their names in Transformers."""
     names = _FAMILIES.get(shape.family, _LLAMA)
     hidden, queries, kv, ffn = shape.hidden_size, shape.query_width, shape.kv_width, shape.ffn_size
-    attention = {Place.INTO_ATTENTION: (hidden, (queries, kv, kv)), Place.OUT_OF_ATTENTION: (queries, (hidden,))}
-    feed_forward = {Place.INTO_FFN: (hidden, (ffn, ffn)), Place.OUT_OF_FFN: (ffn, (hidden,))}
+    attention = {
+        LayerRole.INTO_ATTENTION: (hidden, (queries, kv, kv)),
+        LayerRole.OUT_OF_ATTENTION: (queries, (hidden,)),
+    }
+    feed_forward = {LayerRole.INTO_FFN: (hidden, (ffn, ffn)), LayerRole.OUT_OF_FFN: (ffn, (hidden,))}
     sizes = attention if shape.is_mixture(layer) else {**attention, **feed_forward}
     layers = []
     for place, (inputs, outputs) in sizes.items():
         called = names.places[place]
-        if len(called) == 1 and place is Place.INTO_ATTENTION:
+        if len(called) == 1 and place is LayerRole.INTO_ATTENTION:
             # Families with one matrix for queries, keys and values.
             outputs = (sum(outputs),)
         for name, width in zip(called, outputs, strict=False):  # without a gate only one matrix leads in
@@ -155,9 +158,9 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
     mlp = f"{_FAMILIES.get(shape.family, _LLAMA).layer}.{layer}.mlp"
     inward = (2 if shape.gated_ffn else 1) * width  # gate and up side by side
     return (
-        StackedParameter(f"{mlp}.experts.gate_up_proj", Place.INTO_FFN, hidden, inward, number),
-        StackedParameter(f"{mlp}.experts.down_proj", Place.OUT_OF_FFN, width, hidden, number),
-        StackedParameter(f"{mlp}.gate.weight", Place.INTO_FFN, hidden, number, 1, is_router=True),
+        StackedParameter(f"{mlp}.experts.gate_up_proj", LayerRole.INTO_FFN, hidden, inward, number),
+        StackedParameter(f"{mlp}.experts.down_proj", LayerRole.OUT_OF_FFN, width, hidden, number),
+        StackedParameter(f"{mlp}.gate.weight", LayerRole.INTO_FFN, hidden, number, 1, is_router=True),
     )
 
 
@@ -171,8 +174,8 @@ def module_parameters(shape: ModelShape) -> dict[str, int]:
             parameters[f"{names.layer}.{layer}.{norm}"] = shape.norm_parameters
         for linear in linear_layers(shape, layer):
             bias = {
-                Place.INTO_ATTENTION: shape.qkv_bias,
-                Place.OUT_OF_ATTENTION: shape.output_bias,
+                LayerRole.INTO_ATTENTION: shape.qkv_bias,
+                LayerRole.OUT_OF_ATTENTION: shape.output_bias,
             }.get(linear.place, shape.ffn_bias)
             parameters[linear.name] = linear.outputs * (linear.inputs + bias)  # a bias counts as one more input
         if shape.qk_norm:

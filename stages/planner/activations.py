@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from stages.models.linear_layers import Place
+from stages.models.linear_layers import LayerRole
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
@@ -39,22 +39,22 @@ def kept_bytes_per_token(case: StepCase) -> float:
     casts = workload.in_few_bits and software.casts_at_products
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
-    inputs = dict.fromkeys(Place, 1.0) if casts else _kept_inputs(shape, workload)
+    inputs = dict.fromkeys(LayerRole, 1.0) if casts else _kept_inputs(shape, workload)
     # Bytes that a norm keeps of each value: fused, its input; eager, a copy in fp32 and, where its weight learns,
     # another in the precision of training.
     of_norm = 0 if software.fused_elementwise else 4
     of_norm += size if software.fused_elementwise or workload.adapter is None else 0
     # Bytes per token that tensor parallelism does not divide (unless along the sequence): two norms and the inputs of
     # products.
-    unsplit = hidden * (2 * of_norm + into_products * (inputs[Place.INTO_ATTENTION] + inputs[Place.INTO_FFN]))
+    unsplit = hidden * (2 * of_norm + into_products * (inputs[LayerRole.INTO_ATTENTION] + inputs[LayerRole.INTO_FFN]))
     # Two dropout masks of one byte.
     unsplit += 2 * hidden if software.dropout else 0
-    split = _ffn_bytes_per_token(shape, size, into_products, inputs[Place.OUT_OF_FFN], software, workload)
+    split = _ffn_bytes_per_token(shape, size, into_products, inputs[LayerRole.OUT_OF_FFN], software, workload)
     unsplit += 2 * size * shape.latent_width  # as they come, and as the next products have them
     # Fused attention keeps queries and its output, keys and values, and the rotary part of queries and keys.
     split += 2 * size * (shape.query_width + shape.kv_width + shape.rotary_width)
     # The output projection's input once more, in 8 bits.
-    split += shape.query_width * inputs[Place.OUT_OF_ATTENTION] if workload.in_few_bits and not casts else 0
+    split += shape.query_width * inputs[LayerRole.OUT_OF_ATTENTION] if workload.in_few_bits and not casts else 0
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
     if not software.flash_attention and layout.recompute == "none":
         # Korthikanti et al. 2022: 2 bytes of softmax for each score; dropout adds a mask of one byte and its 2-byte
@@ -111,14 +111,14 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
     return merged_experts(case.shape, adapter) if adapter and case.engine.merges_experts else ()
 
 
-def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[Place, float]:
+def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[LayerRole, float]:
     """Return by place the share of layers that keep linear inputs for backward; 0 with adapter dropout.
 
     Adapters then keep their own dropped-out inputs.
     """
     if workload.adapter is None:
-        return dict.fromkeys(Place, 1.0)
-    return dict.fromkeys(Place, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
+        return dict.fromkeys(LayerRole, 1.0)
+    return dict.fromkeys(LayerRole, 0.0) if workload.adapter.dropout else input_shares(shape, workload.adapter)
 
 
 def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float:

@@ -13,8 +13,8 @@ from typing import Literal
 from stages.models.adapter_targets import FORMER_NAMES, AdapterTargets, is_saved
 from stages.models.flops import ModelFlops
 from stages.models.linear_layers import (
+    LayerRole,
     Linear,
-    Place,
     StackedParameter,
     linear_layers,
     module_parameters,
@@ -26,7 +26,7 @@ from stages.planner.partition import PipelineStage, RankParameters, pipeline_sta
 
 
 @dataclass(frozen=True)
-class LowRank:
+class PlannedAdapter:
     """LoRA adapter as the planner sees it: the fields of a recipe's `adapter:` block that affect memory or time."""
 
     rank: int
@@ -55,7 +55,7 @@ ROW_SCALE_BYTES = 4
 
 
 @lru_cache(maxsize=256)
-def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, ...], ...]:
+def adapted_layers(shape: ModelShape, adapter: PlannedAdapter) -> tuple[tuple[Linear, ...], ...]:
     """Return the linear layers that get an adapter, grouped by the model's transformer layers."""
     targets = _targets(shape, adapter)
     return tuple(
@@ -65,7 +65,9 @@ def adapted_layers(shape: ModelShape, adapter: LowRank) -> tuple[tuple[Linear, .
 
 
 @lru_cache(maxsize=256)
-def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
+def adapted_parameters(
+    shape: ModelShape, adapter: PlannedAdapter
+) -> tuple[tuple[tuple[StackedParameter, int], ...], ...]:
     """Return the stacked expert and router parameters that get an adapter, with their LoRA rank, by model layer."""
     targets = _targets(shape, adapter)
     return tuple(
@@ -78,13 +80,13 @@ def adapted_parameters(shape: ModelShape, adapter: LowRank) -> tuple[tuple[tuple
     )
 
 
-def _targets(shape: ModelShape, adapter: LowRank) -> AdapterTargets:
+def _targets(shape: ModelShape, adapter: PlannedAdapter) -> AdapterTargets:
     return AdapterTargets(adapter, FORMER_NAMES.get(shape.family, {}))
 
 
 @lru_cache(maxsize=65536)
 def trained_parameters(
-    shape: ModelShape, adapter: LowRank, joins_layers: bool, stage: PipelineStage, tp: int, vpp: int
+    shape: ModelShape, adapter: PlannedAdapter, joins_layers: bool, stage: PipelineStage, tp: int, vpp: int
 ) -> float:
     """Count the trainable parameters on one process rank of a pipeline stage, before data-parallel sharding.
 
@@ -98,7 +100,7 @@ def trained_parameters(
 
 @lru_cache(maxsize=65536)
 def trained_expert_parameters(
-    shape: ModelShape, adapter: LowRank, stage: PipelineStage, vpp: int, ep: int, etp: int
+    shape: ModelShape, adapter: PlannedAdapter, stage: PipelineStage, vpp: int, ep: int, etp: int
 ) -> float:
     """Count the trainable parameters in experts' adapters, on their experts' ranks, on one rank of a pipeline stage."""
     layers, share = _layers_of(shape, stage, vpp)
@@ -112,14 +114,14 @@ def trained_expert_parameters(
 
 
 @lru_cache(maxsize=256)
-def merged_experts(shape: ModelShape, adapter: LowRank) -> tuple[int, ...]:
+def merged_experts(shape: ModelShape, adapter: PlannedAdapter) -> tuple[int, ...]:
     """Return the number of weights of each expert parameter whose adapter is merged into it before use."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one, _ in layer if not one.is_router)
     return tuple(one.num_experts * one.inputs * one.outputs for one in adapted)
 
 
 @lru_cache(maxsize=256)
-def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
+def adapted_flops(shape: ModelShape, adapter: PlannedAdapter) -> ModelFlops:
     """Return the FLOPs per token of a model trained with an adapter, counting only the experts that a token visits."""
     added, saved = 0.0, 0.0
     for layer in range(shape.num_layers):
@@ -143,7 +145,7 @@ def adapted_flops(shape: ModelShape, adapter: LowRank) -> ModelFlops:
 
 
 def learning_parameters(
-    shape: ModelShape, joins_layers: bool, layout: Layout, adapter: LowRank | None, stage: PipelineStage
+    shape: ModelShape, joins_layers: bool, layout: Layout, adapter: PlannedAdapter | None, stage: PipelineStage
 ) -> RankParameters:
     """Count all trainable parameters on one process rank of a pipeline stage, before data-parallel sharding."""
     if adapter is None:
@@ -163,7 +165,9 @@ def _layers_of(shape: ModelShape, stage: PipelineStage, vpp: int) -> tuple[range
 
 
 @lru_cache(maxsize=65536)
-def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: int, compute_bytes: int) -> float:
+def joined_bytes(
+    shape: ModelShape, adapter: PlannedAdapter, stage: PipelineStage, tp: int, compute_bytes: int
+) -> float:
     """Return the extra bytes of LoRA adapters on linear layers that Megatron fuses (queries, keys, values; gate, up).
 
     A block mask says which A a row of B belongs to; mask and its product with B are [rows, fused layers × rank] each.
@@ -179,7 +183,7 @@ def joined_bytes(shape: ModelShape, adapter: LowRank, stage: PipelineStage, tp: 
 
 
 @lru_cache(maxsize=256)
-def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
+def saved_parameters(shape: ModelShape, adapter: PlannedAdapter) -> int:
     """Count the parameters of the modules that are trained in full beside the adapter (`modules_to_save`)."""
     if not adapter.modules_to_save:
         return 0
@@ -187,7 +191,7 @@ def saved_parameters(shape: ModelShape, adapter: LowRank) -> int:
 
 
 @lru_cache(maxsize=256)
-def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
+def input_shares(shape: ModelShape, adapter: PlannedAdapter) -> dict[LayerRole, float]:
     """Return by place the share of layers that train their linear layers, and so keep their inputs for backward."""
     learn = []
     for layer, adapted in enumerate(adapted_layers(shape, adapter)):
@@ -195,11 +199,11 @@ def input_shares(shape: ModelShape, adapter: LowRank) -> dict[Place, float]:
         stacked = {one.place for one in _learning_stacks(shape, adapter, layer) if not _is_dispatched_to(one)}
         # The experts' input is the dispatched tokens, which `dispatched_share` counts.
         learn.append({one.place for one in adapted} | saved | stacked)
-    return {place: sum(place in one for one in learn) / shape.num_layers for place in Place}
+    return {place: sum(place in one for one in learn) / shape.num_layers for place in LayerRole}
 
 
 @lru_cache(maxsize=256)
-def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
+def dispatched_share(shape: ModelShape, adapter: PlannedAdapter) -> float:
     """Return the share of mixture-of-experts layers whose experts are trained, so that they keep dispatched tokens."""
     learn = [any(map(_is_dispatched_to, _learning_stacks(shape, adapter, layer))) for layer in range(shape.num_layers)]
     # No mixture layers: 0 / 1.
@@ -207,23 +211,23 @@ def dispatched_share(shape: ModelShape, adapter: LowRank) -> float:
 
 
 @lru_cache(maxsize=256)
-def stacked_ranks(shape: ModelShape, adapter: LowRank) -> float:
+def stacked_ranks(shape: ModelShape, adapter: PlannedAdapter) -> float:
     """Count the activation values (A x) per token that experts' and routers' adapters keep, over all layers."""
     adapted = (one for layer in adapted_parameters(shape, adapter) for one in layer)
     return sum(rank * (1 if one.is_router else shape.experts_per_token) for one, rank in adapted)
 
 
-def _learning_stacks(shape: ModelShape, adapter: LowRank, layer: int) -> list[StackedParameter]:
+def _learning_stacks(shape: ModelShape, adapter: PlannedAdapter, layer: int) -> list[StackedParameter]:
     adapted = [one for one, _ in adapted_parameters(shape, adapter)[layer]]
     return adapted + [one for one in stacked_parameters(shape, layer) if adapter.saves(one.name)]
 
 
 def _is_dispatched_to(one: StackedParameter) -> bool:
-    return one.place is Place.INTO_FFN and not one.is_router
+    return one.place is LayerRole.INTO_FFN and not one.is_router
 
 
 @lru_cache(maxsize=256)
-def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
+def first_learning_layer(shape: ModelShape, adapter: PlannedAdapter) -> int:
     """Return the index of the first layer with trainable weights; earlier layers keep nothing for the backward pass."""
     if adapter.modules_to_save:  # such as the embedding, before them all
         return 0
@@ -232,7 +236,7 @@ def first_learning_layer(shape: ModelShape, adapter: LowRank) -> int:
 
 
 @lru_cache(maxsize=256)
-def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
+def frozen_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_bytes: int) -> float:
     """Return the bytes of the whole frozen base model as the FSDP engine stores it, before sharding."""
     other_bytes = {"bf16": 2, "fp32": 4}.get(adapter.base_precision or "", compute_bytes)
     linears = [one for layer in range(shape.num_layers) for one in linear_layers(shape, layer)]
@@ -243,7 +247,7 @@ def frozen_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> flo
 
 
 @lru_cache(maxsize=256)
-def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int) -> float:
+def gathered_layer_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_bytes: int) -> float:
     """Return the bytes of one whole layer with its adapter as FSDP gathers it; quantized weights stay packed."""
     # FSDP2 casts floating-point weights to the compute precision as it gathers them; packed bytes it leaves as they
     # are.
@@ -258,7 +262,7 @@ def gathered_layer_bytes(shape: ModelShape, adapter: LowRank, compute_bytes: int
     return (frozen + compute_bytes * (trained - outside)) / shape.num_layers
 
 
-def _layer_parameters(shape: ModelShape, adapter: LowRank, joins_layers: bool, layer: int, tp: int) -> float:
+def _layer_parameters(shape: ModelShape, adapter: PlannedAdapter, joins_layers: bool, layer: int, tp: int) -> float:
     linears = adapted_layers(shape, adapter)[layer]
     if joins_layers:
         places = {one.place for one in linears}

@@ -37,18 +37,18 @@ EAGER_PASSES = {"layer norm": 2, "rms norm": 3}
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTimes:
     """Seconds of one forward pass and of one backward pass, recomputation excluded."""
 
     forward_s: float
     backward_s: float
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+    def __add__(self, other: PassTimes) -> PassTimes:
+        return PassTimes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
-    def times(self, factor: float) -> Pass:
+    def times(self, factor: float) -> PassTimes:
         """Return forward and backward seconds, each multiplied by `factor`."""
-        return Pass(self.forward_s * factor, self.backward_s * factor)
+        return PassTimes(self.forward_s * factor, self.backward_s * factor)
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class LayerWork:
 class LayerTime:
     """Predicted seconds of one layer on one process rank, by kind of kernel, with the host's time to launch them."""
 
-    attention_core: Pass
-    products: Pass
-    elementwise: Pass
+    attention_core: PassTimes
+    products: PassTimes
+    elementwise: PassTimes
     host_s: float
     """Seconds that the host takes to launch the kernels of one forward pass."""
     host_is_device: bool = False
 
     @cached_property
-    def both(self) -> Pass:
+    def both(self) -> PassTimes:
         """Seconds of the layer's forward and backward pass, including the time to launch kernels.
 
         The host launches ahead but sometimes waits, so the slower of the two dominates and the faster adds some of its
@@ -98,9 +98,9 @@ class LayerTime:
         """
         busy = self.attention_core + self.products + self.elementwise
         if self.host_is_device:
-            return busy + Pass(self.host_s, 2 * self.host_s)
+            return busy + PassTimes(self.host_s, 2 * self.host_s)
         # Launches of the backward pass: twice those of the forward pass, as its kernels are.
-        return Pass(math.hypot(busy.forward_s, self.host_s), math.hypot(busy.backward_s, 2 * self.host_s))
+        return PassTimes(math.hypot(busy.forward_s, self.host_s), math.hypot(busy.backward_s, 2 * self.host_s))
 
 
 @lru_cache(maxsize=65536)
@@ -140,13 +140,13 @@ def _collective_launches(work: LayerWork) -> int:
 
 
 @lru_cache(maxsize=16384)
-def head_time(work: LayerWork, hardware: Hardware) -> Pass:
+def head_time(work: LayerWork, hardware: Hardware) -> PassTimes:
     """Return the seconds of the output head: matrix product with the (padded) vocabulary, and fp32 cross-entropy."""
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
     streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
-    return product + Pass(streaming_s, streaming_s)
+    return product + PassTimes(streaming_s, streaming_s)
 
 
 def memory_rate(hardware: Hardware) -> float:
@@ -181,13 +181,13 @@ def _aligned(dimension: float) -> float:
 
 def _product(
     hardware: Hardware, precision: PlannedPrecision, rows: float, depth: float, columns: float, frozen: bool = False
-) -> Pass:
+) -> PassTimes:
     """Return the seconds of a linear layer's forward and backward pass; frozen weights have no gradient to compute."""
     forward_s = matmul_s(hardware, precision, rows, depth, columns)
-    return Pass(forward_s, (1 if frozen else 2) * forward_s)
+    return PassTimes(forward_s, (1 if frozen else 2) * forward_s)
 
 
-def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
+def _attention_products(work: LayerWork, hardware: Hardware) -> PassTimes:
     shape = work.shape
     queries, keys_and_values = shape.query_width + shape.rotary_width, 2 * shape.kv_width
     # [inputs, outputs] of each product; tensor parallelism divides one of the two. First the output projection.
@@ -200,10 +200,10 @@ def _attention_products(work: LayerWork, hardware: Hardware) -> Pass:
     else:
         matrices.append((shape.hidden_size, (queries + keys_and_values) / work.tp))
     products = [_product(hardware, work.precision, work.tokens, *matrix, work.is_frozen) for matrix in matrices]
-    return sum(products, start=Pass(0.0, 0.0))
+    return sum(products, start=PassTimes(0.0, 0.0))
 
 
-def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
+def _dense_ffn(work: LayerWork, hardware: Hardware) -> PassTimes:
     shape, frozen = work.shape, work.is_frozen
     width = shape.ffn_size / work.tp
     # Gate and up are one product of twice the width.
@@ -212,7 +212,7 @@ def _dense_ffn(work: LayerWork, hardware: Hardware) -> Pass:
     return inward + _product(hardware, work.precision, work.tokens, width, shape.hidden_size, frozen)
 
 
-def _experts(work: LayerWork, hardware: Hardware) -> Pass:
+def _experts(work: LayerWork, hardware: Hardware) -> PassTimes:
     """Return the experts' seconds on one rank: grouped products, rows padded to tiles, and moves in memory."""
     shape = work.shape
     held = shape.num_experts / work.ep
@@ -225,10 +225,10 @@ def _experts(work: LayerWork, hardware: Hardware) -> Pass:
     products = inward + _product(hardware, work.precision, rows, width, shape.hidden_size, work.is_frozen)
     # Bytes of sorting tokens by expert, and of the way back: each reads and writes every row.
     moved = 4 * tokens * shape.hidden_size * work.size / memory_rate(hardware)
-    return products.times(1 / hardware.efficiency.grouped) + Pass(moved, moved)
+    return products.times(1 / hardware.efficiency.grouped) + PassTimes(moved, moved)
 
 
-def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
+def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
     shape = work.shape
     attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
     # Keys that a query meets on average: half of the row under the causal mask, else the whole window.
@@ -242,10 +242,10 @@ def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass
     share *= hardware.efficiency.attention_in_eight_bits if software.fp8_attention else 1.0
     rate = hardware.sustained_flops_per_s(precision) * share
     forward_s = flops / rate
-    return Pass(forward_s, BACKWARD_ATTENTION * forward_s)
+    return PassTimes(forward_s, BACKWARD_ATTENTION * forward_s)
 
 
-def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
+def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
     """Return the seconds of unfused attention: two batched matrix products, softmax and dropout over all scores."""
     shape = work.shape
     # No kernel skips the masked half here: every score of the square is computed and stored.
@@ -257,10 +257,10 @@ def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardw
     # The factor is in bytes for 16-bit scores; softmax, and dropout with its mask, pass over all of them.
     moved = scores * (13 if software.dropout else 8) * work.size / 2
     forward_s = max(products_s, 0.0) + moved / memory_rate(hardware)
-    return Pass(forward_s, 2 * forward_s)
+    return PassTimes(forward_s, 2 * forward_s)
 
 
-def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass:
+def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
     """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotary and casts."""
     shape = work.shape
     # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
@@ -276,4 +276,4 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s = moved / memory_rate(hardware)
-    return Pass(forward_s, 2 * forward_s)
+    return PassTimes(forward_s, 2 * forward_s)

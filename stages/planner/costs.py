@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from stages.models.shape import ModelShape
 from stages.parallel.layout import ENGINES, EngineName, Layout, RunConstraints
 from stages.planner.adapted import learning_parameters
-from stages.planner.compute import LayerTime, LayerWork, Pass
+from stages.planner.compute import LayerTime, LayerWork, PassTimes
 from stages.planner.hardware import Hardware
 from stages.planner.partition import PipelineStage, RankParameters
 from stages.planner.workload import ProgramTraits, Workload
@@ -140,7 +140,7 @@ class EngineCosts(ABC):
 
     @abstractmethod
     def data_parallel_s(
-        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
+        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
     ) -> float:
         """Return the seconds per optimizer step of data-parallel communication that is not hidden by compute."""
 

@@ -16,7 +16,7 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.activations import recomputed_products_share
 from stages.planner.adapted import adapted_flops
-from stages.planner.compute import LayerTime, Pass, head_time, layer_time, memory_rate
+from stages.planner.compute import LayerTime, PassTimes, head_time, layer_time, memory_rate
 from stages.planner.costs import TimedCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Hardware
@@ -67,9 +67,9 @@ class _LayerCost:
     """Predicted seconds of one layer for one micro-batch: compute, recomputation, communication by parallelism."""
 
     layer: LayerTime
-    tensor: Pass
-    context: Pass
-    expert: Pass
+    tensor: PassTimes
+    context: PassTimes
+    expert: PassTimes
     recompute_s: float
 
     @property
@@ -157,8 +157,8 @@ def _forward_pass_s(case: TimedCase) -> float:
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 
 
-def _head(case: TimedCase) -> Pass:
-    return Pass(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
+def _head(case: TimedCase) -> PassTimes:
+    return PassTimes(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
 
 
 def _model_flops(case: TimedCase) -> ModelFlops:
@@ -168,7 +168,7 @@ def _model_flops(case: TimedCase) -> ModelFlops:
     return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
 
 
-def _sum(both: Pass) -> float:
+def _sum(both: PassTimes) -> float:
     return both.forward_s + both.backward_s
 
 
@@ -190,32 +190,32 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
     return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
 
 
-def _tensor_parallel(case: TimedCase) -> Pass:
+def _tensor_parallel(case: TimedCase) -> PassTimes:
     """Return a layer's seconds per pass in tensor-parallel all-reduces, as far as they are not hidden by compute.
 
     Sequence parallelism replaces them by all-gathers and reduce-scatters of the same volume.
     """
     if case.layout.tp == 1:
-        return Pass(0.0, 0.0)
+        return PassTimes(0.0, 0.0)
     # Bytes of one hidden state. It is reduced twice in a pass: after attention and after the feed-forward block.
     message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
     seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
     exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
-    return Pass(seconds * exposed, seconds * exposed)
+    return PassTimes(seconds * exposed, seconds * exposed)
 
 
-def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
+def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
     """Return a layer's exposed seconds of context-parallel rings: keys and values forward, gradients backward."""
     cp = case.layout.cp
     if cp == 1:
-        return Pass(0.0, 0.0)
+        return PassTimes(0.0, 0.0)
     # Bytes of this rank's keys and values.
     message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
     reach = case.layout.tp * cp
     # The ring's longest hop sets its pace: from the last rank back to the first, (cp - 1) × tp ranks away.
     seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
     core = layer.attention_core
-    return Pass(
+    return PassTimes(
         # All but one of the cp blocks are computed while the next one is on its way.
         case.exposed_s(seconds, core.forward_s * (cp - 1) / cp),
         # Backward the keys and values go around again, with their gradients.
@@ -223,10 +223,10 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     )
 
 
-def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
+def _expert_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
     """Return a layer's seconds of sending tokens to their experts and back that are not hidden by compute."""
     if case.layout.ep == 1:
-        return Pass(0.0, 0.0)
+        return PassTimes(0.0, 0.0)
     shape = case.shape
     token_bytes = shape.hidden_size * case.workload.compute_bytes
     # Each tensor-parallel rank dispatches its own share of the tokens.
@@ -236,9 +236,9 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> Pass:
     seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
     mixture = shape.num_mixture_layers / shape.num_layers
     if not case.software.overlaps_experts:
-        return Pass(mixture * seconds, mixture * seconds)
+        return PassTimes(mixture * seconds, mixture * seconds)
     forward_s = case.exposed_s(seconds, layer.products.forward_s)
-    return Pass(mixture * forward_s, mixture * case.exposed_s(seconds, layer.products.backward_s))
+    return PassTimes(mixture * forward_s, mixture * case.exposed_s(seconds, layer.products.backward_s))
 
 
 def _pipeline_messages_s(case: TimedCase) -> float:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from stages.models.shape import ModelShape
-from stages.planner.adapted import LowRank
+from stages.planner.adapted import PlannedAdapter
 
 Precision = Literal["fp32", "bf16", "fp8"]
 """Precisions that the engines train in."""
@@ -18,7 +18,7 @@ OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
-class Passes:
+class ExtraPasses:
     """Additional forward passes that a training method computes, such as those of a reference model."""
 
     before_training: int = 0
@@ -46,11 +46,11 @@ class Workload:
     """Number of rows per optimizer step, over all processes."""
     precision: PlannedPrecision = "bf16"
     """Precision of training: bf16 with fp32 master weights; fp8 and fp4 with layers' products in 8 or 4 bits."""
-    passes: Passes = Passes()
+    passes: ExtraPasses = ExtraPasses()
     """Forward passes that the training method computes beside the one that is followed by a backward pass."""
     scores_documents: bool = False
     """True if the model ends in a single score instead of logits over the vocabulary, as a reward model does."""
-    adapter: LowRank | None = None
+    adapter: PlannedAdapter | None = None
     """Adapter that is trained while the base model is frozen; None: the whole model is trained."""
     optimizer: OptimizerName = "adamw"
     """Optimizer; muon keeps one moment instead of two for the layers' matrices (FSDP engine only)."""

@@ -18,11 +18,11 @@ from stages.core.errors import DataError
 from stages.models.known_models import gpt, known_model
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
-from stages.planner.adapted import LowRank
+from stages.planner.adapted import PlannedAdapter
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE, Hardware
 from stages.planner.memory import memory
-from stages.planner.workload import Passes, PlannedPrecision, ProgramTraits, Workload
+from stages.planner.workload import ExtraPasses, PlannedPrecision, ProgramTraits, Workload
 
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 COLUMNS = ("model", "layers", "hidden", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp", "gpus", "gpu")
@@ -220,7 +220,7 @@ def _run(cells: Cells) -> PublishedRun:
         sequence_length=cells.number_or("seq", DEFAULT_SEQUENCE_LENGTH),
         global_batch_size=cells.number_or("gbs", layout.data_parallel_size * layout.micro_batch_size),
         precision=precision_of(cells.text("precision")),
-        passes=Passes(before_training=int("dpo" in cells.text("kind").lower())),
+        passes=ExtraPasses(before_training=int("dpo" in cells.text("kind").lower())),
         adapter=_adapter(cells),
     )
     is_usual = software.flash_attention or cells.text("recompute").startswith("selective")
@@ -324,7 +324,7 @@ def _shards(cells: Cells, engine: EngineName, software: ProgramTraits, hardware:
     return dp
 
 
-def _adapter(cells: Cells) -> LowRank | None:
+def _adapter(cells: Cells) -> PlannedAdapter | None:
     """Return a run's LoRA adapter, if any; by default rank 16 on attention, as in NVIDIA's programs."""
     named = re.search(r"lora\D*(\d+)?", " ".join(cells.text(column).lower() for column in ("kind", "shard")))
     if not named:
@@ -332,7 +332,7 @@ def _adapter(cells: Cells) -> LowRank | None:
     if not named.group(1):
         cells.assumed.append(f"lora rank={USUAL_LORA_RANK}")
     cells.assumed.append("adapters on attention")
-    return LowRank(int(named.group(1) or USUAL_LORA_RANK), ATTENTION)
+    return PlannedAdapter(int(named.group(1) or USUAL_LORA_RANK), ATTENTION)
 
 
 def _micro_batch(cells: Cells, pp: int, dp: int) -> int:

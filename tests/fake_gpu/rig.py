@@ -140,9 +140,9 @@ def _fsdp_states(engine: Any) -> dict[str, Iterable[Tensor]]:
 
 def _megatron_states(engine: Any) -> dict[str, Iterable[Tensor]]:
     """Return the tensors that Megatron holds between steps, by class: parameters, gradient buffers, optimizer."""
-    from stages.engines.megatron.shards import local_shards
+    from stages.engines.megatron.optimizer_shards import local_optimizer_shards
 
-    shards = local_shards(engine._chunks, engine._shape, engine._adam.megatron)
+    shards = local_optimizer_shards(engine._chunks, engine._shape, engine._adam.megatron)
     parameters = [one for chunk in engine._chunks for one in chunk.parameters()]
     return {
         "parameters": parameters,

@@ -32,9 +32,9 @@ from tests.parity.megatron_cases import Case, cases, global_batches, train_confi
 prepare_megatron()
 from stages.engines.megatron.adapter import learned_factors  # noqa: E402
 from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
+from stages.engines.megatron.optimizer_shards import local_optimizer_shards  # noqa: E402
 from stages.engines.megatron.parallel import represents_share  # noqa: E402
-from stages.engines.megatron.parts import local_parts  # noqa: E402
-from stages.engines.megatron.shards import local_shards  # noqa: E402
+from stages.engines.megatron.parameter_shards import local_parameter_shards  # noqa: E402
 from stages.engines.megatron.weights import named_weights  # noqa: E402
 
 
@@ -155,10 +155,10 @@ def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
 def sharded_gradients(engine: Any) -> dict[Tensor, Tensor]:
     """Return the gradients of all parameters, assembled from the ranges that a sharded optimizer keeps on each rank."""
     engine._adam.grad_norm()  # gives the optimizer its ranges
-    found = local_parts(engine._chunks, engine._shape)
+    found = local_parameter_shards(engine._chunks, engine._shape)
     parts = [(part, parameter) for part, parameter in found if parameter.requires_grad]
     gradients = {part: torch.zeros(parameter.numel()) for part, parameter in parts}
-    for shard in local_shards(engine._chunks, engine._shape, engine._adam.megatron):
+    for shard in local_optimizer_shards(engine._chunks, engine._shape, engine._adam.megatron):
         gradients[shard.part][shard.start :][: shard.master.numel()] = shard.master.grad
     experts = [gradient for part, gradient in gradients.items() if part.rule.of_experts]
     dense = [gradient for part, gradient in gradients.items() if not part.rule.of_experts]

@@ -45,7 +45,7 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    reasons = reasons_against(causal_lm)
+    reasons = float8_exclusions(causal_lm)
     chosen = {name for name, reason in reasons.items() if not reason}
     counts = Counter(reason for reason in reasons.values() if reason)
     kept = ", ".join(f"{number} {reason}" for reason, number in counts.items()) or "none"
@@ -61,7 +61,7 @@ def multiply_in_eight_bits(causal_lm: Any, config: Float8LinearConfig) -> str:
     return f"{converted} linear layers multiply in 8 bits, with scales of {scales}; left in bf16: {kept}"
 
 
-def reasons_against(causal_lm: Any) -> dict[str, str | None]:
+def float8_exclusions(causal_lm: Any) -> dict[str, str | None]:
     """Return, by layer name, why a linear layer must stay in bf16; None for a layer that can multiply in 8 bits."""
     head = causal_lm.get_output_embeddings()
     routers = {id(part) for router in routers_of(causal_lm) for part in router.modules()}

@@ -29,7 +29,7 @@ from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, freeze_unused, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
-from stages.engines.fsdp.optimizer import build_optimizer, decayed_parameters, hold_in_bf16
+from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
@@ -100,7 +100,7 @@ class FsdpEngine:
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
         # Before sharding: FSDP2 keeps the dtype that it finds.
         if settings.low_precision.bf16_stochastic_round:
-            hold_in_bf16(self._model.causal_lm)
+            convert_to_bf16(self._model.causal_lm)
         # By the classes of modules, which FSDP2 changes.
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         self._parallelize(settings.layout, files, float8)
@@ -249,7 +249,14 @@ class FsdpEngine:
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Add the LoRA adapter before sharding; keep factors taken out of the base's weights for the export."""
         # PEFT takes half a second to import: only where there is an adapter.
-        from stages.adapters.lora import add_adapter, changed_weights, factors_of, go_on_with, merge_into, read_start
+        from stages.adapters.lora import (
+            add_adapter,
+            changed_weights,
+            factors_of,
+            load_trained_adapter,
+            merge_into,
+            read_start,
+        )
 
         causal_lm = self._model.causal_lm
         assert settings.adapter
@@ -264,16 +271,16 @@ class FsdpEngine:
             assert rows, "that are given to an engine whose adapter starts from them"
             directions = start_directions(self._model, settings.adapter, rows, self._folder, self._trust_remote_code)
         elif start and not self._merged and start.has_own_ranks:
-            # For their ranks alone: `go_on_with` sets the values.
+            # For their ranks alone: `load_trained_adapter` sets the values.
             directions = {layer: a for layer, (a, _) in start.factors.items()}
         added = add_adapter(
             causal_lm, settings.adapter, settings.seed, has_weights=is_main_process(), directions=directions
         )
         check_mergeable(changed_weights(causal_lm), self._folder)
-        # Before `go_on_with` and training change them: the export needs the first values.
+        # Before `load_trained_adapter` and training change them: the export needs the first values.
         self._taken_out = factors_of(causal_lm) if settings.adapter.changes_base and is_main_process() else None
         if start and not self._merged:
-            go_on_with(causal_lm, start)
+            load_trained_adapter(causal_lm, start)
         return added
 
     @torch.no_grad()

@@ -63,7 +63,7 @@ def start_directions(
             # PEFT chooses the layers on a copy without weights: an adapter in the model itself would be in the way.
             template = model_without_weights(folder, trust_remote_code=trust_remote_code)
             add_adapter(template, config, seed=0, has_weights=False)
-            _keep(most_varied(model, config, list(adapted_layers(template)), rows.batches), rows.file)
+            _keep(principal_directions(model, config, list(adapted_layers(template)), rows.batches), rows.file)
         directions = load_file(rows.file)
         shapes = [{name: tuple(one.shape) for name, one in directions.items()}]
     # Ranks other than 0 need the shapes alone: they build the same adapter, and sharding sends the values.
@@ -71,7 +71,7 @@ def start_directions(
     return directions or {name: torch.empty(shape) for name, shape in shapes[0].items()}
 
 
-def most_varied(
+def principal_directions(
     model: TargetLogProbabilities, config: AdapterConfig, layers: Sequence[str], batches: Sequence[Batch]
 ) -> dict[str, Tensor]:
     """Return the directions in which a layer's inputs vary most at learned tokens; PEFT repeats the batches."""

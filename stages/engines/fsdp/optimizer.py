@@ -95,16 +95,16 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         state["step"] += 1
         return int(state["step"])
 
-    def _whole(self, parameter: nn.Parameter) -> _Piece:
+    def _whole(self, parameter: nn.Parameter) -> _ShardSlice:
         state = self.state[parameter]
         kept = {"weight": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         # `view`, not `reshape`: the results are written back through these views.
         flat = {name: _local(one).view(-1) for name, one in kept.items()}
         assert parameter.grad is not None
         gradient = _local(parameter.grad).reshape(-1)
-        return _Piece(self._names[parameter], first_element(parameter), gradient, flat)
+        return _ShardSlice(self._names[parameter], first_element(parameter), gradient, flat)
 
-    def _update(self, pieces: list[_Piece], step: int, group: dict[str, Any]) -> None:
+    def _update(self, pieces: list[_ShardSlice], step: int, group: dict[str, Any]) -> None:
         """Update consecutive elements of several parameters of one dtype in fp32, all by the same kernels."""
         sizes = [len(piece.gradient) for piece in pieces]
         device = pieces[0].gradient.device
@@ -125,7 +125,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for name, row in zip(rows, values, strict=True):
             torch._foreach_copy_([piece.kept[name] for piece in pieces], row.split(sizes))
 
-    def _bits(self, pieces: list[_Piece], sizes: list[int], rounded: list[str], step: int) -> Tensor:
+    def _bits(self, pieces: list[_ShardSlice], sizes: list[int], rounded: list[str], step: int) -> Tensor:
         """Return random bits for rounding weights and Adam's moments to bf16, int32 [rounded tensors, elements]."""
         device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
         places = torch.arange(sum(sizes), device=device)
@@ -139,7 +139,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ShardSlice:
     """Consecutive elements of a parameter's shard, as flat views. first: index of the first in the parameter."""
 
     name: str
@@ -148,16 +148,16 @@ class _Piece:
     kept: dict[str, Tensor]
 
 
-def _buckets(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+def _buckets(pieces: Iterable[_ShardSlice], size: int) -> Iterator[list[_ShardSlice]]:
     """Group parameters' elements into buckets of `size` elements (the last: fewer) for the same kernels."""
-    bucket: list[_Piece] = []
+    bucket: list[_ShardSlice] = []
     free = size
     for whole in pieces:
         start, end = 0, len(whole.gradient)
         while start < end:
             taken = slice(start, min(end, start + free))
             kept = {name: one[taken] for name, one in whole.kept.items()}
-            bucket.append(_Piece(whole.name, whole.first + start, whole.gradient[taken], kept))
+            bucket.append(_ShardSlice(whole.name, whole.first + start, whole.gradient[taken], kept))
             free -= taken.stop - start
             start = taken.stop
             if not free:
@@ -322,7 +322,7 @@ def parameter_groups(
     ]
 
 
-def hold_in_bf16(causal_lm: nn.Module) -> None:
+def convert_to_bf16(causal_lm: nn.Module) -> None:
     """Convert all weights to bf16 before sharding, except those that the architecture keeps in fp32."""
     kept = {id(one) for module in modules_kept_in_fp32(causal_lm, torch.bfloat16) for one in module.parameters()}
     for parameter in causal_lm.parameters():

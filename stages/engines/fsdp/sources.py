@@ -32,7 +32,7 @@ RowsOf = Callable[[str], slice | None]
 
 
 @dataclass
-class Source:
+class WeightSource:
     """Tensors in weight files that make up one or several model weights, with Transformers' converter, if any."""
 
     converter: WeightConverter | None
@@ -98,7 +98,7 @@ class ModelFiles:
                     yield from self._converted(files, target, source, wanted)
 
     def _converted(
-        self, files: WeightFiles, target: str, source: Source, wanted: dict[str, slice]
+        self, files: WeightFiles, target: str, source: WeightSource, wanted: dict[str, slice]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that a converter makes of several tensors, of stacked experts only the wanted ones."""
         assert source.converter
@@ -114,14 +114,14 @@ class ModelFiles:
             if name in wanted:
                 yield name, whole if source.stacks_rows else whole[wanted[name]]
 
-    def _find_sources(self) -> dict[str, Source]:
+    def _find_sources(self) -> dict[str, WeightSource]:
         """Return the tensors of each model weight; weights made together are under the first one's name."""
         mapping = get_model_conversion_mapping(self._bare)
         renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
         by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
         expected, prefix = self._bare.state_dict(), self._bare.base_model_prefix
-        sources: dict[str, Source] = {}
+        sources: dict[str, WeightSource] = {}
         # Natural order (2 before 10): experts are stacked in the order in which their tensors are added.
         for name in sorted(self._shapes, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
@@ -129,14 +129,14 @@ class ModelFiles:
             if target not in expected and name in expected:
                 target, pattern = rename_source_key(name, [], [], prefix, expected)
             if target in expected:
-                source = sources.setdefault(target, Source(by_pattern[pattern] if pattern else None))
+                source = sources.setdefault(target, WeightSource(by_pattern[pattern] if pattern else None))
                 source.tensors.append((name, pattern or ""))
         self.conversions = [conversion for conversion in mapping if conversion.was_used()]
         """Weight conversions that Transformers applies to these files, and reverts when the model is written."""
         return sources
 
 
-def _targets(target: str, source: Source) -> list[str]:
+def _targets(target: str, source: WeightSource) -> list[str]:
     if source.converter is None:
         return [target]
     first, *others = source.converter.target_patterns

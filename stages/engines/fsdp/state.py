@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from stages.adapters.effect import of_each_expert
+from stages.adapters.effect import split_experts
 from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
@@ -74,7 +74,7 @@ class TrainingState:
     def _by_expert(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return weights with LoRA's B of experts viewed as [experts, out, rank], as checkpoints hold it."""
         return {
-            name: of_each_expert(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
+            name: split_experts(one.detach(), self._num_experts[name], "B") if name in self._num_experts else one
             for name, one in weights.items()
         }
 

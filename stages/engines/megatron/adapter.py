@@ -1,7 +1,7 @@
 """PEFT's LoRA adapter on a Megatron model: which layers are adapted, initial values, and each process's share.
 
 PEFT itself chooses the layers and draws A, so that it is the adapter that the FSDP engine would train. Which part of a
-factor a process holds follows from its layer (`families`, `parts`); the computation is in `low_rank`.
+factor a process holds follows from its layer (`families`, `parameter_shards`); the computation is in `low_rank`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.effect import experts_together, of_each_expert
+from stages.adapters.effect import join_experts, split_experts
 from stages.adapters.files import INNER, check_mergeable
 from stages.adapters.lora import (
     ADAPTER_NAME,
@@ -28,13 +28,13 @@ from stages.adapters.lora import (
     adapted_parameters,
     add_adapter,
     changed_weights,
-    go_on_with,
+    load_trained_adapter,
     read_start,
 )
 from stages.core.errors import ModelError
-from stages.engines.megatron.families import Cut, expert_layer, factor_name
+from stages.engines.megatron.families import TensorParallelCut, expert_layer, factor_name
 from stages.engines.megatron.low_rank import ExpertChange, LowRankChange, adapt_router
-from stages.engines.megatron.parts import Part, local_parts
+from stages.engines.megatron.parameter_shards import ParameterShard, local_parameter_shards
 from stages.engines.megatron.weights import named_weights
 from stages.models.flops import ModelFlops
 from stages.models.loading import model_without_weights
@@ -95,7 +95,7 @@ def peft_adapter(folder: Path, config: AdapterConfig, seed: int, start: Path | N
         )
     check_mergeable(changed_weights(causal_lm), folder)
     if start:
-        go_on_with(causal_lm, read_start(start, folder))
+        load_trained_adapter(causal_lm, read_start(start, folder))
     layers = adapted_layers(causal_lm)
     return PeftAdapter(
         config=lora.to_dict(),
@@ -114,7 +114,7 @@ def learned_factors(chunks: Sequence[GPTModel], model: ModelShape) -> dict[str, 
         else:
             factors[name] = weight
     for (layer, factor), weights in experts.items():
-        factors[factor_name(layer, factor)] = experts_together(torch.stack(weights), factor)
+        factors[factor_name(layer, factor)] = join_experts(torch.stack(weights), factor)
     return factors
 
 
@@ -130,7 +130,7 @@ def adapt(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -
         for module in chunk.modules()
         for name, weight in module.named_parameters(recurse=False)
     }
-    frozen = list(local_parts(chunks, model))  # a list, since `_adapt` adds parameters
+    frozen = list(local_parameter_shards(chunks, model))  # a list, since `_adapt` adds parameters
     for chunk in chunks:
         chunk.requires_grad_(False)
         # With a frozen embedding nothing that enters the first layer needs a gradient. Full recomputation then skips
@@ -157,35 +157,38 @@ def seed_dropout(adapter: PeftAdapter) -> None:
         model_parallel_cuda_manual_seed(torch.initial_seed() + place * 2**33, force_reset_rng=True)
 
 
-def _adapt(module: nn.Module, weight: str, part: Part, adapter: PeftAdapter, model: ModelShape) -> None:
+def _adapt(module: nn.Module, weight: str, part: ParameterShard, adapter: PeftAdapter, model: ModelShape) -> None:
     """Add LoRA factors to the Megatron module that holds an adapted weight (`weight`, of which it has `part`)."""
-    names, is_column = part.layer_names(), part.rule.cut is not Cut.COLUMNS
+    names, is_column = part.layer_names(), part.rule.cut is not TensorParallelCut.COLUMNS
     rank, scaling = adapter.size_of(names)
     if part.rule.of_experts:
         ExpertChange(scaling, is_column).put_on(module, weight, rank)
-    elif part.rule.cut is Cut.WHOLE:
+    elif part.rule.cut is TensorParallelCut.WHOLE:
         adapt_router(module, rank, scaling)
     else:
         _adapt_layer(module, part, names, adapter, model)
 
 
-def _adapt_layer(layer: nn.Module, part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> None:
+def _adapt_layer(
+    layer: nn.Module, part: ParameterShard, names: list[str], adapter: PeftAdapter, model: ModelShape
+) -> None:
     """Add LoRA factors to a linear layer, of whose weight `part` is here. names: Transformers layers joined in it."""
     rank, scaling = adapter.size_of(names)
     change = LowRankChange(
         scaling=scaling,
         dropout=adapter.dropout,
-        is_column=part.rule.cut is not Cut.COLUMNS,
+        is_column=part.rule.cut is not TensorParallelCut.COLUMNS,
         cuts_tokens=layer.config.sequence_parallel,
         num_joined=len(names),
         mask=_mask(part, names, adapter, model).to(layer.weight) if len(names) > 1 else None,
     )
     for factor, parameter in zip("AB", change.put_on(layer, rank), strict=True):
-        # Read by `local_parts`: joined layers without an adapter have factors here, but not in the Transformers model.
+        # Read by `local_parameter_shards`: joined layers without an adapter have factors here, but not in the
+        # Transformers model.
         parameter.left_out = frozenset(factor_name(name, factor) for name in names if name not in adapter.layers)
 
 
-def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
+def _mask(part: ParameterShard, names: list[str], adapter: PeftAdapter, model: ModelShape) -> Tensor:
     """Return the mask [rows, joined × rank] by which q, k and v of a fused layer use only their own A."""
     rank, _ = adapter.size_of(names)
     mask = torch.zeros(part.shape[0], len(names) * rank)
@@ -200,7 +203,7 @@ def _mask(part: Part, names: list[str], adapter: PeftAdapter, model: ModelShape)
 def _fill(chunks: Sequence[GPTModel], model: ModelShape, adapter: PeftAdapter) -> set[str]:
     """Copy initial values into this process's slices of LoRA factors; return the names of the filled factors."""
     filled: set[str] = set()
-    for part, parameter in local_parts(chunks, model):
+    for part, parameter in local_parameter_shards(chunks, model):
         if parameter.requires_grad:
             for piece in part.pieces(model):
                 parameter.data[piece.of_parameter()].copy_(adapter.first_values[piece.weight][piece.of_weight()])
@@ -230,7 +233,7 @@ def _first_values(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if num_experts == 1:
             yield name, parameter.detach()
             continue
-        for expert, value in enumerate(of_each_expert(parameter.detach(), num_experts, end[0])):
+        for expert, value in enumerate(split_experts(parameter.detach(), num_experts, end[0])):
             yield factor_name(expert_layer(layer, expert), end[0]), value
 
 

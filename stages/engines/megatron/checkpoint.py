@@ -22,7 +22,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from stages.engines.megatron.shards import Block, Shard, local_shards, make_moments, real_optimizers
+from stages.engines.megatron.optimizer_shards import (
+    OptimizerShard,
+    WeightBlock,
+    local_optimizer_shards,
+    make_moments,
+    real_optimizers,
+)
 from stages.models.shape import ModelShape
 from stages.models.stored_tensors import CheckpointReader, check_stored
 
@@ -87,8 +93,8 @@ class MegatronState:
                 optimizer._copy_main_params_to_model_params()  # bf16 parameters follow from their fp32 masters
 
     @property
-    def _shards(self) -> list[Shard]:
-        return local_shards(self._chunks, self._model, self._optimizer)
+    def _shards(self) -> list[OptimizerShard]:
+        return local_optimizer_shards(self._chunks, self._model, self._optimizer)
 
     @cached_property
     def _owned(self) -> set[Identity]:
@@ -99,7 +105,9 @@ class MegatronState:
         before = {identity for found in everyones[: dist.get_rank()] for identity in found}
         return set(mine) - before
 
-    def _described(self, shard: Shard, take: Callable[[Tensor, Block], Tensor]) -> Iterator[ShardedTensor]:
+    def _described(
+        self, shard: OptimizerShard, take: Callable[[Tensor, WeightBlock], Tensor]
+    ) -> Iterator[ShardedTensor]:
         """Yield a shard's tensors as a checkpoint stores them: master weights, moments and step count.
 
         The first two are cut into rectangles of Hugging Face weights. take: copies a block or returns a view of it.
@@ -115,17 +123,17 @@ class MegatronState:
                 yield _sharded(_step_key(block.weight), shard.step, (), ())
 
 
-def _identity(shard: Shard) -> Identity:
+def _identity(shard: OptimizerShard) -> Identity:
     return shard.part.key, shard.part.index, shard.start, shard.master.numel()
 
 
-def _in_place(tensor: Tensor, block: Block) -> Tensor:
+def _in_place(tensor: Tensor, block: WeightBlock) -> Tensor:
     """Return one block (rectangle) of a weight as a view of the flattened tensor that holds it."""
     flat = tensor.detach().view(-1)[block.start :]
     return flat[: torch.Size(block.shape).numel()].view(block.shape)
 
 
-def _copied(tensor: Tensor, block: Block) -> Tensor:
+def _copied(tensor: Tensor, block: WeightBlock) -> Tensor:
     """Return a copy of a weight's block in host memory, so that training may go on while it is written."""
     return _in_place(tensor, block).to("cpu", copy=True)
 

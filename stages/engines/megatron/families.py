@@ -17,7 +17,7 @@ LAYER_PREFIX = "model.layers.{layer}."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Cut(Enum):
+class TensorParallelCut(Enum):
     """Way in which tensor parallelism cuts a weight, which decides the rows or columns that each rank holds."""
 
     WHOLE = auto()
@@ -37,14 +37,14 @@ class Cut(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightMapping:
     """Rule that maps a Megatron parameter of any layer or expert to the Hugging Face weights that it is made of."""
 
     parameter: str
     """Regular expression of the Megatron parameter's name; a capture group holds the expert's index on its process."""
     weights: tuple[str, ...]
     """Hugging Face weights of the parameter, in Megatron's order; `{layer}` and `{expert}` count from 0."""
-    cut: Cut
+    cut: TensorParallelCut
     layer: str = ""
     """PEFT's name of the adapted layer; if empty, the weights' names without `.weight`."""
 
@@ -53,7 +53,13 @@ class Rule:
         """Names of the Transformers layers that make up the Megatron parameter; empty if LoRA cannot adapt them."""
         weights = tuple(name.removesuffix(".weight") for name in self.weights if name.endswith(".weight"))
         # Norms and embeddings are `WHOLE` or `VOCABULARY` without a layer name: LoRA adapts none of them.
-        return (self.layer,) if self.layer else weights if self.cut in (Cut.QKV, Cut.GATED, Cut.COLUMNS) else ()
+        return (
+            (self.layer,)
+            if self.layer
+            else weights
+            if self.cut in (TensorParallelCut.QKV, TensorParallelCut.GATED, TensorParallelCut.COLUMNS)
+            else ()
+        )
 
     @property
     def of_experts(self) -> bool:
@@ -61,50 +67,63 @@ class Rule:
         return "{expert}" in self.weights[0]
 
 
-def _in_layer(parameter: str, *weights: str, cut: Cut, layer: str = "") -> Rule:
-    return Rule(parameter, tuple(LAYER_PREFIX + weight for weight in weights), cut, layer and LAYER_PREFIX + layer)
+def _in_layer(parameter: str, *weights: str, cut: TensorParallelCut, layer: str = "") -> WeightMapping:
+    return WeightMapping(
+        parameter, tuple(LAYER_PREFIX + weight for weight in weights), cut, layer and LAYER_PREFIX + layer
+    )
 
 
 MODEL = (
-    Rule(r"embedding\.word_embeddings\.weight", (EMBEDDING,), Cut.VOCABULARY),
-    Rule(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), Cut.WHOLE),
-    Rule(r"output_layer\.weight", (HEAD,), Cut.VOCABULARY),
+    WeightMapping(r"embedding\.word_embeddings\.weight", (EMBEDDING,), TensorParallelCut.VOCABULARY),
+    WeightMapping(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), TensorParallelCut.WHOLE),
+    WeightMapping(r"output_layer\.weight", (HEAD,), TensorParallelCut.VOCABULARY),
 )
 QKV_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 ATTENTION = (
     _in_layer(
-        r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight", "input_layernorm.weight", cut=Cut.WHOLE
+        r"(input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)weight",
+        "input_layernorm.weight",
+        cut=TensorParallelCut.WHOLE,
     ),
-    _in_layer(r"self_attention\.linear_qkv\.weight", *(f"{name}.weight" for name in QKV_NAMES), cut=Cut.QKV),
-    _in_layer(r"self_attention\.linear_qkv\.bias", *(f"{name}.bias" for name in QKV_NAMES), cut=Cut.QKV),
-    _in_layer(r"self_attention\.q_layernorm\.weight", "self_attn.q_norm.weight", cut=Cut.WHOLE),
-    _in_layer(r"self_attention\.k_layernorm\.weight", "self_attn.k_norm.weight", cut=Cut.WHOLE),
-    _in_layer(r"self_attention\.linear_proj\.weight", "self_attn.o_proj.weight", cut=Cut.COLUMNS),
     _in_layer(
-        r"(pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)weight", "post_attention_layernorm.weight", cut=Cut.WHOLE
+        r"self_attention\.linear_qkv\.weight", *(f"{name}.weight" for name in QKV_NAMES), cut=TensorParallelCut.QKV
+    ),
+    _in_layer(r"self_attention\.linear_qkv\.bias", *(f"{name}.bias" for name in QKV_NAMES), cut=TensorParallelCut.QKV),
+    _in_layer(r"self_attention\.q_layernorm\.weight", "self_attn.q_norm.weight", cut=TensorParallelCut.WHOLE),
+    _in_layer(r"self_attention\.k_layernorm\.weight", "self_attn.k_norm.weight", cut=TensorParallelCut.WHOLE),
+    _in_layer(r"self_attention\.linear_proj\.weight", "self_attn.o_proj.weight", cut=TensorParallelCut.COLUMNS),
+    _in_layer(
+        r"(pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)weight",
+        "post_attention_layernorm.weight",
+        cut=TensorParallelCut.WHOLE,
     ),
 )
 FEED_FORWARD = (
-    _in_layer(r"mlp\.linear_fc1\.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut=Cut.GATED),
-    _in_layer(r"mlp\.linear_fc2\.weight", "mlp.down_proj.weight", cut=Cut.COLUMNS),
+    _in_layer(r"mlp\.linear_fc1\.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut=TensorParallelCut.GATED),
+    _in_layer(r"mlp\.linear_fc2\.weight", "mlp.down_proj.weight", cut=TensorParallelCut.COLUMNS),
 )
 # Local experts are modules with a number; Transformer Engine's grouped layer has numbered weights.
 EXPERT = r"mlp\.experts\.(?:local_experts\.(\d+)\.{matrix}\.weight|{matrix}\.weight(\d+))"
 
 
-def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:
     """Return the rules for a mixture-of-experts layer's router and experts. block, gate, up, down: names in the files.
 
     In the Transformers model, and to PEFT, all experts of a layer are two parameters, of which down is wrapped last.
     """
     inward = (f"{block}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, up))
     return (
-        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=Cut.WHOLE, layer="mlp.gate"),
-        _in_layer(EXPERT.replace("{matrix}", "linear_fc1"), *inward, cut=Cut.GATED, layer="mlp.experts.base_layer"),
+        _in_layer(r"mlp\.router\.weight", f"{block}.gate.weight", cut=TensorParallelCut.WHOLE, layer="mlp.gate"),
+        _in_layer(
+            EXPERT.replace("{matrix}", "linear_fc1"),
+            *inward,
+            cut=TensorParallelCut.GATED,
+            layer="mlp.experts.base_layer",
+        ),
         _in_layer(
             EXPERT.replace("{matrix}", "linear_fc2"),
             f"{block}.experts.{{expert}}.{down}.weight",
-            cut=Cut.COLUMNS,
+            cut=TensorParallelCut.COLUMNS,
             layer="mlp.experts",
         ),
     )
@@ -112,7 +131,7 @@ def _experts(block: str, *, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 DENSE = (*MODEL, *ATTENTION, *FEED_FORWARD)
 
-MAPPINGS: dict[str, tuple[Rule, ...]] = {
+MAPPINGS: dict[str, tuple[WeightMapping, ...]] = {
     "llama": DENSE,
     "mistral": DENSE,
     "mixtral": (*MODEL, *ATTENTION, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2")),
@@ -122,7 +141,7 @@ MAPPINGS: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def rules_of(family: str) -> tuple[Rule, ...]:
+def rules_of(family: str) -> tuple[WeightMapping, ...]:
     """Return the rules that map a model family's weights and LoRA to Megatron; ModelError for an unknown family."""
     check_family(family)
     rules = MAPPINGS[family]
@@ -139,16 +158,22 @@ def expert_layer(layer: str, expert: int | str) -> str:
     return f"{layer}.{expert}"
 
 
-def _factors(rule: Rule) -> Iterator[Rule]:
+def _factors(rule: WeightMapping) -> Iterator[WeightMapping]:
     """Yield the rules that map LoRA factors of a Megatron layer to those of PEFT.
 
     B is split like the rows of the layer's weight, A like its columns; a fused layer has factors for each of its
     layers.
     """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
-    cuts = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.WHOLE: (Cut.WHOLE, Cut.WHOLE)}.get(
-        rule.cut, (Cut.WHOLE, Cut.HALVES) if rule.of_experts else (Cut.STACKED, rule.cut)
+    cuts = {
+        TensorParallelCut.COLUMNS: (TensorParallelCut.COLUMNS, TensorParallelCut.WHOLE),
+        TensorParallelCut.WHOLE: (TensorParallelCut.WHOLE, TensorParallelCut.WHOLE),
+    }.get(
+        rule.cut,
+        (TensorParallelCut.WHOLE, TensorParallelCut.HALVES)
+        if rule.of_experts
+        else (TensorParallelCut.STACKED, rule.cut),
     )
     for factor, cut in zip("AB", cuts if layers else (), strict=False):
         parameter = rule.parameter.replace("weight", f"lora_{factor}")
-        yield Rule(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)
+        yield WeightMapping(parameter, tuple(factor_name(layer, factor) for layer in layers), cut)

@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from stages.engines.megatron.model import compute_dtype
-from stages.engines.megatron.shards import real_optimizers
+from stages.engines.megatron.optimizer_shards import real_optimizers
 from stages.engines.settings import EngineSettings
 from stages.parallel.layout import Layout
 

@@ -1,7 +1,7 @@
 """Reading and writing of Hugging Face weights for a Megatron model in any layout, never all on one process.
 
-A process reads its parts (`parts`) from the safetensors files, and sends them, parameter by parameter, to rank 0, which
-puts the weights together and writes shards.
+A process reads its shards (`parameter_shards`) from the safetensors files, and sends them, parameter by parameter, to
+rank 0, which puts the weights together and writes shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from stages.core.errors import ModelError
 from stages.engines.export import OLD_BUFFERS, write_model
 from stages.engines.megatron.families import HEAD
-from stages.engines.megatron.parts import Key, Part, local_parts
+from stages.engines.megatron.parameter_shards import ParameterKey, ParameterShard, local_parameter_shards
 from stages.engines.weight_slices import WeightFiles
 from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import check_finite
@@ -34,7 +34,7 @@ def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) ->
 
     Raises ModelError, on every process, for a weight that is missing, of another shape than in the config, or unknown.
     """
-    parts = list(local_parts(chunks, model))
+    parts = list(local_parameter_shards(chunks, model))
     with WeightFiles(folder) as files:
         _check_files(files, [part for part, _ in parts], model)
         for part, parameter in parts:
@@ -61,7 +61,7 @@ def named_weights(
     """
     chosen = [
         (part, parameter)
-        for part, parameter in local_parts(chunks, model)
+        for part, parameter in local_parameter_shards(chunks, model)
         if parameter.requires_grad or not learning_only
     ]
     held = {(part.key, part.index): parameter for part, parameter in chosen}
@@ -77,7 +77,7 @@ def named_weights(
         yield from weights.items()
 
 
-def _check_files(files: WeightFiles, parts: Iterable[Part], model: ModelShape) -> None:
+def _check_files(files: WeightFiles, parts: Iterable[ParameterShard], model: ModelShape) -> None:
     """Raise ModelError unless the files hold exactly the weights that all processes want, in their shapes."""
     mine: dict[str, tuple[int, ...]] = {}
     for part in parts:
@@ -100,18 +100,18 @@ def _may_be_left(name: str, model: ModelShape) -> bool:
     return (name == HEAD and model.tied_embeddings) or NOT_NEEDED.search(name) is not None
 
 
-def _parts_of_all(mine: list[Part]) -> list[list[tuple[int, Part]]]:
+def _parts_of_all(mine: list[ParameterShard]) -> list[list[tuple[int, ParameterShard]]]:
     """Return all processes' slices of each parameter with their ranks, in the order of writing. Collective."""
-    everyones: list[list[Part]] = [[]] * dist.get_world_size()
+    everyones: list[list[ParameterShard]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
-    owners: dict[Key, dict[int, tuple[int, Part]]] = {}
+    owners: dict[ParameterKey, dict[int, tuple[int, ParameterShard]]] = {}
     for rank, parts in enumerate(everyones):
         for part in parts:
             owners.setdefault(part.key, {}).setdefault(part.index, (rank, part))  # of replicas, the lowest rank sends
     return [[owners[key][index] for index in sorted(owners[key])] for key in sorted(owners)]
 
 
-def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch.dtype) -> Tensor | None:
+def _on_first_process(local: Tensor | None, owner: int, part: ParameterShard, dtype: torch.dtype) -> Tensor | None:
     """Send a parameter's tensor-parallel slice from its owner to rank 0, which returns it; others return None."""
     if owner == 0:
         return local
@@ -125,7 +125,7 @@ def _on_first_process(local: Tensor | None, owner: int, part: Part, dtype: torch
     return received
 
 
-def _put(tensor: Tensor, part: Part, model: ModelShape, weights: dict[str, Tensor]) -> None:
+def _put(tensor: Tensor, part: ParameterShard, model: ModelShape, weights: dict[str, Tensor]) -> None:
     """Copy a parameter's tensor-parallel slice into the Hugging Face weights, allocated at their first slice."""
     for name, shape in part.weight_shapes(model).items():
         if name not in weights:

@@ -147,7 +147,7 @@ def k_quantizer(mix: str) -> Iterator[KQuantizer | None]:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """Tensor of the model folder, with the name and type that it gets in the GGUF file."""
 
     file: Path | None
@@ -247,7 +247,7 @@ def stored_types(file: Path, mix: str) -> StoredTypes:
 
 def _sources(
     source: Path, config: Mapping[str, Any], architecture: str, quantization: Quantization
-) -> Iterator[Source]:
+) -> Iterator[SourceTensor]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
@@ -258,10 +258,10 @@ def _sources(
                 if target is None:
                     raise ModelError(f"writing {source} as GGUF: {name} has no name there; choose another method")
                 shape = tuple(stored.get_slice(name).get_shape())  # from the header: no values are read
-                yield Source(path, name, target, shape, _stored_as(name, target, shape, config, quantization))
+                yield SourceTensor(path, name, target, shape, _stored_as(name, target, shape, config, quantization))
     if (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type") == "llama3":
         shape = (_head_dim(config) // 2,)
-        yield Source(None, "", ROTARY_FACTORS, shape, gguf.GGMLQuantizationType.F32)
+        yield SourceTensor(None, "", ROTARY_FACTORS, shape, gguf.GGMLQuantizationType.F32)
 
 
 def _stored_as(
@@ -287,7 +287,7 @@ def _stored(
     return gguf.quants.quantize(values, stored_as)
 
 
-def _values(tensor: Source, source: Path, config: Mapping[str, Any], architecture: str) -> np.ndarray[Any, Any]:
+def _values(tensor: SourceTensor, source: Path, config: Mapping[str, Any], architecture: str) -> np.ndarray[Any, Any]:
     """Read a tensor's values from the model folder as float32, reordered where GGUF has another order."""
     if tensor.file is None:
         return _rotary_factors(source)
@@ -339,7 +339,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _problem_of_tensors(path: Path, expected: list[Source]) -> ModelError | None:
+def _problem_of_tensors(path: Path, expected: list[SourceTensor]) -> ModelError | None:
     """Return an error unless a GGUF file holds exactly the expected tensors by name, shape and type; values: see KL."""
     written = {
         tensor.name: (tuple(map(int, reversed(tensor.shape))), tensor.tensor_type)  # GGUF has the fastest axis first

@@ -11,7 +11,7 @@ from typing import Any
 from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, merged_experts
-from stages.planner.compute import LayerTime, Pass
+from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.workload import ProgramTraits
@@ -79,7 +79,7 @@ class FsdpCosts(EngineCosts):
         return gathered + 4 * (held - shards if keeps_gradients else layer) + size * layer
 
     def data_parallel_s(
-        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
+        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
     ) -> float:
         """Return the seconds per step of gathering, gradient reduction and offloading that are not hidden by compute.
 

@@ -12,7 +12,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.adapted import joined_bytes
-from stages.planner.compute import LayerTime, Pass
+from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
 from stages.planner.partition import PipelineStage, RankParameters, rank_parameters
 from stages.planner.workload import ProgramTraits
@@ -59,7 +59,7 @@ class MegatronCosts(EngineCosts):
         return 0.0
 
     def data_parallel_s(
-        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: Pass, recompute_s: float
+        self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
     ) -> float:
         """Return the seconds per step of reducing gradients and gathering weights that are not hidden by compute.
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from stages.core.fields import StrictModel
 from stages.data.config import RowKind
 from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.planner.workload import Passes
+from stages.planner.workload import ExtraPasses
 
 if TYPE_CHECKING:
     from stages.data.batch import Batch
@@ -105,19 +105,19 @@ class Method:
     """True if cache keys of stages with other methods contain this method's name, as null. A new method must leave it
     False."""
 
-    def passes(self, options: Any) -> Passes:
+    def passes(self, options: Any) -> ExtraPasses:
         """Return the forward passes that the method needs besides those of training, for the planner.
 
         For a divergence, mismatched rows go through the reference once and through the model in each step. A teacher
         that is no server counts as a model of the same size.
         """
         if self.needs_rollouts:  # log-probabilities before the update, of the model and of the reference
-            return Passes(before_training=0, each_step=1 + int(self.needs_reference(options)))
+            return ExtraPasses(before_training=0, each_step=1 + int(self.needs_reference(options)))
         num_divergences = int(self.needs_divergence(options))
         asked, on_policy = self.asks_teacher(options), self.on_policy(options)
         num_teachers = int(asked is not None and asked.server is None)
         share = on_policy.share if on_policy else 0
-        return Passes(
+        return ExtraPasses(
             before_training=int(self.needs_reference(options)) + num_divergences + num_teachers * (share < 1),
             each_step=num_divergences + num_teachers * share,
         )

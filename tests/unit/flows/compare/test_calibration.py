@@ -16,9 +16,9 @@ from flows.compare.calibration import (
 from flows.tracking.logged_runs import LoggedRun
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
-from stages.planner.adapted import LowRank
+from stages.planner.adapted import PlannedAdapter
 from stages.planner.hardware import cpu_of, from_yaml
-from stages.planner.workload import Passes, Workload
+from stages.planner.workload import ExtraPasses, Workload
 
 START = cpu_of(4)
 TRUTH = with_constants(
@@ -110,7 +110,7 @@ def test_the_file_is_read_back_as_the_hardware(calibration, tmp_path):
 
 
 def test_a_run_is_predicted_for_what_it_trained(observations):
-    adapter = Workload(512, 16, "fp32", passes=Passes(2, 1), adapter=LowRank(4, ("q_proj",), dropout=0.1))
+    adapter = Workload(512, 16, "fp32", passes=ExtraPasses(2, 1), adapter=PlannedAdapter(4, ("q_proj",), dropout=0.1))
     run = make_run(0, LAYOUTS[0])
     (whole,), (one,) = (observations_of([replace(run, tags=run.tags | more)], START) for more in
                         ({}, {"workload": adapter.to_json()}))  # fmt: skip

@@ -13,7 +13,7 @@ from stages.adapters.check import loading_problem
 from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import ChangedParameters, idle_experts
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
-from stages.adapters.lora import adapted_parameters, add_adapter, changed_weights, go_on_with, merge_into
+from stages.adapters.lora import adapted_parameters, add_adapter, changed_weights, load_trained_adapter, merge_into
 from stages.core.errors import ModelError
 
 SIZES = {
@@ -131,7 +131,7 @@ def test_training_goes_on_with_them(trained):
     expected = {name: one.clone() for name, one in learning(model).items()}
     for parameter in learning(model).values():
         parameter.zero_()
-    go_on_with(model, read_adapter(folder / "adapter"))
+    load_trained_adapter(model, read_adapter(folder / "adapter"))
     with pytest.raises(ModelError, match="to stack another on it: it changes model"):
         merge_into(load_base(folder), read_adapter(folder / "adapter"))
     assert all(torch.equal(learning(model)[name], one) for name, one in expected.items())

@@ -177,7 +177,7 @@ def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: py
     documents = PackedDocuments([3, 5], CPU)
     torch.manual_seed(0)
     query, key, value = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
-    scoring = attention.Scoring(8**-0.5, 0.0, None, None, None)
+    scoring = attention.AttentionOptions(8**-0.5, 0.0, None, None, None)
     given = attention._flash_attention(query, key, value, documents, scoring)
     expected = attention._bucketed_attention(query, key, value, documents, scoring)
     assert (given - expected).abs().max().item() < 1e-6

@@ -18,7 +18,7 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter
 from stages.core.errors import ModelError, ResourceError
 from stages.engines.fsdp import engine as fsdp_engine
-from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits, reasons_against
+from stages.engines.fsdp.eight_bits import float8_config, float8_exclusions, multiply_in_eight_bits
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
@@ -142,7 +142,7 @@ def test_what_cannot_or_should_not_multiply_in_8_bits_is_left_and_counted() -> N
 def test_routers_stay_in_bf16() -> None:
     with torch.device("meta"):
         model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=16))
-    reasons = reasons_against(model)
+    reasons = float8_exclusions(model)
     assert {name.rpartition(".")[2]: reason for name, reason in reasons.items()} == {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), None), "lm_head": "head",
     }  # fmt: skip

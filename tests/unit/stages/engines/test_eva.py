@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Qwen3Moe
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.files import read_adapter, write_adapter
-from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, go_on_with, store_base
+from stages.adapters.lora import ADAPTER_NAME, adapted_layers, add_adapter, load_trained_adapter, store_base
 from stages.adapters.quantized import Int8Linear, Nf4Linear, QuantizedLinear
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
@@ -137,7 +137,7 @@ def test_what_is_written_is_loaded_by_peft_merged_and_gone_on_with(fields, rows,
     again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     directions = {layer: a for layer, (a, _) in adapter.factors.items()}
     add_adapter(again, AdapterConfig(rank=4, alpha=8, **fields), seed=0, directions=directions)
-    go_on_with(again, adapter)
+    load_trained_adapter(again, adapter)
     found = dict(again.named_parameters())
     assert all(torch.equal(found[name], one) for name, one in parameters.items())
 

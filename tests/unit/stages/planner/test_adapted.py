@@ -14,7 +14,7 @@ from stages.models.facts import ModelFacts
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 from stages.planner.adapted import (
-    LowRank,
+    PlannedAdapter,
     adapted_flops,
     frozen_bytes,
     gathered_layer_bytes,
@@ -127,7 +127,10 @@ def test_experts_adapters_lie_with_their_experts():
 
     In Mixtral's shape, rank 4: the joint gate and up matrices have rank 8, and `etp` cuts one factor of each pair.
     """
-    shape, adapter = ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape, LowRank(4)
+    shape, adapter = (
+        ModelFacts(AutoConfig.for_model("mixtral", **MIXTURES["mixtral"]).to_dict()).shape,
+        PlannedAdapter(4),
+    )
     (stage,) = pipeline_stages(shape.num_layers, 1)
     whole, spread, cut = (
         learning_parameters(shape, True, Layout(dp_shard=4, tp=tp, ep=ep, etp=etp), adapter, stage)

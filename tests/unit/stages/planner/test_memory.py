@@ -9,7 +9,7 @@ import pytest
 from stages.models.known_models import KNOWN, gpt
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token, recomputed_products_share
-from stages.planner.adapted import LowRank, trained_parameters
+from stages.planner.adapted import PlannedAdapter, trained_parameters
 from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE, Efficiency
@@ -128,9 +128,9 @@ def test_what_saves_memory_is_predicted_to(engine, more):
 
 def test_adapters_have_the_only_gradients_and_optimizer():
     whole = memory(LLAMA, "megatron", Layout(), WORK).worst
-    adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, adapter=LowRank(16))).worst
+    adapters = memory(LLAMA, "megatron", Layout(), replace(WORK, adapter=PlannedAdapter(16))).worst
     (stage,) = pipeline_stages(LLAMA.num_layers, 1)
-    factors = trained_parameters(LLAMA, LowRank(16), True, stage, 1, 1)
+    factors = trained_parameters(LLAMA, PlannedAdapter(16), True, stage, 1, 1)
     masks = 32 * 16 * (3 * (4096 + 2 * 1024) + 2 * (2 * 14336))  # of joint rows, and the masked B
     assert adapters.weights * GIB == pytest.approx(whole.weights * GIB + 2 * factors + 2 * 2 * masks)
     assert adapters.gradients < whole.gradients / 50 and adapters.optimizer < whole.optimizer / 50
@@ -139,7 +139,7 @@ def test_adapters_have_the_only_gradients_and_optimizer():
 def test_tensor_parallelism_cuts_one_factor_of_each_pair():
     """Tensor parallelism cuts one of a matrix's LoRA factors; 7 of Llama 3 70B's stay whole a layer, 8,192 wide."""
     whole, cut = 7 * 8192, 2 * 8192 + 2 * 1024 + 3 * 28672
-    llama, adapter = KNOWN["llama3 70b"], LowRank(16)
+    llama, adapter = KNOWN["llama3 70b"], PlannedAdapter(16)
     (stage,) = pipeline_stages(llama.num_layers, 1)
     for tp in (1, 8):
         expected = 16 * (whole + cut / tp)

@@ -16,7 +16,7 @@ from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import HARDWARE
 from stages.planner.memory import GIB, memory
 from stages.planner.time import step_time
-from stages.planner.workload import Passes, Workload
+from stages.planner.workload import ExtraPasses, Workload
 
 MEGATRON = COSTS["megatron"].software
 H100 = HARDWARE["h100-80gb"]
@@ -141,7 +141,7 @@ def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
     Without a pipeline, such a pass costs as much as full recomputation, plus the output head.
     """
     for engine, layout in (("megatron", Layout(dp_shard=8)), ("fsdp", Layout(dp_shard=8))):
-        plain, twice = (estimate(layout, replace(WORK, passes=Passes(each_step=n)), engine) for n in (0, 2))
+        plain, twice = (estimate(layout, replace(WORK, passes=ExtraPasses(each_step=n)), engine) for n in (0, 2))
         recomputed = estimate(layout.model_copy(update={"recompute": "full"}), engine=engine).parts.recompute
         assert plain.parts.method_passes == 0
         assert twice.step_time_s == pytest.approx(plain.step_time_s + twice.parts.method_passes)
@@ -160,7 +160,7 @@ def test_a_head_of_scores_has_neither_logits_nor_their_product():
 def test_preferences_need_a_forward_pass_for_their_reference():
     plain, preferences = (
         estimate(Layout(dp_shard=8)),
-        estimate(Layout(dp_shard=8), replace(WORK, passes=Passes(before_training=1))),
+        estimate(Layout(dp_shard=8), replace(WORK, passes=ExtraPasses(before_training=1))),
     )
     assert plain.reference_pass_s == 0
     assert 0.2 < preferences.reference_pass_s / preferences.step_time_s < 0.4

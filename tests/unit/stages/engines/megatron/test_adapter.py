@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from stages.adapters.config import AdapterConfig
-from stages.adapters.effect import experts_together, of_each_expert
+from stages.adapters.effect import join_experts, split_experts
 from stages.core.errors import ModelError
 from stages.engines.megatron.compat import prepare_megatron
 from stages.engines.megatron.families import rules_of
@@ -50,4 +50,4 @@ def test_gate_and_up_without_down_are_refused_by_name(folder):
 @pytest.mark.parametrize("name", ["A", "B"])
 def test_factors_of_experts_are_taken_apart_and_put_together(name):
     together = torch.arange(4 * 3 * 5).view(12, 5) if name == "A" else torch.arange(60).view(5, 12)
-    assert torch.equal(experts_together(of_each_expert(together, 4, name), name), together)
+    assert torch.equal(join_experts(split_experts(together, 4, name), name), together)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.adapters import files
 from stages.adapters.config import AdapterConfig
-from stages.adapters.lora import add_adapter, go_on_with, read_start
+from stages.adapters.lora import add_adapter, load_trained_adapter, read_start
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, LifecycleError, ModelError
 from stages.kinds.download.adapter import TEXTS
@@ -114,7 +114,7 @@ def test_it_is_merged_served_and_trained_on_as_any(base, original, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     add_adapter(model, AdapterConfig(rank=4, alpha=6), seed=0)
-    go_on_with(model, read_start(mine / "adapter", base / "model"))
+    load_trained_adapter(model, read_start(mine / "adapter", base / "model"))
     document = read_record(mine)[0]
     with torch.no_grad():
         predicted = model(input_ids=torch.tensor([document.input_ids])).logits[0].log_softmax(1)
@@ -127,7 +127,7 @@ def test_training_goes_on_with_the_scaling_that_it_was_trained_with(base, origin
     model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32)
     add_adapter(model, AdapterConfig(rank=4, alpha=8), seed=0)
     with pytest.raises(ModelError, match=r"counts 1.5 times: `adapter:` says 2 "):
-        go_on_with(model, read_start(mine / "adapter", base / "model"))
+        load_trained_adapter(model, read_start(mine / "adapter", base / "model"))
 
 
 def cut_off(folder):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from stages.data.config import METHODS_FOR
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.registry import METHODS
-from stages.planner.workload import Passes
+from stages.planner.workload import ExtraPasses
 
 TRAINING = {
     "kind": "train",
@@ -61,15 +61,15 @@ def extended():
 @pytest.mark.parametrize(
     ("fields", "passes"),
     [
-        ({"method": "sft"}, Passes()),
-        ({"method": "dpo"}, Passes(before_training=1)),
-        ({"method": "dpo", "dpo": {"reference": "none"}}, Passes()),
-        ({"method": "kto"}, Passes(before_training=2, each_step=1)),
-        ({"method": "distill", "teacher": "large"}, Passes(before_training=1)),
-        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 0.25}}, Passes(1, each_step=0.25)),
-        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 1.0}}, Passes(0, each_step=1.0)),
-        ({"method": "distill", "distill": {"lmbda": 0.5, "teacher_server": SERVER}}, Passes()),
-        ({"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}}, Passes(before_training=1)),
+        ({"method": "sft"}, ExtraPasses()),
+        ({"method": "dpo"}, ExtraPasses(before_training=1)),
+        ({"method": "dpo", "dpo": {"reference": "none"}}, ExtraPasses()),
+        ({"method": "kto"}, ExtraPasses(before_training=2, each_step=1)),
+        ({"method": "distill", "teacher": "large"}, ExtraPasses(before_training=1)),
+        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 0.25}}, ExtraPasses(1, each_step=0.25)),
+        ({"method": "distill", "teacher": "large", "distill": {"lmbda": 1.0}}, ExtraPasses(0, each_step=1.0)),
+        ({"method": "distill", "distill": {"lmbda": 0.5, "teacher_server": SERVER}}, ExtraPasses()),
+        ({"method": "kto", "kto": {"loss_type": "apo_zero_unpaired"}}, ExtraPasses(before_training=1)),
     ],
 )
 def test_the_planner_is_given_the_passes_that_a_method_takes(fields, passes):

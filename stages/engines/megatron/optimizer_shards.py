@@ -1,7 +1,7 @@
 """Shards of Megatron's optimizer state on this process, and their places in Hugging Face weights (for checkpoints).
 
-Megatron's optimizers keep a part's fp32 master weights and moments whole, or, when they are distributed, a range of the
-flattened part, which is cut into blocks: rectangles of a weight, which any layout and engine can put together.
+Megatron's optimizers keep a shard's fp32 master weights and moments whole, or, when they are distributed, a range of
+the flattened shard, which is cut into blocks: rectangles of a weight, which any layout and engine can put together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from stages.engines.megatron.parts import Part, Piece, local_parts
+from stages.engines.megatron.parameter_shards import ParameterShard, WeightSlice, local_parameter_shards
 from stages.models.shape import ModelShape
 
 EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight")
@@ -25,7 +25,7 @@ UP, DOWN = ("up_proj", "w3"), ("down_proj", "w2")
 
 
 @dataclass(frozen=True)
-class Block:
+class WeightBlock:
     """Block (rectangle) of a Transformers weight whose elements are consecutive in a flattened Megatron parameter."""
 
     weight: str
@@ -41,10 +41,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """Range of a Megatron parameter's elements on this process, with their fp32 master weights and Adam moments."""
 
-    part: Part
+    part: ParameterShard
     start: int
     """Index of the optimizer shard's first element in this process's flattened slice of the parameter."""
     master: Tensor
@@ -74,7 +74,7 @@ class Shard:
         """Adam's moments `exp_avg` and `exp_avg_sq` of the optimizer shard, fp32, as large as its master weights."""
         return {name: self.optimizer.state[self.master][name] for name in ("exp_avg", "exp_avg_sq")}
 
-    def blocks(self, model: ModelShape) -> Iterator[Block]:
+    def blocks(self, model: ModelShape) -> Iterator[WeightBlock]:
         """Yield the blocks of Transformers weights that the shard covers, without padding; `start` counts within it."""
         # [start, stop): elements of the flattened parameter on this process
         stop = self.start + self.master.numel()
@@ -84,13 +84,15 @@ class Shard:
                 yield _as_in_transformers(block, model)
 
 
-def local_shards(chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer) -> list[Shard]:
+def local_optimizer_shards(
+    chunks: Sequence[GPTModel], model: ModelShape, optimizer: MegatronOptimizer
+) -> list[OptimizerShard]:
     """Return all shards of optimizer state that this process updates; Adam's moments must exist already."""
-    parts = {parameter: part for part, parameter in local_parts(chunks, model)}
-    shards: list[Shard] = []
+    parts = {parameter: part for part, parameter in local_parameter_shards(chunks, model)}
+    shards: list[OptimizerShard] = []
     for each in real_optimizers(optimizer):
         shards += [
-            Shard(parts[parameter], _start(each, parameter), master, each.optimizer)
+            OptimizerShard(parts[parameter], _start(each, parameter), master, each.optimizer)
             for parameter, master in _masters(each)
         ]
     return shards
@@ -148,8 +150,8 @@ def _step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _blocks(
-    piece: Piece, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
-) -> Iterator[Block]:
+    piece: WeightSlice, part_shape: tuple[int, ...], weight_shape: tuple[int, ...], range_: tuple[int, int]
+) -> Iterator[WeightBlock]:
     """Yield the blocks (rectangles) of a Hugging Face weight in a range of a flattened Megatron parameter.
 
     piece: the shared rows or columns. Blocks are at most the end of a row, whole rows, and the beginning of a row.
@@ -164,17 +166,17 @@ def _blocks(
         num_columns = min(columns - column, end - begin)
         offset = _offset(piece, row, column)
         dims = len(part_shape)
-        yield Block(piece.weight, weight_shape, offset[:dims], (num_rows, num_columns)[:dims], begin - range_[0])
+        yield WeightBlock(piece.weight, weight_shape, offset[:dims], (num_rows, num_columns)[:dims], begin - range_[0])
         begin += num_rows * num_columns
 
 
-def _offset(piece: Piece, row: int, column: int) -> tuple[int, int]:
+def _offset(piece: WeightSlice, row: int, column: int) -> tuple[int, int]:
     """Convert row and column of an element in a Megatron parameter to its row and column in the Hugging Face weight."""
     shift = piece.weight_start - piece.parameter_start
     return (row + shift, column) if piece.dim == 0 else (row, column + shift)
 
 
-def _as_in_transformers(block: Block, model: ModelShape) -> Block:
+def _as_in_transformers(block: WeightBlock, model: ModelShape) -> WeightBlock:
     """Convert a block (rectangle) of a weight as stored in files to its block of the weight that Transformers loads.
 
     There, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows, columns], and
@@ -194,10 +196,10 @@ def _as_in_transformers(block: Block, model: ModelShape) -> Block:
         first_row = rows if of_matrix["matrix"] in UP else 0
         name, shape = "gate_up_proj", (model.num_experts, 2 * rows, columns)
     offset = (int(of_matrix["number"]), first_row + block.offset[0], block.offset[1])
-    return Block(f"{of_matrix['experts']}.{name}", shape, offset, (1, *block.shape), block.start)
+    return WeightBlock(f"{of_matrix['experts']}.{name}", shape, offset, (1, *block.shape), block.start)
 
 
-def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -> Block:
+def _of_all_experts(block: WeightBlock, weight: str, expert: int, model: ModelShape) -> WeightBlock:
     """Convert a block of one expert's LoRA factor to its block in all experts' factor.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
@@ -207,4 +209,6 @@ def _of_all_experts(block: Block, weight: str, expert: int, model: ModelShape) -
     if ".lora_A." in weight:
         shape = (model.num_experts * rows, columns)
         return replace(block, weight=weight, weight_shape=shape, offset=(expert * rows + row, column))
-    return Block(weight, (model.num_experts, rows, columns), (expert, row, column), (1, *block.shape), block.start)
+    return WeightBlock(
+        weight, (model.num_experts, rows, columns), (expert, row, column), (1, *block.shape), block.start
+    )

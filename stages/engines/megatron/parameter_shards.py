@@ -1,7 +1,7 @@
 """Slices of a Megatron model's parameters that one process holds, and their places in Hugging Face weights.
 
-A parameter of the whole model has a `Key`; a process has a `Part` of it; a part shares `Piece`s with Hugging Face
-weights.
+A parameter of the whole model has a `ParameterKey`; a process has a `ParameterShard` of it; a shard shares
+`WeightSlice`s with Hugging Face weights.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from stages.engines.megatron.families import EMBEDDING, HEAD, Cut, Rule, rules_of
+from stages.engines.megatron.families import EMBEDDING, HEAD, TensorParallelCut, WeightMapping, rules_of
 from stages.models.shape import ModelShape
 
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """Range of rows (dim 0) or columns (dim 1) that a Megatron parameter and a Hugging Face weight have in common."""
 
     weight: str
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(frozen=True, order=True)
-class Key:
+class ParameterKey:
     """Identity of a parameter in the whole model; sorting keys gives the order in which weights are written."""
 
     section: int
@@ -55,11 +55,11 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterShard:
     """Tensor-parallel slice of a Megatron parameter on one process: number `index` of `count` equal slices."""
 
-    key: Key
-    rule: Rule
+    key: ParameterKey
+    rule: WeightMapping
     index: int
     count: int
     shape: tuple[int, ...]
@@ -76,31 +76,34 @@ class Part:
         """Return PEFT's names of the Transformers layers that make up the Megatron parameter."""
         return [name.format(layer=self.key.layer) for name in self.rule.layers]
 
-    def pieces(self, model: ModelShape) -> list[Piece]:
+    def pieces(self, model: ModelShape) -> list[WeightSlice]:
         """Return the ranges of Hugging Face weights that this process holds, without padding and left-out weights."""
         return [piece for piece in self._pieces(model) if piece.weight not in self.left_out]
 
-    def _pieces(self, model: ModelShape) -> list[Piece]:
+    def _pieces(self, model: ModelShape) -> list[WeightSlice]:
         names, (rows, *columns) = self.weight_names(), self.shape
         match self.rule.cut:
-            case Cut.WHOLE:
-                return [Piece(names[0], 0, 0, 0, rows)]
-            case Cut.VOCABULARY:
+            case TensorParallelCut.WHOLE:
+                return [WeightSlice(names[0], 0, 0, 0, rows)]
+            case TensorParallelCut.VOCABULARY:
                 start = self.index * rows
                 num_real = min(rows, model.vocab_size - start)  # negative where a rank has padding alone
-                return [Piece(names[0], 0, start, 0, num_real)] if num_real > 0 else []
-            case Cut.COLUMNS:
-                return [Piece(names[0], 1, self.index * columns[0], 0, columns[0])]
-            case Cut.GATED | Cut.STACKED:
+                return [WeightSlice(names[0], 0, start, 0, num_real)] if num_real > 0 else []
+            case TensorParallelCut.COLUMNS:
+                return [WeightSlice(names[0], 1, self.index * columns[0], 0, columns[0])]
+            case TensorParallelCut.GATED | TensorParallelCut.STACKED:
                 # [gate of this rank; up of this rank], one below the other
                 length = rows // len(names)
-                return [Piece(name, 0, self.index * length, place * length, length) for place, name in enumerate(names)]
-            case Cut.HALVES:
+                return [
+                    WeightSlice(name, 0, self.index * length, place * length, length)
+                    for place, name in enumerate(names)
+                ]
+            case TensorParallelCut.HALVES:
                 length = rows // 2
                 # count 2, index 1, length 4 -> starts [4, 12]
                 starts = [(half * self.count + self.index) * length for half in (0, 1)]
-                return [Piece(names[0], 0, start, half * length, length) for half, start in enumerate(starts)]
-            case Cut.QKV:
+                return [WeightSlice(names[0], 0, start, half * length, length) for half, start in enumerate(starts)]
+            case TensorParallelCut.QKV:
                 # Equally many rows a rank: where tp exceeds the number of groups, they begin within a group.
                 return list(_overlaps(_query_groups(names, model), self.index * rows, rows))
 
@@ -108,23 +111,23 @@ class Part:
         """Return the whole shape of each Hugging Face weight that makes up the Megatron parameter, by weight name."""
         rows, *columns = self.shape
         match self.rule.cut:
-            case Cut.WHOLE:
+            case TensorParallelCut.WHOLE:
                 sizes = [rows]
-            case Cut.VOCABULARY:
+            case TensorParallelCut.VOCABULARY:
                 sizes = [model.vocab_size]
-            case Cut.COLUMNS:
+            case TensorParallelCut.COLUMNS:
                 sizes, columns = [rows], [columns[0] * self.count]
-            case Cut.GATED | Cut.STACKED:
+            case TensorParallelCut.GATED | TensorParallelCut.STACKED:
                 sizes = [rows // len(self.rule.weights) * self.count] * len(self.rule.weights)
-            case Cut.HALVES:
+            case TensorParallelCut.HALVES:
                 sizes = [rows * self.count]
-            case Cut.QKV:
+            case TensorParallelCut.QKV:
                 sizes = [model.query_width, model.kv_width, model.kv_width]
         shapes = {name: (size, *columns) for name, size in zip(self.weight_names(), sizes, strict=True)}
         return {name: shape for name, shape in shapes.items() if name not in self.left_out}
 
 
-def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[Part, Tensor]]:
+def local_parameter_shards(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple[ParameterShard, Tensor]]:
     """Yield every parameter that this process holds, with a description of its place in the whole model.
 
     A copy of the embedding that serves as the head, on another pipeline stage, is a part of the embedding.
@@ -138,14 +141,14 @@ def local_parts(chunks: Sequence[GPTModel], model: ModelShape) -> Iterator[tuple
             number, expert = _find_rule(in_layer[2] if in_layer else name, rules, model)
             rule = rules[number]
             # Section 0 for the embedding, 2 for final norm and head, which are written last.
-            key = Key(1 if in_layer else 2 * (rule.weights != (EMBEDDING,)), layer, expert, number)
+            key = ParameterKey(1 if in_layer else 2 * (rule.weights != (EMBEDDING,)), layer, expert, number)
             is_copy = rule.weights == (EMBEDDING,) and not chunk.pre_process
             left_out: frozenset[str] = getattr(parameter, "left_out", frozenset())
             place = _place_among_processes(rule)
-            yield Part(key, rule, *place, tuple(parameter.shape), is_copy, left_out), parameter
+            yield ParameterShard(key, rule, *place, tuple(parameter.shape), is_copy, left_out), parameter
 
 
-def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int, int]:
+def _find_rule(name: str, rules: Sequence[WeightMapping], model: ModelShape) -> tuple[int, int]:
     """Return the index of the rule for a parameter, and the parameter's expert (0 if it has none)."""
     found = ((number, match) for number, rule in enumerate(rules) if (match := re.fullmatch(rule.parameter, name)))
     number, match = next(found)
@@ -160,9 +163,9 @@ def _find_rule(name: str, rules: Sequence[Rule], model: ModelShape) -> tuple[int
     return number, parallel_state.get_expert_model_parallel_rank() * num_local + int(match[match.lastindex])
 
 
-def _place_among_processes(rule: Rule) -> tuple[int, int]:
+def _place_among_processes(rule: WeightMapping) -> tuple[int, int]:
     """Return the index of this process's tensor-parallel slice, and the number of slices (0 and 1 if uncut)."""
-    if rule.cut in (Cut.WHOLE, Cut.STACKED):
+    if rule.cut in (TensorParallelCut.WHOLE, TensorParallelCut.STACKED):
         return 0, 1
     if rule.of_experts:
         return (
@@ -182,7 +185,7 @@ def _query_groups(names: Sequence[str], model: ModelShape) -> Iterator[tuple[str
         yield value, group * head, head
 
 
-def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[Piece]:
+def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: int) -> Iterator[WeightSlice]:
     """Yield overlaps of stacked Hugging Face weights with the `num_rows` rows from `first_row` on.
 
     blocks: weight name, its first row and number of rows, stacked from top to bottom.
@@ -192,5 +195,5 @@ def _overlaps(blocks: Iterable[tuple[str, int, int]], first_row: int, num_rows: 
         # Both in rows of the stack: the overlap of the block with this process's rows; empty where begin ≥ end.
         begin, end = max(top, first_row), min(top + length, first_row + num_rows)
         if begin < end:
-            yield Piece(weight, 0, weight_start + begin - top, begin - first_row, end - begin)
+            yield WeightSlice(weight, 0, weight_start + begin - top, begin - first_row, end - begin)
         top += length
