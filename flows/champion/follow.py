@@ -424,7 +424,6 @@ class Restarts:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the pause before the next start of an engine is over."""
         return time.monotonic() >= self._due_s
 
 

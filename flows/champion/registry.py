@@ -55,7 +55,6 @@ class Registry:
     """Client of MLflow's registry. Raises TransientError when MLflow does not answer, ServerError when it refuses."""
 
     def __init__(self) -> None:
-        """Connect to the MLflow server that MLFLOW_TRACKING_URI names."""
         os.environ.update(CLIENT_ENVIRONMENT)
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ServerError("there is no MLflow to ask for the champion: MLFLOW_TRACKING_URI is not set")
@@ -105,10 +104,7 @@ class Registry:
         return False
 
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
-        """Make a candidate champion if `champion`, which it was compared with, still is; keep one that is already.
-
-        Raises OutdatedVerdictError when another has become champion since.
-        """
+        """Make a candidate champion, unless it is; raise OutdatedVerdictError if `champion` no longer is champion."""
         if not self.is_champion(candidate.registration, champion):
             self._move(candidate.name, candidate.number, champion)
 
@@ -129,10 +125,7 @@ class Registry:
         return False
 
     def rollback(self, name: str) -> RegisteredVersion:
-        """Make the previous champion champion, and give the present one the alias `previous`.
-
-        Raises StoreError without a previous champion.
-        """
+        """Swap a model's aliases `champion` and `previous`. Raises StoreError without a previous champion."""
         self.repair(name)
         champion, previous = self.find(name), self.find(name, PREVIOUS)
         if champion is None:
@@ -158,10 +151,7 @@ class Registry:
             _unless_absent(lambda: self._client.delete_registered_model_alias(name, CHALLENGER))
 
     def promote_challenger(self, name: str) -> RegisteredVersion:
-        """Make the challenger champion, and give the present one the alias `previous`.
-
-        Raises StoreError when either is missing.
-        """
+        """Make the challenger champion, and the champion `previous`. Raises StoreError when either is missing."""
         self.repair(name)
         champion, challenger = self.find(name), self.find(name, CHALLENGER)
         if champion is None or challenger is None:

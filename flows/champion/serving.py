@@ -44,10 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Serving:
-    """Served model version with its engine, which ends when `stack` is closed.
-
-    backend: the proxy's view of it. died: set once the engine has ended by itself.
-    """
+    """Served version with its engine, which ends when `stack` is closed; `died` is set once it ended by itself."""
 
     version: RegisteredVersion
     server: Server
@@ -139,10 +136,7 @@ def end_dead(serving: Serving) -> None:
 
 
 def _watched(server: Server, stack: ExitStack) -> threading.Event:
-    """Watch an engine until `stack` is closed; return an event set about a second after it has died.
-
-    A busy engine answers late or well, so it does not count as dead.
-    """
+    """Return an event that is set a second after an engine died (busy ones live), watched until `stack` is closed."""
     died, is_closed = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -210,10 +204,7 @@ def swap_in(server: Server, version: RegisteredVersion) -> bool:
 
 
 def check_adapter(server: Server, name: str, folder: Path) -> None:
-    """Check that a server lists an adapter and answers with the log-probabilities that training recorded.
-
-    Raises ServerError otherwise.
-    """
+    """Check that a server lists an adapter and has its recorded log-probabilities; else raise ServerError."""
     client = replace(server.client, model=name)
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})

@@ -1,7 +1,4 @@
-"""Output of `lifecycle data`, which shows a stage's prepared training data: terminal text and one HTML page.
-
-Learned tokens are coloured, or enclosed in marks where there are no colours.
-"""
+"""Output of `lifecycle data`: a stage's prepared data as HTML and as text, with learned tokens coloured or marked."""
 
 from __future__ import annotations
 

@@ -97,14 +97,12 @@ class ClusterProcess:
         self._is_over = False
 
     def poll(self) -> int | None:
-        """Return the stage's exit code, or None while it waits or runs on the cluster."""
         code = self._agent.poll()
         if code is not None:
             self._cancel_once()
         return code
 
     def stop(self) -> None:
-        """Cancel the stage's cluster job; return when no process and no job is left."""
         self._agent.stop()
         self._cancel_once()
 

@@ -116,7 +116,6 @@ class JobFolder:
         return cls(work / LAUNCH_FOLDER)
 
     def write(self, order: JobOrder, environment: Mapping[str, str]) -> None:
-        """Write the description of a cluster job and its environment variables to its folder."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         # Private before the first byte is in it.
         self._environment.touch(mode=0o600)
@@ -133,11 +132,9 @@ class JobFolder:
             return None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that were written for the cluster job's processes."""
         return json.loads(self._environment.read_bytes())
 
     def forget_environment(self) -> None:
-        """Remove the job's environment file, which may hold secrets."""
         self._environment.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -173,7 +170,6 @@ class JobFolder:
             return None
 
     def write_end(self, end: JobEnd) -> None:
-        """Record how the stage's processes ended, for the submitter."""
         write_atomically(self.path / "ended.json", end.model_dump_json())
 
     def end(self, job_id: str) -> JobEnd | None:

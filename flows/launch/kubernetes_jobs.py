@@ -75,7 +75,6 @@ class KubernetesJobs:
         return self._name
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the state of the stage's Kubernetes job. Raises `TransientError` when Kubernetes does not answer."""
         with _explained(f"look at the {self._kind} {self._name}"):
             job = self._find(self._kind)
             pods = self._pods()
@@ -85,11 +84,9 @@ class KubernetesJobs:
         return outcome(job, pods, self.order)
 
     def name_of(self, job_id: str) -> str:
-        """Return the name of the Kubernetes job for messages to the user."""
         return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
 
     def cancel(self) -> bool:
-        """Delete all objects of the job and wait for its pods; return whether everything is gone."""
         end_s = time.monotonic() + DELETE_PATIENCE_S
         with _explained(f"delete the {self._kind} {self._name}"):
             # The job first, whose pods need the Service and the policy to their end.
@@ -130,10 +127,7 @@ class KubernetesJobs:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
     ) -> Manifest:
-        """Send a request about one kind of object to the Kubernetes API and return the decoded response.
-
-        The client's class for each kind is not used, because manifests and status are trees here.
-        """
+        """Send a request about a kind of object, as trees instead of the client's classes; return the response."""
         path = COLLECTIONS[kind].format(namespace=self._namespace) + (f"/{name}" if name else "")
         request = self._api.param_serialize(
             method=method,

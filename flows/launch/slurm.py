@@ -79,7 +79,6 @@ class SlurmJobs:
         return output.strip().partition(";")[0]
 
     def look(self, job_id: str) -> JobOutcome | Waiting | Running:
-        """Return the state of a Slurm job. Raises `TransientError` when Slurm does not answer."""
         try:
             view = parse_job(_run("scontrol", "show", "job", job_id, "--oneliner"))
         except _RefusedError:  # Slurm forgets a job some minutes after its end
@@ -91,7 +90,6 @@ class SlurmJobs:
         return Running()
 
     def name_of(self, job_id: str) -> str:
-        """Return the name of the Slurm job for messages to the user."""
         return f"Slurm job {job_id}"
 
     def cancel(self) -> bool:
@@ -107,10 +105,7 @@ class SlurmJobs:
 
 
 def sbatch_arguments(order: JobOrder, folder: JobFolder) -> list[str]:
-    """Return the arguments of `sbatch` for a stage's job: its options, the batch script and the script's arguments.
-
-    No environment is passed to Slurm, which would keep it in its records.
-    """
+    """Return `sbatch`'s options, batch script and its arguments, without environment, which Slurm would record."""
     asked = order.block(SlurmOptions)
     options = {
         "job-name": order.job,

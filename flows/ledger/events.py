@@ -16,8 +16,7 @@ from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
-"""Outcome of an attempt to run a stage. cancelled: on request. killed: a process died before it could record its
-end."""
+"""Outcome of an attempt to run a stage. cancelled: on request. killed: a process died before it noted its end."""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
@@ -202,10 +201,7 @@ class RefreshEnded(Event):
 
 
 class RefreshKilled(Event):
-    """Event: another process noticed that a refresh's process died; a later retry is not affected.
-
-    copied: the process may live, but in the home of which this one is a copy.
-    """
+    """Event: another process noticed a refresh's death. copied: it may live, in the home that this one copies."""
 
     event: Literal["refresh_killed"] = "refresh_killed"
     process: ProcessIdentity

@@ -98,7 +98,6 @@ class AttemptRecord:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return the outcome of the attempt to run the stage; None while it runs."""
         if self.ended and self.ended.error_class in STOPPED:
             return "cancelled"
         return self.ended.outcome if self.ended else None
@@ -115,7 +114,6 @@ class AttemptRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds that this attempt to run the stage took; None while it runs."""
         return (self.ended.time_ms - self.began.time_ms) / 1000 if self.ended else None
 
     @property
@@ -221,7 +219,6 @@ class RefreshRecord:
         return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]
 
     def trials_of(self, layout: int) -> list[TrialEnded]:
-        """Return the trials of one layout in all rounds of a layout comparison, oldest first."""
         return [trial for trial in self.trials if trial.layout == layout]
 
     def key_of(self, stage: str, number: int) -> str:

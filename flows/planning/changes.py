@@ -72,10 +72,7 @@ CONTENTS = TypeAdapter(Contents)
 
 
 def keep_contents(folder: Path, digest: str, path: Path) -> None:
-    """Record a file's or folder's contents under `digest` in the cache folder, for later plans to describe changes.
-
-    Nothing is recorded where the folder cannot be written.
-    """
+    """Record contents under their `digest` in a cache folder, if writable, for later plans to describe changes."""
     before = kept_contents(folder, digest)
     with suppress(OSError):
         if before is None:

@@ -1,7 +1,4 @@
-"""Assignment of this machine's CPU slots and GPUs to the stages of a plan.
-
-Does no I/O, except for looking whether there are GPUs.
-"""
+"""Assignment of this machine's CPU slots and GPUs to the stages of a plan; the only I/O is a look for GPUs."""
 
 from __future__ import annotations
 

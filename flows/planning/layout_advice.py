@@ -105,10 +105,7 @@ def ranked(request: SearchRequest, top: int) -> Ranked:
 
 
 def explained(request: SearchRequest, text: str) -> Explained:
-    """Predict time and memory of one layout given as text, with warnings.
-
-    Raises LayoutError, with all reasons, if it cannot work.
-    """
+    """Predict time and memory of a layout text, with warnings. Raises LayoutError, with all reasons, if impossible."""
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
     if errors := [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]:

@@ -50,10 +50,7 @@ class ModelConfigs:
         """Pending requests for models' facts: under True those to local files, under False those to a hub."""
 
     def of(self, name: str) -> ModelFacts | None:
-        """Return the facts of the model that a stage downloads; None if its hub has not responded yet.
-
-        Raises DownloadError or ModelError when it cannot be read.
-        """
+        """Return the facts of a download's model; None until its hub responds. Raises DownloadError or ModelError."""
         if name not in self._outside:
             return None
         config = self._recipe.fetched[name]

@@ -1,7 +1,4 @@
-"""Plan of a refresh: which stages run, which are cached, and why, computed from recipe, outside inputs and store.
-
-Does no I/O: the store is given as an index in memory.
-"""
+"""Plan of a refresh: which stages run, which are cached, and why. Pure: the store is given as an index."""
 
 from __future__ import annotations
 

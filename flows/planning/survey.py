@@ -272,10 +272,7 @@ def _held_out_files(facts: Survey, folder: Path, files: Sequence[Path]) -> list[
 
 
 def _fraction(folder: Path, files: list[Path]) -> float:
-    """Return the smallest candidate share that holds out ten rows, or a fifth of fewer than fifty.
-
-    0 if no rows would be left to learn or to hold out.
-    """
+    """Return the smallest candidate share that holds out 10 rows, or a fifth of under 50; 0 if a side had none."""
     rows = [row.content for row in islice(read_rows(folder, files), FIRST_ROWS) if isinstance(row, Row)]
     counts = {share: sum(is_held_out(row, share) for row in rows) for share in HELD_OUT_FRACTIONS}
     # A share that holds out no row, or all of them, is of no use.
@@ -486,10 +483,7 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
 
 
 def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
-    """Tokenize the rows as training does, and record bad rows and token counts in `facts`.
-
-    If `SECONDS` run out, the estimates from bytes stay.
-    """
+    """Tokenize rows as training does; record bad rows and tokens in `facts`, or after `SECONDS` keep estimates."""
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
     config = DataConfig(

@@ -79,10 +79,7 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
 
 
 def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
-    """Yield each evaluation task with some questions and every model's answers.
-
-    The model that depends on fewer stages, which is the base where there is one, comes first.
-    """
+    """Yield each evaluation task with some questions and all models' answers, the base's (fewest ancestors) first."""
     evaluations = sorted(
         (name for name, entry in record.stages.items() if makes(entry.kind, "scores") and entry.artifact),
         key=lambda name: len(_ancestors(record, name)),

@@ -82,10 +82,7 @@ class TrainingCurves(StrictModel):
 
 
 class Histogram(StrictModel):
-    """Histogram of a dataset's document lengths: bin k counts documents of at most `(k + 1) × bin_tokens` tokens.
-
-    dataset: empty where there is only one.
-    """
+    """Histogram of document lengths: bin k counts those of at most `(k + 1) × bin_tokens`. dataset: empty for one."""
 
     dataset: str
     bin_tokens: int
@@ -109,10 +106,7 @@ class DataOfTraining(StrictModel):
 
 
 class Score(StrictModel):
-    """Score of an evaluation stage, named TASK.METRIC.
-
-    standard_error, interval (95%): None where the harness gave no error.
-    """
+    """Score of an evaluation, named TASK.METRIC. standard_error, interval (95%): None if the harness has none."""
 
     stage: str
     name: str
@@ -224,5 +218,4 @@ class RefreshReport(StrictModel):
 
     @property
     def is_all_cached(self) -> bool:
-        """Return whether every stage of the refresh was found in the store, so that none ran."""
         return all(one.state == "cached" for one in self.stages)

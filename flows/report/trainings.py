@@ -121,7 +121,7 @@ def _thinned(curve: Curve, most: int) -> Curve:
 
 
 def data_of_trainings(record: RefreshRecord) -> Iterator[DataOfTraining]:
-    """Yield each training's dataset shares and document lengths, which older versions did not record."""
+    """Yield each training's dataset shares and document lengths; older versions recorded no lengths."""
     for name, entry in record.stages.items():
         data = DataOfTraining(stage=name, lengths=tuple(_lengths(entry)), shares=tuple(_shares(entry.metrics)))
         if data.lengths or data.shares:

@@ -67,10 +67,7 @@ def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
 def run_trial(
     bench: Bench, comparison: Comparison, layout: int, round_number: int, devices: Sequence[int], work: Path
 ) -> TrialEnded:
-    """Run some training steps of the compared stage under one layout; return the measurements or the error.
-
-    Raises RefreshStoppedError when `bench.stop` is set.
-    """
+    """Run some training steps under one layout; return measurements or error; raise RefreshStoppedError if stopped."""
     planned = comparison.layouts[layout]
     # The whole machine is held, and a layout may use a part of it.
     planned = on_devices(planned, devices[: wanted_slots(planned.config, len(devices))])

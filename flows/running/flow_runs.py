@@ -36,8 +36,7 @@ from stages.core.errors import ServerError
 
 WORK_POOL = "lifecycle"
 BY_HAND = "by hand"
-"""Name of the deployment for refreshes by hand, since Prefect retries only deployments' runs; no recipe has this
-name."""
+"""Deployment for refreshes by hand (Prefect retries only deployments' runs), whose name no recipe can have."""
 
 
 ENTRYPOINT = f"{refresh.fn.__module__}.{refresh.fn.__name__}"
@@ -101,10 +100,7 @@ def deploy(client: SyncPrefectClient, name: str, **options: Any) -> UUID:
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the Prefect deployment of the refresh flow with this name, or None.
-
-    It uses a filter, because Prefect's client refuses names with a slash in an address.
-    """
+    """Return the refresh flow's deployment by name, with a filter: Prefect's client refuses slashes in an address."""
     found = client.read_deployments(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[refresh.name])),
         deployment_filter=DeploymentFilter(name=DeploymentFilterName(any_=[name])),

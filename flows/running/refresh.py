@@ -210,10 +210,7 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
 
 
 def _measure(run: RefreshRun, comparison: Comparison) -> None:
-    """Run a comparison's trials, each as a Prefect task, one after the other until the refresh is stopped.
-
-    A layout that fails is a result too.
-    """
+    """Run a comparison's trials as Prefect tasks, one by one, until stopped. A layout that fails is a result too."""
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
         for round_number, layout in turns(len(comparison.layouts), comparison.began.num_rounds):
             name = f"round {round_number}: {comparison.began.layouts[layout].text}"

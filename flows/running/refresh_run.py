@@ -75,10 +75,7 @@ class LiveServers:
         self._stop_unused()
 
     def stop_unusable(self, built: Collection[str]) -> None:
-        """Stop servers that are dead or that no stage can use now, to free slots that other stages wait for.
-
-        A stage whose server is gone starts one of its own.
-        """
+        """Stop servers that are dead, or useless now, to free slots. A stage whose server is gone starts its own."""
 
         def is_usable(name: str) -> bool:
             users = (self._upstream[stage] for stage in self._users(name))
@@ -316,7 +313,7 @@ class RefreshRun:
         return any(self._num_dependents(other.name) > self._num_dependents(name) for other in others)
 
     def _is_ready(self, stage: PlannedStage) -> bool:
-        """Return whether a stage has not begun, and its upstream stages are built; before the check, if it has none."""
+        """Return whether a stage could start: not begun, upstream stages built or, before the check, none."""
         is_open = self._is_checked or not stage.upstream
         return is_open and stage.name not in self._begun and self.built.keys() >= set(stage.upstream)
 

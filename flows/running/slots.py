@@ -24,11 +24,10 @@ class Slots:
         self.count = count
 
     def acquire(self, wanted: int, waiting: Callable[[], None]) -> HeldSlots:
-        """Wait until `wanted` slots are free, and hold them, first come, first served. waiting:
+        """Wait until `wanted` slots are free, and hold them, first come, first served.
 
-        called meanwhile; may raise.
-
-        Only the holder of the turnstile lock collects slots, so that two half-served requests never block each other.
+        waiting: called meanwhile; may raise. Only the holder of the turnstile lock collects slots, so that two
+        half-served requests never block each other.
         """
         if wanted > self.count:
             raise ValueError(f"{wanted} slots wanted, there are {self.count}")
@@ -49,7 +48,6 @@ class Slots:
         return HeldSlots(held)
 
     def num_free(self) -> int:
-        """Return how many slots of this machine are free now."""
         if not self.folder.exists():
             return self.count
         free = HeldSlots(self._free_slots(self.count, taken=()))

@@ -104,10 +104,7 @@ def look_rarely() -> None:
 
 
 async def _next_message(self: Any, timeout_s: float | None) -> Any:
-    """Return the next message of Prefect's task queue (Docket), or None, after a second's wait if it is empty.
-
-    With a `timeout_s` of 0, do not wait.
-    """
+    """Return Prefect's next task message (Docket), or None after a second's wait; no wait with a `timeout_s` of 0."""
     if self._queue.empty() and timeout_s != 0:
         await asyncio.sleep(RESOLUTION.total_seconds())
     return None if self._queue.empty() else self._queue.get_nowait()

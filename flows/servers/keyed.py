@@ -1,8 +1,9 @@
 """Key for access to the local Prefect and MLflow servers, in a file that only its owner can read.
 
 Also the key of servers elsewhere that the user names, with its file (`KEY_FILE_VARIABLE`). Programs that read their
-settings when they are loaded, such as the worker and Prefect's own command, are run with that key by `python -m
-flows.servers.keyed PROGRAM ARGUMENT…`. `lifecycle` does the same for itself.
+settings when they are loaded, such as the worker and Prefect's own command, are run with that key:
+
+python -m flows.servers.keyed PROGRAM ARGUMENT…
 """
 
 from __future__ import annotations
@@ -32,10 +33,7 @@ def key_file() -> Path:
 
 
 def read_key() -> str | None:
-    """Return the local servers' password; None before the first `lifecycle up`.
-
-    Raises `ServerError` when other users could read the key file.
-    """
+    """Return the local servers' password; None before `lifecycle up`. Raises ServerError if others could read it."""
     try:
         return _read(key_file(), "the local servers", _REMAKE)
     except (FileNotFoundError, NotADirectoryError):
@@ -96,10 +94,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def named_settings() -> dict[str, str]:
-    """Return clients' unset variables for the user's own servers, if their key file is named.
-
-    Raises `ServerError` when the file cannot be used.
-    """
+    """Return unset client variables for the user's servers, if their key file is named; ServerError if unusable."""
     named = [name for name, variable in NAMED_BY.items() if os.environ.get(variable)]
     password = read_named_key() if named else None
     if password is None:

@@ -333,10 +333,7 @@ def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], pa
 
 
 def _take(lock: Lock) -> HandOver:
-    """Take the supervisor's lock and the commands that a running one supervised.
-
-    Raises `ServerError` when another machine holds it.
-    """
+    """Take the supervisor's lock and supervised commands. Raises ServerError when another machine holds it."""
     plan = lock.take()
     if plan is None:
         raise ServerError(

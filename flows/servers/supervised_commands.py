@@ -1,7 +1,4 @@
-"""Commands that a supervisor restarts when they die, their logs, and the hand-over from one supervisor to the next.
-
-Of the standard library alone, as the supervisor is.
-"""
+"""Commands that a supervisor restarts, their logs, and the hand-over to the next supervisor. Standard library only."""
 
 from __future__ import annotations
 
@@ -73,16 +70,20 @@ def say(text: str) -> None:
 class SupervisedCommand:
     """Command that a supervisor keeps running: its process, listening socket, health check and log.
 
-    command: `{descriptor}` in it becomes the descriptor number of the socket, which listens already. environment: the
-    whole environment, with a token of its own as TOKEN_VARIABLE. folder: where the command runs; empty: where the
-    supervisor does. port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive. needs: name
-    of another command. While that does not answer, or is not kept here, answers of 500 and above count as alive, too:
-    the worker says 503 while Prefect is away. hung_after_s: seconds without an answer, with six requests, after which a
-    command that has answered once is killed. start_timeout_s: seconds until its first answer. log: file for stdout and
-    stderr, which is rotated; empty: those of the supervisor. spares_children: whether processes that the command
-    started go on after its death. dies_with_us: whether the kernel kills it when the supervisor dies. descriptor: its
-    listening socket in this process, if any yet. pid, started_ticks: its living process, as `/proc` shows it; None: it
-    is to be started. deaths: how often it died in a row.
+    command: `{descriptor}` in it becomes the descriptor number of the socket, which listens already.
+    environment: the whole environment, with a token of its own as TOKEN_VARIABLE.
+    folder: where the command runs; empty: where the supervisor does.
+    port: where it is asked for `health_path`: any HTTP answer below 500 counts as alive.
+    needs: name of another command. While that is not kept here, or does not answer, 500 and above count as alive, too:
+    the worker says 503 while Prefect is away.
+    hung_after_s: seconds without an answer, in six requests, after which one that has answered once is killed.
+    start_timeout_s: seconds until its first answer.
+    log: file for stdout and stderr, which is rotated; empty: those of the supervisor.
+    spares_children: whether processes that the command started go on after its death.
+    dies_with_us: whether the kernel kills the command when the supervisor dies.
+    descriptor: its listening socket in this process, if any yet.
+    pid, started_ticks: its living process, as `/proc` shows it; None: it is to be started.
+    deaths: how often it died in a row.
     """
 
     name: str
@@ -125,12 +126,10 @@ class SupervisedCommand:
         self.pid, self.started_ticks = process.pid, started_ticks(process.pid)
 
     def alive(self) -> bool:
-        """Return whether the supervised command's process is alive."""
         ticks = started_ticks(self.pid) if self.pid else None
         return ticks is not None and ticks == self.started_ticks
 
     def kill(self) -> None:
-        """Kill the supervised command's process with SIGKILL if it is alive."""
         if self.pid and self.alive():
             os.kill(self.pid, signal.SIGKILL)
 

@@ -122,10 +122,7 @@ def resume(name: str) -> Schedule:
 
 
 def remove(name: str) -> None:
-    """Remove a schedule, and cancel claimed runs that have not begun; a running refresh goes on.
-
-    Raises `RecipeError` when there is none of this name.
-    """
+    """Remove a schedule and cancel claimed, unbegun runs; running ones go on. Raises RecipeError for unknown names."""
     with prefect_client() as client:
         deployment = _find_or_explain(client, name)
         client.pause_deployment(deployment.id)  # so that no worker takes another run

@@ -120,10 +120,7 @@ class Store:
 
     @contextmanager
     def lock(self, kind: str, resume_key: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock for building one artifact, named by the stage's resume key.
-
-        waiting: called every 0.2 s while another process holds it; may raise.
-        """
+        """Hold a resume key's lock; call `waiting`, which may raise, every 0.2 s while another process holds it."""
 
         def give_up() -> bool:
             waiting()

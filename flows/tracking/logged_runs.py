@@ -1,7 +1,4 @@
-"""Runs measured earlier, read as plain values from MLflow or from a `gpu.json` of `tests/benchmarks/gpu.py`.
-
-Imports mlflow, which takes seconds, only when it is asked.
-"""
+"""Runs measured earlier, as plain values from MLflow (imported when asked) or a `gpu.json` of `tests/benchmarks`."""
 
 from __future__ import annotations
 
