@@ -40,8 +40,7 @@ class Adapter:
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     """Weights that replace those of the base model, by name: trained as a whole (PEFT's `modules_to_save`)."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Parameters outside linear layers (stacked experts), by LoRA layer: A [experts, rank, in], B [experts, out,
-    rank]."""
+    """Parameters outside linear layers (experts), by LoRA layer: A [experts, rank, in], B [experts, out, rank]."""
     scalings: Mapping[str, float] = field(default_factory=dict)
     """Scaling of each LoRA layer whose scaling differs from the adapter's, by layer name."""
 
@@ -73,7 +72,6 @@ class Adapter:
         return not self.magnitudes and not self.saved and not self.parameters
 
     def shape_of(self, name: str) -> list[int]:
-        """Return the shape of a base model's weight that the adapter changes."""
         if name in self.saved:
             return list(self.saved[name].shape)
         a, b = self.factors[name.removesuffix(".weight")]

@@ -19,10 +19,7 @@ from stages.models.loading import model_without_weights
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
-    """Raise ModelError, as training would, unless the adapter fits a model without weights.
-
-    folder: folder of a model whose files have the same weight names.
-    """
+    """Raise ModelError unless the adapter fits a model. folder: of a model whose files have the same weight names."""
     add_adapter(causal_lm, config, seed=0, has_weights=False)
     check_mergeable(changed_weights(causal_lm), folder)
     if config.base_precision in ("nf4", "int8"):

@@ -50,8 +50,7 @@ PositiveFp32 = Annotated[float, Field(gt=0, allow_inf_nan=False), HELD_IN_FP32]
 NonNegativeFp32 = Annotated[float, Field(ge=0, allow_inf_nan=False), HELD_IN_FP32]
 
 NatsPerToken = Annotated[float, Field(gt=0, le=12)]
-"""Bound on log-probability differences, in nats per token; a uniform guess among 160,000 tokens is 12 from
-certainty."""
+"""Bound on log-probability differences, in nats per token; a guess among 160,000 tokens is 12 from certainty."""
 
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 """Type of a config field for a duration in seconds, at most three years, since system calls refuse larger numbers."""

@@ -57,10 +57,7 @@ class ProgramEndedError(Exception):
 
 
 class Program:
-    """Client of a helper process for untrusted input, for one thread at a time; it starts at the first request.
-
-    It ends with `close` or with the `with` block.
-    """
+    """Client of a helper process for untrusted input, for one thread; begins at the first request, ends with `with`."""
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
         """Create the client. needs_home: the process gets an empty folder, removed when this one ends normally."""

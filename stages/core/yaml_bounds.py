@@ -67,7 +67,6 @@ class _Reader:
         return self._open[0].num_values - 1
 
     def read(self, event: Any) -> None:
-        """Count the YAML parser's next event, and check the depth and the number of values."""
         if isinstance(event, yaml.CollectionStartEvent):
             self._open.append(_Collection(event.anchor, isinstance(event, yaml.MappingStartEvent)))
             self._check_depth(0)

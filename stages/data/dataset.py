@@ -121,7 +121,6 @@ class PackedDataset:
 
     @property
     def longest_document(self) -> int:
-        """Number of tokens of the longest document in the dataset."""
         starts = self._document_starts
         blocks = (
             # One start more than documents: the last one is where the block ends.

@@ -247,10 +247,7 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
 
 
 def _all_files(folder: Path) -> list[Path]:
-    """Return all files in a dataset's folder except hidden ones.
-
-    Raises DataError for a name that is not UTF-8, a dangling link, a link to a folder, a FIFO.
-    """
+    """Return a dataset folder's files, not hidden ones; DataError for dangling links, FIFOs, names not in UTF-8."""
     paths = [
         path
         for path in folder.rglob("*")

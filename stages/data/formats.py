@@ -113,10 +113,7 @@ def fitting_formats(row: Columns) -> list[str]:
 
 
 def likeliest_format(row: Columns) -> str | None:
-    """Return the fitting format with the most columns, or None.
-
-    A `label` that is neither true nor false is a class of something, and not of an answer.
-    """
+    """Return the fitting format with the most columns, or None; a `label` neither true nor false is no answer's."""
     names = [name for name in fitting_formats(row) if FORMATS[name].rows != "labelled" or is_label(row["label"])]
     return max(names, key=lambda name: len(FORMATS[name].columns), default=None)
 

@@ -18,8 +18,7 @@ MAX_DEPTH = 100
 MAX_DIGITS = 4300
 """Largest number of digits of an integer in JSON; converting takes time that grows with the square of the digits."""
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-"""Pattern of characters that texts must not contain, since UTF-8 or tokenizers refuse them: NUL and lone surrogates
-(`\\ud83d` in JSON)."""
+"""Characters that texts must not contain, as UTF-8 or tokenizers refuse them: NUL, lone surrogates (`\\ud83d`)."""
 PIECE_CHARACTERS = 1 << 20
 AHEAD_CHARACTERS = 64
 

@@ -27,10 +27,7 @@ class TokenSpan(StrictModel):
 
 
 class ShownDocument(StrictModel):
-    """Document as the data preview shows it, with its tokens as text.
-
-    name: its part in the row, such as `chosen`. num_hidden_tokens: at its end.
-    """
+    """Document as the data preview shows it. name: its part in the row (`chosen`). num_hidden_tokens: at its end."""
 
     name: str
     num_tokens: int

@@ -71,8 +71,7 @@ class DocumentTokenizer:
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
         self._growth = Growth.of(self._backend)
         self.teaches_to_stop: bool | None = None
-        """True if the assistant's turns end with a special token, so that the model learns to stop; None before any
-        turn."""
+        """True if assistant turns end with a special token, so that the model learns to stop; None before any."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without the chat template, which the receiving process loads again."""
@@ -424,7 +423,6 @@ class SpecialTokens:
         self._in_texts = _any_of([content for content in contents if content not in THOUGHT_TAGS])
         self._real_or_shielded = re.compile(f"{_any_of(contents).pattern}|{PRIVATE.pattern}")
         self.counts: Counter[str] = Counter()
-        """Number of documents whose texts contain each special token."""
 
     def shield(self, value: Any) -> Any:
         """Replace special tokens in all strings of a value by private-use characters; return the same object if none.

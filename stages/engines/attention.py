@@ -35,13 +35,11 @@ from stages.engines.documents import PackedDocuments, pad_documents, unpad_docum
 from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"
-"""Name under which our attention over packed documents is registered with Transformers."""
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of attention layers, as in a config's `layer_types`, that our packed attention can compute."""
 
 FLASH_HEAD_WIDTH = 256
-"""Largest head width that flash attention supports."""
 
 
 def prepare_attention(model_config: Any, device: torch.device) -> str:

@@ -20,8 +20,7 @@ from torch.nn import functional
 from stages.data.batch import IGNORED
 
 CHUNK_LOGITS = 2**27
-"""Number of logits in memory at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary, enough to keep a large GPU
-busy."""
+"""Number of logits in memory at a time (512 MiB in fp32): 884 tokens of a 152k vocabulary keep a large GPU busy."""
 
 LogitsTransform = Callable[[Tensor], Tensor]
 """Element-wise function that a model applies to its fp32 logits, such as a soft cap or a scale."""

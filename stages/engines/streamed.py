@@ -27,10 +27,7 @@ class StreamedModel:
     """Causal language model whose weights stay on disk and are read module by module in a forward pass."""
 
     def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
-        """Open the model in `folder` without its weights.
-
-        scratch: folder for weights whose stored form cannot be computed with. Raises ModelError.
-        """
+        """Open the model in `folder` without its weights; ModelError. scratch: for weights in unusable stored form."""
         scratch.mkdir(parents=True, exist_ok=True)
         try:
             self.causal_lm: Any = load_model(

@@ -26,7 +26,6 @@ from stages.remote.pointers import Pointer
 
 NUM_CONNECTIONS = 4
 CHUNK_BYTES = 8 << 20
-"""Number of bytes per read request to object storage."""
 
 
 class ObjectStorage:

@@ -47,7 +47,6 @@ class ModelFacts:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Content of the model's `config.json`."""
         if not isinstance(self._source, Path):
             return self._source
         return read_json_object(self._source / CONFIG_FILE if self._source.is_dir() else self._source)
@@ -143,10 +142,7 @@ def _mixture(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
-    """Return the sizes of a model like GPT-2: LayerNorm, two feed-forward matrices, tied embeddings.
-
-    Positions are learned or ALiBi.
-    """
+    """Return the sizes of a model like GPT-2: LayerNorm, two feed-forward matrices, tied embeddings."""
     hidden_size, num_heads = _size(fields, "hidden_size"), _size(fields, "num_heads")
     has_bias = family != "mpt" or not fields.get("no_bias", True)
     max_positions = _optional(fields, "max_positions")

@@ -42,7 +42,6 @@ DTYPES = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUM_NAMED = 5
 GGUF_FILE = "model.gguf"
-"""Name of the GGUF file in a model folder."""
 GGUF_MAGIC = b"GGUF"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 

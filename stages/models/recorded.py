@@ -63,7 +63,6 @@ class RecordedDocument:
         return [*self.input_ids, *(target for target in self.targets[-1:] if target >= 0)]
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
-        """Return a copy of the document that records the given predictions."""
         total = math.fsum(predicted.log_probabilities)
         return RecordedDocument(
             self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)

@@ -46,7 +46,6 @@ class ModelShape:
     """True if feed-forward layers have three matrices (SwiGLU) rather than two."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """True if attention's output projection has a bias."""
     ffn_bias: bool = False
     qk_norm: bool = False
     norm_bias: bool = False
@@ -61,7 +60,6 @@ class ModelShape:
     router_normalizes: bool = True
     """True if the router's weights of a token's chosen experts add up to one."""
     dense_layers: frozenset[int] = frozenset()
-    """Indices of the dense layers in a mixture-of-experts model."""
     sliding_window: int | None = None
     """Size of the sliding attention window in tokens, in every layer; None: no window."""
     latent: LatentAttention | None = None
@@ -76,12 +74,10 @@ class ModelShape:
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
 
     def is_mixture(self, layer: int) -> bool:
-        """Return whether a layer routes tokens to experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def num_mixture_layers(self) -> int:
-        """Number of layers that route tokens to experts."""
         return self.num_layers - len(self.dense_layers) if self.num_experts else 0
 
     @property
@@ -144,7 +140,6 @@ class ModelShape:
 
     @property
     def router_parameters(self) -> int:
-        """Number of parameters of a mixture-of-experts layer's router."""
         return self.num_experts * self.hidden_size
 
     @property

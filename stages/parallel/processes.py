@@ -25,10 +25,7 @@ BACKLOG = 1024
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives: 30 minutes, or a minute more than the watchdog's.
-
-    Only the watchdog logs what every process was doing.
-    """
+    """Return the timeout of collectives: 30 minutes, or a minute more than the watchdog's, which logs what went on."""
     return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
 
 

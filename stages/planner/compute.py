@@ -47,7 +47,6 @@ class PassTimes:
         return PassTimes(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
 
     def times(self, factor: float) -> PassTimes:
-        """Return forward and backward seconds, each multiplied by `factor`."""
         return PassTimes(self.forward_s * factor, self.backward_s * factor)
 
 

@@ -58,7 +58,6 @@ class StepCase:
         )
 
     def trained(self, stage: PipelineStage) -> RankParameters:
-        """Count the trainable parameters on one process rank of a pipeline stage, before data-parallel sharding."""
         joins_layers = self.engine.joins_layers
         learning = learning_parameters(self.shape, joins_layers, self.layout, self.workload.adapter, stage)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers

@@ -60,7 +60,6 @@ class Hardware:
 
     name: str
     bf16_tflops: float
-    """Peak TFLOP/s of dense bf16 matrix products."""
     fp32_tflops: float
     fp8_tflops: float | None
     memory_gib: float
@@ -88,8 +87,7 @@ class Hardware:
     host_gb_per_s: float = 25.0
     """Bandwidth in GB/s between a device and its host, in one direction: PCIe 4 has 25, PCIe 5 50, Grace more."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
-    """Differences of the training program's behaviour on this hardware from its usual one, as pairs of a field of
-    `ProgramTraits` and its value."""
+    """Exceptions of the training program's behaviour here: pairs of a field of `ProgramTraits` and its value."""
 
     def habits(self, software: ProgramTraits) -> ProgramTraits:
         """Return a training program's behaviour (fused kernels, …) with this hardware's exceptions applied."""

@@ -11,7 +11,6 @@ from stages.models.shape import ModelShape
 from stages.planner.adapted import PlannedAdapter
 
 Precision = Literal["fp32", "bf16", "fp8"]
-"""Precisions that the engines train in."""
 PlannedPrecision = Precision | Literal["fp4"]
 """Precisions for which the planner can predict, including fp4, which only other training programs use."""
 OptimizerName = Literal["adamw", "muon"]
@@ -115,7 +114,6 @@ class ProgramTraits:
     overlaps_experts: bool = False
     """True if dispatching tokens to experts and back overlaps with matrix products."""
     chunked_logits: bool = True
-    """True if logits are computed for one chunk of tokens at a time."""
     fused_cross_entropy: bool = False
     """True if logits that are not chunked are kept in 16 bits only, and their gradient overwrites them."""
     gathers_gradients: bool = True
@@ -127,7 +125,6 @@ class ProgramTraits:
     offloaded_share: float = 0.0
     """Share of layers whose activations are offloaded to host memory, assumed to cost no time."""
     fp8_activation_inputs: bool = False
-    """True if inputs of activation functions are kept in fp8 for the backward pass."""
     casts_at_products: bool = False
     """True if fp8 and fp4 apply within dense products only: inputs are kept in 16 bits, experts compute in bf16."""
     cuda_graphs: bool = False

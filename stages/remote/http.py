@@ -141,7 +141,6 @@ class Answer:
         raise self.refusal()
 
     def refusal(self) -> LifecycleError:
-        """Return the error to raise for an HTTP answer that reports a failure."""
         if not 300 <= self.status < 400:
             return self.expected.wrong(f"answered {self.status}", self.body)
         target = quoted(self.headers.get("location", ""), QUOTED_CHARACTERS)

@@ -274,10 +274,7 @@ class AskedJudge:
         return self.pool.map(self._score, completions)
 
     def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
-        """Return the judge's score of each completion, None without a number, and its answers.
-
-        Otherwise raises as `scores` does.
-        """
+        """Return the judge's score of each completion, None without a number, and its answers; else as `scores`."""
         self._check_cost(completions)
         return self.pool.map(self._opinion, completions)
 

@@ -25,10 +25,7 @@ NUM_NAMED = 10
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """Prompt of a dataset row, rendered as the model gets it.
-
-    place: of the row. text: by the chat template. token_ids: the same, as the server gets it.
-    """
+    """Prompt of a dataset row, rendered by the chat template, as text and as the token ids that the server gets."""
 
     place: RowLocation
     prompt: Prompt

@@ -26,10 +26,7 @@ SESSION_HEADER = "X-Session-Id"
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Address of an engine: a Unix socket in a private folder, or a port on 127.0.0.1.
-
-    named: URL, without `/v1`, of an engine that others started.
-    """
+    """Address of an engine: a Unix socket, or a port on 127.0.0.1. named: URL, without `/v1`, of others' engine."""
 
     socket: Path | None = None
     port: int | None = None

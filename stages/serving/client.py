@@ -83,10 +83,7 @@ class Client:
         return self.answer("/v1/models", Models[ListedModel]).data
 
     def check_lists_model(self, server: str, advice: str = "") -> None:
-        """Raise ServerError unless the server lists this client's model.
-
-        server: its name in the message. advice: end of the message, such as a remedy.
-        """
+        """Raise ServerError, ending with `advice`, unless the server (named `server`) lists this client's model."""
         if self.model not in (names := self.model_names()):
             serves = shortened(", ".join(names), QUOTED_CHARACTERS)
             raise ServerError(f"{server} at {self.url} serves {serves}, not {self.model}{advice}")

@@ -20,7 +20,6 @@ EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
 MOST_STOP_TEXTS = 64
 """Largest number of stop texts in one request; every server that a stage starts accepts this many."""
 StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]
-"""Config type for stop texts, at which generation of an answer ends."""
 
 
 class ServingConfig(StrictModel):

@@ -21,7 +21,6 @@ from stages.serving.vllm.engine import Vllm
 ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
-"""Default serving engine for a kind of weight files, where it is not `DEFAULT_ENGINE`."""
 
 
 def chosen_engine(serving: ServingConfig | None) -> Engine:

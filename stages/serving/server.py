@@ -58,7 +58,6 @@ class Server:
 
     @property
     def api_key(self) -> str:
-        """API key of the server, which clients send as a bearer token."""
         return self.client.api_key
 
     @property
@@ -187,10 +186,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide an engine's address for its process and for ours.
-
-    The path of a socket may have 107 bytes, so both name it relative to the folder.
-    """
+    """Provide an engine's address for its process and ours, relative to the folder: a socket's path has 107 bytes."""
     if not engine.listens_on_sockets:
         with socket.socket() as reservation:
             # While bound, the kernel gives the port to no one else; with SO_REUSEADDR, the engine can bind it too.

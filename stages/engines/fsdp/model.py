@@ -204,10 +204,7 @@ def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
-    """Move a model from the meta device to the CPU, with undefined weights, which take no memory until written.
-
-    Buffers that no file has get their values.
-    """
+    """Move a model from the meta device to the CPU, with weights undefined (and without memory) until written."""
     causal_lm.to_empty(device="cpu")
     # `to_empty` gave tied weights memory of their own.
     causal_lm.tie_weights()

@@ -223,10 +223,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.AdamW):
-    """Optimizer of groups marked `is_muon` by Muon, of others by AdamW.
-
-    Muon's groups hold matrices [rows, columns] or stacks of them [experts, rows, columns].
-    """
+    """Optimizer of groups marked `is_muon`, of matrices or stacks of them, by Muon, and of others by AdamW."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
         """Create Muon for the groups marked `is_muon` and AdamW for the others. dtype: of Muon's iterations."""

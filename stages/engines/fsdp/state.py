@@ -45,10 +45,7 @@ class TrainingState:
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint of either engine; each process reads only its own shards.
-
-        Raises ModelError when it is another model's.
-        """
+        """Restore a checkpoint of either engine, reading own shards only; ModelError when it is another model's."""
         state = self._state()
         wanted = {
             "model": self._by_expert(self._untied(state["model"])),

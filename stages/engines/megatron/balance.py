@@ -66,10 +66,7 @@ class _OfRouter:
     def __call__(
         self, probabilities: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Attach the load-balancing loss to router scores, float32 [tokens, experts], which sum to 1 per token.
-
-        Called only where gradients are wanted.
-        """
+        """Attach the load-balancing loss, where gradients are wanted, to router scores [tokens, experts] of sum 1."""
         tokens: PackedTokens = self._router.packed_tokens
         assert tokens.rows is not None
         # With experts, tp implies sequence parallelism: each tensor-parallel rank has consecutive tokens.

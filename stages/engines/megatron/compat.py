@@ -232,6 +232,5 @@ def _patch_tensor() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Return whether the patched function was called from Megatron-core."""
     # Frame 0 is this function, 1 the patched method, 2 its caller.
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.core")

@@ -48,7 +48,6 @@ class LowRankChange:
     dropout: float
     is_column: bool
     cuts_tokens: bool
-    """True if sequence parallelism cuts the layer's tokens over tensor-parallel ranks."""
     num_joined: int
     """Number of Transformers layers that Megatron joins in one fused layer."""
     mask: Tensor | None

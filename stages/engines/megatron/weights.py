@@ -26,7 +26,6 @@ from stages.models.shape import ModelShape
 
 NOT_NEEDED = re.compile(OLD_BUFFERS)
 NUM_NAMED = 5
-"""Largest number of weights that an error message names."""
 
 
 def load_weights(chunks: Sequence[GPTModel], folder: Path, model: ModelShape) -> None:

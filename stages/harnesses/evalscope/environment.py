@@ -126,7 +126,6 @@ def _mode_of_ours() -> int:
 
 
 def _uv() -> str:
-    """Return the path of uv in the project's own Python environment."""
     uv = Path(sys.executable).with_name("uv")
     if not os.access(uv, os.X_OK):
         raise ResourceError(_cannot(f"{uv} does not exist, which installs it"))

@@ -102,7 +102,6 @@ class LmEvalModel(LocalCompletionsAPI):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Chat template of the evaluated model, loaded once for all prompts."""
         return load_chat_template(self.tokenizer, self.folder, None, self.template_date)
 
     def tok_encode(

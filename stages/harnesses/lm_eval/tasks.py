@@ -42,8 +42,7 @@ DEFAULT_METRICS = {
     "multiple_choice": ("acc", "acc_norm"),
     "generate_until": ("exact_match",),
 }
-"""Metrics of a task that names none, by output type: lm-eval's `DEFAULT_METRIC_REGISTRY`, whose import takes
-seconds."""
+"""Metrics of a task that names none, by output type: lm-eval's `DEFAULT_METRIC_REGISTRY`, a slow import."""
 GENERATES = "generate_until"
 STANDARD_ERROR = "_stderr"
 MAX_INCLUDES = 10
@@ -59,7 +58,6 @@ class TaskSelection:
 
     @property
     def offline(self) -> bool:
-        """Return whether all selected tasks and their data lie in the task folder, so that no hub is asked."""
         return not self.needs_builtin and self.folder is not None and not self.folder.uses_hub
 
 

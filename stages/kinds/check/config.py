@@ -25,11 +25,7 @@ class CheckConfig(StageConfig):
 
 
 class InputProblem(StrictModel):
-    """Problem in a stage's input that the check found before the stage runs.
-
-    field: dotted path in the stage's config.
-    error: name of the error class.
-    """
+    """Problem in a stage's input that the check found. field: dotted path. error: name of the error class."""
 
     stage: str
     field: str

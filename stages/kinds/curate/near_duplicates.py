@@ -228,10 +228,7 @@ class _Groups:
         self._first[high] = low
 
     def before(self, band: int, row: int, number: int) -> int:
-        """Return the nearest row before `row` with its values in a MinHash band but outside the group of `number`.
-
-        -1 if there is none.
-        """
+        """Return the nearest row before `row` with its values in a MinHash band, not in `number`'s group, or -1."""
         group = self.find(number)
         other = self._beyond(band, row) if self.find(row) == group else int(self._links[band][row])
         while other >= 0 and self.find(other) == group:
@@ -256,6 +253,5 @@ def values_per_band(threshold: float) -> int:
 
 
 def _read(path: Path, kind: type) -> NDArray[Any]:
-    """Return the numbers in a file as a memory-mapped array."""
     # An empty file cannot be mapped.
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.zeros(0, kind)

@@ -82,10 +82,7 @@ class EvaluateConfig(AskedModelConfig):
         return None
 
     def custom_code(self) -> tuple[str, ...]:
-        """Describe the custom code that an evaluation would run, such as `sums.yaml: !function utils.score`.
-
-        Raises EvaluationError for tasks that do not exist.
-        """
+        """Describe custom code (`sums.yaml: !function utils.score`) in an evaluation; EvaluationError: unknown task."""
         return (*super().custom_code(), *harness_of(self.evaluation).custom_code(self.evaluation))
 
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:

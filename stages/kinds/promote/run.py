@@ -151,7 +151,6 @@ def _end_of_names(config: PromoteConfig, context: StageContext) -> str:
 
 
 def _metrics(context: StageContext, stage: str) -> dict[str, float]:
-    """Read the final metrics of an earlier stage from its artifact."""
     return StageResult.model_validate_json((context.inputs[stage] / "result.json").read_bytes()).metrics
 
 

@@ -104,12 +104,10 @@ class BatchSource:
     change: BatchChange | None = None
     reference: ReferenceRows | None = None
     mismatched: ReferenceRows | None = None
-    """Reference model's log-probabilities of answers paired with other prompts, from which KTO estimates its
-    divergence."""
+    """Reference's log-probabilities of answers paired with other prompts, from which KTO estimates its divergence."""
     teacher: TeacherRows | None = None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return the dataset rows with these numbers as one micro-batch, on the CPU."""
         batch = self.dataset.batch(rows, self.micro_batch_size)
         if self.change:
             batch = self.change(batch)

@@ -42,8 +42,7 @@ class Checkpoints:
         self._writing: _Write | None = None
         self._last_saved = 0
         self.best_step = 0
-        """Training step with the lowest held-out loss so far, whose checkpoint is kept until the end; 0 if there is
-        none."""
+        """Step with the lowest held-out loss so far, whose checkpoint is kept until the end; 0 if there is none."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int) -> None:

@@ -1,7 +1,4 @@
-"""Checks for conflicts between fields of a training stage's config that are each allowed alone.
-
-Each function yields sentences that say what to change.
-"""
+"""Checks for conflicts between config fields of a training stage that are each allowed alone, and what to change."""
 
 from __future__ import annotations
 

@@ -94,10 +94,7 @@ def shares_asked(data: DataConfig, training: PackedDataset) -> dict[str, float]:
 
 
 def seen(data: DataConfig, training: PackedDataset, slots: MixtureOrder, num_slots: int) -> dict[str, float]:
-    """Return, as metrics, each mixture dataset's share and number of passes so far.
-
-    num_slots: number of rows that training has visited.
-    """
+    """Return, as metrics, each mixture dataset's share and passes so far, after `num_slots` visited rows."""
     if not training.members:
         return {}
     times = slots.times(num_slots)

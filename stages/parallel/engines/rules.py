@@ -64,7 +64,6 @@ class EngineRules:
         yield from ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
-        """Yield warnings about a layout that is likely to be slow on this engine."""
         yield from ()
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:

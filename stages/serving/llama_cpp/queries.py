@@ -69,10 +69,7 @@ def meta_of(client: Client) -> Meta:
 
 
 def predictions(client: Client, rows: list[list[int]]) -> list[Predicted]:
-    """Return the server's ln p and likeliest token at each given token but a sequence's first.
-
-    Raises ServerError if the server gives none.
-    """
+    """Return the server's ln p and likeliest token at each given token but a first one; ServerError for none."""
     return [_of_row(client, row) for row in rows]
 
 

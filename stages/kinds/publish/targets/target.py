@@ -44,7 +44,6 @@ class Held:
 
 
 LocalFiles = Mapping[str, LocalFile]
-"""Files to be published, by the names that they get at the publishing target."""
 Names = Collection[str]
 Sent = Callable[[int], None]
 """Callback for the progress of publishing: gets the number of bytes that were just sent."""

@@ -1,7 +1,4 @@
-"""Group-relative policy optimization: of several completions of a prompt, those with a higher reward become likelier.
-
-Sampling and rewards are in `rollouts/`.
-"""
+"""Group-relative policy optimization: of a prompt's completions, those with a higher reward become likelier."""
 
 from __future__ import annotations
 

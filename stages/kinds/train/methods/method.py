@@ -89,21 +89,17 @@ class Method:
     needs_score_head: bool = False
     """True if the method trains a reward model, which gives one score per document instead of token probabilities."""
     reads_margins: bool = False
-    """True if the method uses the `margin` that rows of pairs may have."""
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Meaning of each metric of the method's loss, by the metric's name."""
     averaged_over: str = "target tokens"
     """Noun for what the method's loss is averaged over, such as `pairs`."""
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
-    """Usual peak learning rates of AdamW for training all weights: (largest model size in billions of parameters,
-    rate)."""
+    """Usual peak learning rates of AdamW for training all weights: (largest size in billions of parameters, rate)."""
     headline: tuple[str, ...] = ()
     """Names of the method's metrics that are shown first in a run's results."""
     is_null_in_identity: bool = False
-    """True if cache keys of stages with other methods contain this method's name, as null. A new method must leave it
-    False."""
+    """True if cache keys of stages with other methods contain this name, as null; a new method must leave it False."""
 
     def passes(self, options: Any) -> ExtraPasses:
         """Return the forward passes that the method needs besides those of training, for the planner.

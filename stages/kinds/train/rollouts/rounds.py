@@ -59,7 +59,6 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """True if the completions' rewards differ, so that the group contributes a gradient."""
         return len({one.reward for one in self.completions}) > 1
 
 

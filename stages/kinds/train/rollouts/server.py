@@ -285,10 +285,7 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Choose completions to compare by, with their log-probabilities before training.
-
-        Collective. All processes pass the same documents.
-        """
+        """Choose completions to compare by, the same on all processes, with log-probabilities so far. Collective."""
         # at least one document, whatever its length; the others only as they fit into the same row
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
