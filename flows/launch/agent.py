@@ -26,7 +26,7 @@ TICK_S = 0.5
 TICKS_PER_LOOK = 10
 """Ticks of 0.5 s between heartbeats and between queries, which are rare, since all users share the controller."""
 COMPLETING_PATIENCE_TICKS = 60
-"""Ticks of 0.5 s to report a job's end after its processes' end: a dead node keeps the job in COMPLETING."""
+"""Ticks of 0.5 s that a cluster may take to report a job's end: a dead node keeps the job in COMPLETING."""
 
 
 class Agent:
@@ -53,7 +53,7 @@ class Agent:
             self._go_on(job_id, ended, progressed=metrics_size(self.order.work) > before)
 
     def _follow(self, job_id: str) -> JobOutcome:
-        """Wait for a job's end and return its outcome; query it every tick once the processes ended, before rarely."""
+        """Wait for a job's end and return its outcome; query it every tick once its processes ended, rarely before."""
         num_ticks_finished = 0
         for tick in itertools.count():
             if tick % TICKS_PER_LOOK == 0:

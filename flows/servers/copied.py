@@ -33,10 +33,7 @@ class _FlowRun(AnswerModel):
 
 
 def settle(api_url: str, password: str) -> list[str]:
-    """Pause Prefect's schedules, cancel its unfinished flow runs, before a worker starts; return the paused names.
-
-    Raises `ServerError` when Prefect does not do it.
-    """
+    """Pause schedules, cancel runs, before a worker starts; return the paused names. Raises ServerError if refused."""
     import httpx
 
     expected = Expected(f"pausing the schedules of a copied home: Prefect at {api_url}", PAGE_BYTES, TIMEOUT_S)

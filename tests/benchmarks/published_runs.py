@@ -309,7 +309,7 @@ def _degrees(cells: Cells, engine: EngineName, software: ProgramTraits, hardware
 
 
 def _shards(cells: Cells, engine: EngineName, software: ProgramTraits, hardware: Hardware, dp: int) -> int:
-    """Return the processes over which a run shards its optimizer state (FSDP: all; HSDP: a node's).
+    """Return the processes that shard optimizer state (FSDP: weights and gradients, too); under HSDP, a node's.
 
     Modern Megatron is assumed to shard unless the row denies it.
     """

@@ -105,7 +105,7 @@ def test_a_stage_that_is_stopped_leaves_nothing(store):
 
 
 def test_a_stage_outlives_the_thread_that_started_it(store):
-    """A stage survives its starting thread's end, at which the kernel signals a parent's death; Prefect uses pools."""
+    """A stage survives the end of its starting thread (Prefect's are pooled), which the kernel signals to children."""
 
     def launch_in_a_thread(work, config):
         started = []

@@ -220,7 +220,7 @@ def test_a_paused_schedule_runs_nothing_but_what_is_started_by_hand(worker_home)
 
 
 def test_runs_of_a_removed_schedule_that_a_worker_had_taken_end_quietly(worker_home):
-    """A taken run ends as Removed if its schedule goes before the refresh begins, in the process or before it."""
+    """A run that a worker has taken ends as Removed if its schedule is removed before the refresh begins."""
     worker_home.schedule(worker_home.write("removed", {"rows": stage("ok", "removed")}))
     taken, begun = worker_home.planned("removed")[:2]
     worker_home.prefect(f"flow_runs/{taken['id']}/set_state", {"state": {"type": "PENDING"}})

@@ -110,7 +110,7 @@ def test_flows_import_few_modules_of_kinds():
 
 
 def test_flows_compare_names_of_registries_in_one_place():
-    """Code in `flows/` compares no methods', hubs' or engines' names, which say what they need, but in one place."""
+    """Code in `flows/` compares names of methods, hubs and engines in one place only: these say what they need."""
     compared = [
         (name, item.value)
         for name, tree in trees()

@@ -64,7 +64,7 @@ def test_what_the_hub_vouches_for_is_read_anywhere(content: bytes, read: Callabl
 @pytest.mark.parametrize("content", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("read", [whole, twice])
 def test_a_whole_file_is_compared_with_its_digest(read: Callable, content: bytes, hub: HubServer) -> None:
-    """A streamed file is compared with its digest when read whole, or by a mirror's, which may send none."""
+    """A streamed file read whole is compared with its digest; mirrors may send no digest, or other bytes."""
     about = pointer(hub, content)
     hub.faults.append(Fault("/resolve/", headers={**WITHOUT_DIGEST, "ETag": None}, times=2))
     with opened(about) as file:

@@ -125,7 +125,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_is_no_computing_fails(attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Model-written code that attacks the sandbox, and would pass an unprotected process, gets a reward of 0."""
+    """Model-written code that attacks the sandbox, and would pass in an unprotected process, gets a reward of 0."""
     monkeypatch.setenv("VLLM_API_KEY", "planted")
     monkeypatch.setenv("ANY_OTHER", "planted")
     (tmp_path / "file").write_text("what is in it")
