@@ -70,7 +70,7 @@ def hash_file(path: Path) -> FileEntry:
 
 
 def hash_path(path: Path, limit_s: float | None = None) -> str:
-    """Return the sha256 of a file, or one over a folder's relative paths and contents. limit_s: see `sha256_of_files`."""
+    """Return the sha256 of a file, or of a folder's relative paths and contents. limit_s: as for `sha256_of_files`."""
     hashes = sha256_of_files(outside_files(path), limit_s)
     return _digest(hashes) if path.is_dir() else hashes[path.name]
 
