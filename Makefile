@@ -22,6 +22,9 @@ INSTALL := $(UV) pip install --quiet --compile-bytecode $(TORCH_BACKEND)
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
 	--annotation-style line --generate-hashes
 
+# Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo evalscope llama-cpp test check unit faults nightly docs environments benchmarks gpu-kit lock clean
 
 demo: environments
