@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -130,14 +130,14 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
                 yield from unset_later(content, inner)
 
 
-def _models(value: object, path: str) -> Iterator[tuple[str, BaseModel]]:
-    """Yield each nested config object in a field's value, with the dotted path that precedes its field names."""
+def _models(value: object, path: str) -> Iterable[tuple[str, BaseModel]]:
+    """Return each nested config object in a field's value, with the dotted path that precedes its field names."""
+    if value is None or isinstance(value, (str, int, float)):  # most are, and `isinstance(_, BaseModel)` is slow
+        return ()
     if isinstance(value, BaseModel):
-        yield f"{path}.", value
-    elif isinstance(value, dict):
-        yield from ((f"{path}.{name}.", item) for name, item in value.items() if isinstance(item, BaseModel))
-    elif isinstance(value, tuple):
-        yield from ((f"{path}.{number}.", item) for number, item in enumerate(value) if isinstance(item, BaseModel))
+        return [(f"{path}.", value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
+    return [(f"{path}.{key}.", item) for key, item in items if isinstance(item, BaseModel)]
 
 
 @functools.cache  # a recipe's identity asks for them at every field, again and again
