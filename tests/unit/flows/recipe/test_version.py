@@ -217,6 +217,12 @@ def examples(kind: str) -> list[StageConfig]:
 
 
 @functools.cache
+def dumped(kind: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of all example configs of a kind; whoever changes one changes it back."""
+    return [config.model_dump(mode="json") for config in examples(kind)]
+
+
+@functools.cache
 def accepted(model: type[BaseModel], name: str) -> list[Any]:
     """Return sample values valid for a field by its type alone, to spare validations of whole configs."""
     field = model.model_fields[name]
@@ -236,13 +242,12 @@ def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, St
     Each example and each value that any example takes is in a pair, not each value with each example.
     """
     tried: list[Any] = []
-    for config in examples(kind):
-        tree = config.model_dump(mode="json")
+    for config, tree in zip(examples(kind), dumped(kind), strict=True):
         parent = functools.reduce(inside, path[:-1], tree)
         if path[-1] not in parent:
             continue
         model = functools.reduce(lambda value, part: dict(_items(value))[part], path[:-1], config)
-        is_paired = False
+        is_paired, before = False, parent[path[-1]]
         for value in accepted(type(model), path[-1]):
             if is_paired and json.dumps(value) in tried:
                 continue
@@ -250,11 +255,12 @@ def variants(kind: str, path: tuple[str, ...]) -> Iterator[tuple[StageConfig, St
             with contextlib.suppress(ValidationError):
                 other = KINDS[kind].model_validate(tree)
                 # A value that was taken for another one (true for 1) is not what is asked about.
-                said = functools.reduce(inside, path[:-1], other.model_dump(mode="json"))[path[-1]]
+                said = functools.reduce(inside, path[:-1], other.model_dump(mode="json", include={path[0]}))[path[-1]]
                 if other != config and json.dumps(said) == json.dumps(value):
                     is_paired = True
                     tried.append(json.dumps(value))
                     yield config, other
+        parent[path[-1]] = before
 
 
 def version(config: StageConfig) -> str:
