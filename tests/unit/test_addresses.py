@@ -51,6 +51,7 @@ SETTINGS = {
 }
 """Environment variables that people and processes of earlier versions set, so that they must keep their names."""
 STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")
+QUOTED = re.compile(r"""["'](?:flows|stages)\.""")
 ADDRESS = re.compile(r"(?:flows|stages)(?:\.\w+)+")
 
 
@@ -82,8 +83,8 @@ def resolves(address):
 
 
 def strings(text):
-    """Yield every string in the source of a Python file, docstrings included."""
-    for node in ast.walk(ast.parse(text)):
+    """Yield every string in the source of a Python file that names a package of ours, docstrings included."""
+    for node in ast.walk(ast.parse(text)) if QUOTED.search(text) else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 

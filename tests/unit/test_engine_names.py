@@ -24,7 +24,8 @@ LISTED = {
 
 def names_in(file):
     """Return the line numbers of all strings in a file that are the name of a training engine."""
-    nodes = ast.walk(ast.parse(file.read_text()))
+    text = file.read_text()
+    nodes = ast.walk(ast.parse(text)) if any(name in text for name in ENGINES) else ()
     return [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in ENGINES]
 
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -82,10 +83,11 @@ def is_comparison(node):
     return False
 
 
+@cache
 def trees(folder="flows"):
-    """Yield the name and the syntax tree of each module of `flows/`, or of another folder."""
-    for file in sorted((ROOT / folder).rglob("*.py")):
-        yield file.relative_to(ROOT / folder).as_posix(), ast.parse(file.read_text())
+    """Return the name and the syntax tree of each module of `flows/`, or of another folder."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return [(file.relative_to(ROOT / folder).as_posix(), ast.parse(file.read_text())) for file in files]
 
 
 @pytest.mark.parametrize(("folder", "allowed"), [("flows", COMPARISONS), ("stages", COMPARISONS_OF_STAGES)])

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,10 @@ LOADERS = re.compile(r"Auto(Config|Model\w*|Tokenizer|Processor|\w+Processor)")
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
 
+@cache
 def calls(tree):
-    """Yield the dotted name and the syntax node of every function call in a syntax tree."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    """Return the dotted name and the syntax node of every function call in a syntax tree."""
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def option(node, name):
