@@ -22,8 +22,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from unittest.mock import patch
 
 from click.testing import CliRunner
 from pydantic import BaseModel
@@ -33,6 +36,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from flows.cli.main import cli  # noqa: E402
+from flows.cli.main import main as lifecycle  # noqa: E402
 from flows.recipe.problems import models_in  # noqa: E402
 from flows.recipe.recipe import load_recipe  # noqa: E402
 from stages.core.contract import Execution  # noqa: E402
@@ -120,12 +124,11 @@ def commands_measured(shown: re.Match[str]) -> list[str]:
     return [] if not said else [said[2]] if said[2] else commands_of(shown["body"])
 
 
-def run(command: str, folder: Path = ROOT, home: Path | None = None) -> str:
-    """Run a bash command with `lifecycle` on the PATH, in `home` or the user's own; return its output."""
+def run(command: str) -> str:
+    """Run a bash command with `lifecycle` on the PATH, and return its output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment |= {"LIFECYCLE_HOME": str(home)} if home else {}
     words = ["bash", "-c", f"exec 2>&1\n{command}"]
-    return subprocess.run(words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE).stdout
+    return subprocess.run(words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE).stdout
 
 
 def _run(console: str) -> str:
@@ -136,7 +139,7 @@ def _run(console: str) -> str:
             folder = Path(name)
             for entry in ROOT.iterdir():
                 (folder / entry.name).symlink_to(entry)
-            printed = run(f"\necho '{END_OF_OUTPUT}'\n".join(commands), folder, folder / "home")
+            printed = _run_here(f"\necho '{END_OF_OUTPUT}'\n".join(commands), folder)
         if NO_ANSWER not in printed:
             break
     lines = [
@@ -144,6 +147,33 @@ def _run(console: str) -> str:
         for command, output in zip(commands, printed.split(END_OF_OUTPUT), strict=True)
     ]
     return "\n".join(["```console", *lines, "```"])
+
+
+def _run_here(commands: str, folder: Path) -> str:
+    """Run bash commands in a folder, each `lifecycle` among them in this process, which has imported what they need.
+
+    bash hands the arguments over in one pipe and gets the output from another; the last ones are none.
+    """
+    asked, answered = folder / ".asked", folder / ".answered"
+    for pipe in (asked, answered):
+        os.mkfifo(pipe)
+    function = f"lifecycle() {{ printf '%s\\0' \"$@\" > {asked}; cat {answered}; }}"
+    words = ["bash", "-c", f"exec 2>&1\ntrap ': > {asked}' EXIT\n{function}\n{commands}"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (
+        patch.dict(os.environ, LIFECYCLE_HOME=str(folder / "home"), PATH=path),
+        tempfile.TemporaryFile("w+") as printed,
+        chdir(folder),
+    ):
+        with subprocess.Popen(words, stdout=printed):
+            while arguments := asked.read_text().split("\0")[:-1]:
+                output = StringIO()
+                with redirect_stdout(output), redirect_stderr(output), suppress(SystemExit):
+                    lifecycle(arguments)
+                with suppress(BrokenPipeError):  # of `head`, which has what it wants
+                    answered.write_text(output.getvalue())
+        printed.seek(0)
+        return printed.read()
 
 
 def blocks(path: str) -> Iterator[str]:

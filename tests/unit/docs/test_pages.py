@@ -199,7 +199,7 @@ def test_the_diff_that_adds_a_method_applies_and_its_loss_is_the_one_of_the_pape
     """
     (diff,) = fences(ROOT / "stages/extending.md", "diff")
     for folder in ("flows", "stages"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     subprocess.run(["git", "apply", "-C1", "-"], input=diff, text=True, check=True, cwd=tmp_path)
     training = {
         "kind": "train",
