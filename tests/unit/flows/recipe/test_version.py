@@ -218,7 +218,7 @@ def examples(kind: str) -> list[StageConfig]:
 
 @functools.cache
 def dumped(kind: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of all example configs of a kind; whoever changes one changes it back."""
+    """Return the JSON objects of all example configs of a kind; a test that changes one must restore it."""
     return [config.model_dump(mode="json") for config in examples(kind)]
 
 

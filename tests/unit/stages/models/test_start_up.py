@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from stages.core.contract import StageInput
 
 PROGRAM = """
@@ -78,21 +80,40 @@ print(peft.peft_model.dispatch_model is accelerate.dispatch_model)
 """
 
 
-def test_training_does_without_what_only_adapters_and_other_ways_to_load_need(tmp_path):
+FORKS = """
+import os, sys, torch, transformers
+for number, program in enumerate(sys.argv[1:4]):
+    if os.fork():
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        continue
+    os.dup2(os.open(f"{sys.argv[4]}/{number}.txt", os.O_WRONLY | os.O_CREAT), 1)
+    sys.argv = sys.argv[3:]
+    exec(program, {"__name__": "__main__"})
+    sys.exit()
+"""
+"""Program that runs each of three programs in a fork of itself, which has imported what all of them import."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Provide the exit code and the output of the programs for training, adapters and tokenizers, and all errors."""
+    folder = tmp_path_factory.mktemp("stage")
     # Without any field: the process has imported and prepared everything by the time that it reads the config.
-    nothing = StageInput(
-        name="sft", kind="train", version="0" * 12, config={"kind": "train"}, inputs={}, cache=tmp_path
-    )
-    (tmp_path / "config.json").write_text(nothing.model_dump_json())
-    done = subprocess.run([sys.executable, "-c", TRAINING, tmp_path], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+    nothing = StageInput(name="sft", kind="train", version="0" * 12, config={"kind": "train"}, inputs={}, cache=folder)
+    (folder / "config.json").write_text(nothing.model_dump_json())
+    command = [sys.executable, "-c", FORKS, TRAINING, PROGRAM, TOKENIZERS, folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360)
+    outputs = [(folder / f"{number}.txt").read_text().strip() for number in range(3)]
+    return list(zip(done.stdout.split(), outputs, strict=True)), done.stderr
 
 
-def test_models_do_without_packages_that_everybody_else_still_finds():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+def test_training_does_without_what_only_adapters_and_other_ways_to_load_need(ended):
+    assert ended[0][0] == ("0", "True"), ended[1]
 
 
-def test_tokenizers_do_without_what_models_need_which_then_find_it():
-    done = subprocess.run([sys.executable, "-c", TOKENIZERS], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+def test_models_do_without_packages_that_everybody_else_still_finds(ended):
+    assert ended[0][1] == ("0", ""), ended[1]
+
+
+def test_tokenizers_do_without_what_models_need_which_then_find_it(ended):
+    assert ended[0][2] == ("0", "True"), ended[1]

@@ -71,15 +71,13 @@ def test_the_best_rate_of_a_machine_is_kept(tmp_path, monkeypatch, damage) -> No
 
 def test_processes_that_measure_at_the_same_time_keep_each_others_rates(tmp_path) -> None:
     program = (
-        "import sys, torch; from stages.parallel.devices import best_matmul_rate\n"
-        "torch.set_num_threads(int(sys.argv[1])); print(best_matmul_rate(torch.float32))"
+        "import os, torch; from stages.parallel.devices import best_matmul_rate\n"
+        "torch.set_num_threads(1 if os.fork() else 2); print(best_matmul_rate(torch.float32), flush=True)"
     )
     environment = {**os.environ, "LIFECYCLE_HOME": str(tmp_path)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program, threads], env=environment, stdout=subprocess.PIPE, text=True)
-        for threads in "12"
-    ]
-    rates = [float(process.communicate()[0]) for process in processes]
+    done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+    rates = [float(rate) for rate in done.stdout.split()]
+    assert len(rates) == 2
     assert sorted(json.loads((tmp_path / "cache" / "matmul-rates.json").read_text()).values()) == sorted(rates)
 
 
