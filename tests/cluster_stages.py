@@ -11,7 +11,7 @@ from flows.launch.cluster_job import JobFolder
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_stages
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
@@ -58,9 +58,9 @@ class Refresh:
         assert order
         return order.job
 
-    def run(self, **options: Any) -> Built:
+    def run(self, **options: Any) -> BuiltStage:
         """Run the two download stages and the SFT stage; return the outcome of the SFT stage."""
-        built: dict[str, Built] = {}
+        built: dict[str, BuiltStage] = {}
         for name in SOURCES:
             built[name] = run_stage(self.stages[name], built, self.store, Notes())
         return run_stage(self.stages["sft"], built, self.store, self.notes, **options)

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.champion.follow import Follower, Following
+from flows.champion.follow import Follower, FollowSettings
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, Registry
 from flows.champion.servers_folder import own_folder
-from flows.champion.serving import Serving, in_background, start_engine
+from flows.champion.serving import RunningVersion, in_background, start_engine
 from flows.ledger.home import store_root
 from flows.store.store import Store
 from stages.core.process_tree import descendants
@@ -63,13 +63,13 @@ def registration(mark: str, **files: str) -> Registration:
     return Registration(name=NAME, model=f"{built.kind}/{built.version}", digest=built.record.digest, evaluations=())
 
 
-def engine_pid(serving: Serving) -> int:
+def engine_pid(serving: RunningVersion) -> int:
     """Return the process id of a server's engine, the only child of the server's supervisor."""
     (pid,) = descendants(serving.server.pid)
     return pid
 
 
-def kill_engine(serving: Serving) -> None:
+def kill_engine(serving: RunningVersion) -> None:
     os.kill(engine_pid(serving), signal.SIGKILL)
 
 
@@ -107,7 +107,7 @@ class Followed:
         self.folder = stack.enter_context(own_folder())
         champion = start_engine(registry.find(NAME), self.folder)
         self.proxy = Proxy(champion.backend, KEY, waiting=WaitingRoom())
-        following = Following(registry, NAME, CHAMPION, canary_share=0.5, **options)
+        following = FollowSettings(registry, NAME, CHAMPION, canary_share=0.5, **options)
         self.follower = stack.enter_context(Follower(following, champion, self.proxy, self.folder))
         public = stack.enter_context(listening_socket("127.0.0.1", None))
         stack.enter_context(listening(self.proxy, public))
@@ -120,11 +120,11 @@ class Followed:
         )
 
     @property
-    def champion(self) -> Serving:
+    def champion(self) -> RunningVersion:
         return self.follower.champion
 
     @property
-    def challenger(self) -> Serving | None:
+    def challenger(self) -> RunningVersion | None:
         return self.follower.challenger
 
     def look_soon(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.planning.plan import PlannedStage, plan
 from flows.recipe.recipe import load_stages
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.content import content_digest, hash_files
 from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 NAME = "adder"
 
 
-def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, Built]) -> None:
+def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, BuiltStage]) -> None:
     """Write the `config.json` of an evaluation, which names the evaluated model and its tasks."""
     inputs = {name: upstream[name].artifact for name in planned.ancestors}
     stage_input = StageInput(
@@ -69,7 +69,9 @@ def planned_stages(store: Store, tree: Mapping[str, Any]) -> dict[str, PlannedSt
     return plan(recipe, {name: {} for name in recipe.stages}, store.index()).stages
 
 
-def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], write: Callable[[Path], None]) -> Built:
+def commit(
+    store: Store, planned: PlannedStage, upstream: Mapping[str, BuiltStage], write: Callable[[Path], None]
+) -> BuiltStage:
     """Store a stage's artifact, whose files the function `write` makes, unless the artifact exists already."""
     if not store.find(planned.kind, planned.version):
         work = store.make_folder(store.work_folder(planned.kind, planned.name, planned.resume_key))
@@ -77,10 +79,12 @@ def commit(store: Store, planned: PlannedStage, upstream: Mapping[str, Built], w
         store.commit(work, _record(planned, upstream, work))
     found = store.find(planned.kind, planned.version)
     assert found
-    return Built(planned.name, planned.kind, planned.version, "cached", 0.0, found.folder, found.record)
+    return BuiltStage(planned.name, planned.kind, planned.version, "cached", 0.0, found.folder, found.record)
 
 
-def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tuple[PlannedStage, dict[str, Built]]:
+def offer(
+    store: Store, mark: str, answers: Sequence[float], **gates: Any
+) -> tuple[PlannedStage, dict[str, BuiltStage]]:
     """Store a candidate with the given score of each question, and return its promotion's plan and inputs."""
     stages = planned_stages(store, candidate_tree(mark, **gates))
     built = {"model": commit(store, stages["model"], {}, lambda work: write_model(work, mark))}
@@ -88,7 +92,7 @@ def offer(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> tu
     return stages["promote"], built
 
 
-def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> Built:
+def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> BuiltStage:
     """Store a candidate that was evaluated with the given score of each question, and run its promotion."""
     planned, upstream = offer(store, mark, answers, **gates)
     return run_stage(planned, upstream, store, Notes())
@@ -96,7 +100,7 @@ def promote(store: Store, mark: str, answers: Sequence[float], **gates: Any) -> 
 
 def offer_adapter(
     store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any
-) -> tuple[PlannedStage, dict[str, Built]]:
+) -> tuple[PlannedStage, dict[str, BuiltStage]]:
     """Store an adapter with the given score of each question, and return its promotion's plan and inputs."""
     stages = planned_stages(store, adapter_tree(mark, base, **gates))
     built = {"base": commit(store, stages["base"], {}, lambda work: write_model(work, base))}
@@ -106,7 +110,7 @@ def offer_adapter(
     return stages["promote"], built
 
 
-def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> Built:
+def promote_adapter(store: Store, mark: str, answers: Sequence[float], base: str = "base", **gates: Any) -> BuiltStage:
     """Store an adapter that was evaluated with the given score of each question, and run its promotion."""
     planned, upstream = offer_adapter(store, mark, answers, base, **gates)
     return run_stage(planned, upstream, store, Notes())
@@ -134,7 +138,7 @@ def _new_database() -> bytes:
         return (Path(folder) / "mlflow.db").read_bytes()
 
 
-def _record(planned: PlannedStage, upstream: Mapping[str, Built], work: Path) -> Record:
+def _record(planned: PlannedStage, upstream: Mapping[str, BuiltStage], work: Path) -> Record:
     files = hash_files(work)
     now = datetime.now(UTC)
     references = {field: upstream[stage].record for field, stage in planned.config.references().items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.planning.plan import PlannedStage
-from flows.running.runner import Built
+from flows.running.runner import BuiltStage
 from flows.store.store import Store
 from stages.core.contract import StageContext, StageResult
 from stages.kinds.promote.config import PromoteConfig
@@ -63,7 +63,7 @@ class Publishing:
         self.tree = tree
         self.store = Store(folder / "store")
         self.stages = planned_stages(self.store, tree)
-        self.built: dict[str, Built] = {}
+        self.built: dict[str, BuiltStage] = {}
         writers = {
             "base": _write_base,
             "rows": _write_rows,

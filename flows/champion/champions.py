@@ -6,10 +6,10 @@ import os
 import re
 import sys
 
-from flows.champion.registrations import only_one, registrations
+from flows.champion.registrations import promotion_lock, registrations
 from flows.champion.registry import RegisteredVersion, Registry
 from flows.ledger.home import store_root
-from flows.report.lineage import Subject
+from flows.report.lineage import LineageSubject
 from flows.servers import local as servers
 from flows.servers.keyed import client_settings, key_file, read_key
 from flows.store.record import Artifact, Index
@@ -61,7 +61,7 @@ def parse(uri: str) -> tuple[str, str]:
 def repair(registry: Registry, name: str) -> None:
     """Repair a registered model's aliases if its last promotion or rollback was killed; wait for one under way."""
     if registry.was_cut_short(name):
-        with only_one(name):
+        with promotion_lock(name):
             registry.repair(name)
 
 
@@ -70,11 +70,11 @@ def find(registry: Registry, name: str, alias: str) -> RegisteredVersion:
     repair(registry, name)
     version = registry.find(name, alias)
     if version is None:
-        raise absent(name, alias)
+        raise not_found_error(name, alias)
     return version
 
 
-def absent(name: str, alias: str) -> StoreError:
+def not_found_error(name: str, alias: str) -> StoreError:
     """Return the error to raise for a registered model or an alias that does not exist."""
     return StoreError(f"MLflow's registry has no {alias} of {name}; a stage of kind promote makes one")
 
@@ -99,7 +99,7 @@ def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
     return artifact
 
 
-def registered_subject(uri: str, index: Index) -> Subject:
+def registered_subject(uri: str, index: Index) -> LineageSubject:
     """Return the model, artifact and evaluations that `models:/NAME@ALIAS` or `models:/NAME/VERSION` names.
 
     Raises what MLflow does, StoreError when the artifact is not here.
@@ -107,7 +107,7 @@ def registered_subject(uri: str, index: Index) -> Subject:
     version = find_version(connect(), uri)
     registration = version.registration
     found = (index.find(*key.split("/")) for key in registration.evaluations)
-    return Subject(
+    return LineageSubject(
         uri,
         artifact_of(version, registration.model),
         tuple(one for one in found if one),

@@ -10,7 +10,7 @@ from pathlib import Path
 from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENT, REVISION, artifact_changes, kept_changes
 from flows.recipe.version import Difference, differences
-from flows.report.lineage import Subject, closure, scores_of
+from flows.report.lineage import LineageSubject, closure, scores_of
 from flows.store.record import Artifact, Index
 from stages.core.fields import StrictModel
 
@@ -19,7 +19,7 @@ COMMIT_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedSide:
     """Artifacts and evaluation scores of one of the two models, artifacts or refreshes that are compared.
 
     root: of a compared artifact; None for a refresh. unbuilt: stages without an artifact → their states.
@@ -59,23 +59,23 @@ class Differences(StrictModel):
         return {name: getattr(self, name) for name in ("data", "config", "code", "stages", "scores", "rebuilt")}
 
 
-def side_of_subject(subject: Subject, index: Index) -> Side:
+def side_of_subject(subject: LineageSubject, index: Index) -> ComparedSide:
     """Return an artifact, everything that it was made from, and its evaluations as one side of a comparison."""
     found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
     name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
-    return Side(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
+    return ComparedSide(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
 
 
-def side_of_refresh(record: RefreshRecord, index: Index) -> Side:
+def side_of_refresh(record: RefreshRecord, index: Index) -> ComparedSide:
     """Return the artifacts, scores and unbuilt stages of a refresh, to compare it with another refresh or a model."""
     found = {name: index.find(entry.kind, entry.version) for name, entry in record.stages.items()}
     artifacts = tuple(one for name, one in found.items() if one and record.stages[name].artifact)
     unbuilt = {name: entry.state for name, entry in record.stages.items() if not entry.artifact}
     evaluations = [one for one in artifacts if one.record.product == "scores"]
-    return Side(record.refresh, artifacts, scores_of(evaluations), None, unbuilt, record.overrides)
+    return ComparedSide(record.refresh, artifacts, scores_of(evaluations), None, unbuilt, record.overrides)
 
 
-def compare(old: Side, new: Side, kept: Path) -> Differences:
+def compare(old: ComparedSide, new: ComparedSide, kept: Path) -> Differences:
     """Compare two models, artifacts or refreshes, and return their differences.
 
     kept: folder of the contents of files outside the store, by their hash (`flows/planning/changes.py`).
@@ -108,7 +108,9 @@ def compare(old: Side, new: Side, kept: Path) -> Differences:
     )
 
 
-def _paired(old: Side, new: Side) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
+def _paired(
+    old: ComparedSide, new: ComparedSide
+) -> tuple[list[tuple[Artifact, Artifact]], list[Artifact], list[Artifact]]:
     """Pair artifacts of old and new: roots, same version, same stage name, or sole ones of a kind.
 
     Return the pairs, the artifacts only of the old one, and the artifacts only of the new one.

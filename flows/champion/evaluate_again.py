@@ -16,7 +16,7 @@ from flows.ledger.machine import num_slots
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
 from flows.recipe.version import identity_of, resume_key_of, version_of
-from flows.running.runner import Attempt, AttemptEnd, Built, run_stage
+from flows.running.runner import Attempt, AttemptEnd, BuiltStage, run_stage
 from flows.running.slots import Slots
 from flows.store.record import Artifact
 from flows.store.store import Store
@@ -28,7 +28,7 @@ BASE = "base"
 """Input name of the base model in the champion's repeated evaluation, when the champion is an adapter."""
 
 
-def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
+def reevaluate_champion(candidate: Sequence[Path], champion: RegisteredVersion, context: StageContext) -> list[Path]:
     """Evaluate the champion as the candidate was evaluated, in this machine's slots; return the new artifacts.
 
     Raises StoreError when the champion's model is not in the store, and what an evaluate stage raises.
@@ -39,12 +39,12 @@ def evaluate_likewise(candidate: Sequence[Path], champion: RegisteredVersion, co
     return [_evaluate(one, upstream, context) for one in planned]
 
 
-def _built(name: str, artifact: Artifact) -> Built:
+def _built(name: str, artifact: Artifact) -> BuiltStage:
     record = artifact.record
-    return Built(name, record.kind, record.version, "cached", 0.0, artifact.folder, record)
+    return BuiltStage(name, record.kind, record.version, "cached", 0.0, artifact.folder, record)
 
 
-def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> PlannedStage:
+def _planned(candidate: Path, upstream: Mapping[str, BuiltStage], recipe: str) -> PlannedStage:
     """Return the candidate's evaluate stage with the champion as its model. upstream: the champion, and its base."""
     asked = StageInput.model_validate_json((candidate / "config.json").read_bytes())
     config = EvaluateConfig.model_validate(asked.config)
@@ -70,7 +70,7 @@ def _planned(candidate: Path, upstream: Mapping[str, Built], recipe: str) -> Pla
     )
 
 
-def _evaluate(planned: PlannedStage, upstream: Mapping[str, Built], context: StageContext) -> Path:
+def _evaluate(planned: PlannedStage, upstream: Mapping[str, BuiltStage], context: StageContext) -> Path:
     slots = Slots(home() / "slots", num_slots())
     held = slots.acquire(wanted_slots(planned.config, slots.count), lambda: None)
     try:

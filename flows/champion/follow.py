@@ -30,10 +30,10 @@ from socket import socket
 from typing import Self
 
 from flows.champion import champions, servers_folder
-from flows.champion.registrations import only_one
+from flows.champion.registrations import promotion_lock
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.servers_folder import own_folder
-from flows.champion.serving import Serving, Start, end_dead, end_serving, in_background, start_engine
+from flows.champion.serving import EngineStart, RunningVersion, end_dead, end_serving, in_background, start_engine
 from stages.core.errors import LifecycleError
 from stages.core.lines import print_line, print_timed
 from stages.serving.backend import Canary
@@ -58,7 +58,7 @@ MAX_DEATHS_WITH = 2
 
 
 @dataclass(frozen=True)
-class Following:
+class FollowSettings:
     """Settings of `lifecycle serve --follow`: the alias of a registered model to serve, and how to run a canary.
 
     canary_share: share of requests, 0 to 1, for the challenger. gate_requests: number of requests of each version after
@@ -95,16 +95,16 @@ class Follower:
     All that takes time runs in threads. folder: as for `start_engine`.
     """
 
-    def __init__(self, following: Following, champion: Serving, proxy: Proxy, folder: Path):
+    def __init__(self, following: FollowSettings, champion: RunningVersion, proxy: Proxy, folder: Path):
         self.following = following
         self.champion = champion
-        self.challenger: Serving | None = None
+        self.challenger: RunningVersion | None = None
         aliases = (following.alias, *([CHALLENGER] if following.canary_share else []))
-        self.aliases = Aliases(following.registry, following.name, aliases)
+        self.aliases = AliasWatcher(following.registry, following.name, aliases)
         self._proxy = proxy
         self._folder = folder
-        self._restarts = Restarts()
-        self._start: Start | None = None
+        self._restarts = RestartBackoff()
+        self._start: EngineStart | None = None
         self._stopping: list[Future[None]] = []
         """Tasks that remove dead engines and stopped engine starts. No engine starts before they are done."""
         self._ending: list[Future[None]] = []
@@ -178,7 +178,7 @@ class Follower:
         # During a switch the device holds two engines already; a third may find no room.
         if missing and not self._start and (is_champion or not self._ending):
             running = None if self.champion.died.is_set() else self.champion
-            self._start = Start(missing, running, self._folder, self._stopping)
+            self._start = EngineStart(missing, running, self._folder, self._stopping)
 
     def _stop_start(self) -> None:
         assert self._start
@@ -239,7 +239,7 @@ class Follower:
             self._proxy.set_canary(Canary(serving.backend, share))
             print_timed(f"version {number} of {self.following.name} gets {share:.1%} of the requests")
 
-    def _see_failure(self, start: Start, error: Exception) -> None:
+    def _see_failure(self, start: EngineStart, error: Exception) -> None:
         successor = self._successor()
         if start.version.number == self.champion.version.number:
             print_timed(f"version {start.version.number} of {self.following.name} could not be started again: {error}")
@@ -279,24 +279,24 @@ class Follower:
 
     # ------------------------------------------------------------------------------------------- consequences
 
-    def _succeed(self, successor: Serving) -> None:
+    def _succeed(self, successor: RunningVersion) -> None:
         """Send all requests to a new champion's engine, and end the former champion after its last response."""
         former, self.champion = self.champion, successor
         self._proxy.switch(successor.backend)
         print_timed(f"version {successor.version.number} of {self.following.name} is served")
         # The deaths so far were those of the former champion.
-        self._restarts = Restarts()
+        self._restarts = RestartBackoff()
         if not former.backend.is_gone:
             self._end(former)
 
-    def _withdraw(self, challenger: Serving) -> None:
+    def _withdraw(self, challenger: RunningVersion) -> None:
         self.challenger = None
         self._proxy.set_canary(None)
         print_timed(f"version {challenger.version.number} of {self.following.name} gets no requests any more")
         self._say_side_by_side()
         self._end(challenger)
 
-    def _end(self, former: Serving) -> None:
+    def _end(self, former: RunningVersion) -> None:
         is_shared = former.server is self.champion.server
         self._ending.append(in_background(lambda: end_serving(former, is_shared, self._is_over)))
 
@@ -310,7 +310,7 @@ class Follower:
         tallies = [self._proxy.tallies_of_canary.of(one.served) for one in (self.challenger, self.champion)]
         if num_requests is None or self._judging or not have_answered(num_requests, *tallies):
             return
-        reasons = "; ".join(misses(*tallies))
+        reasons = "; ".join(exceeded_limits(*tallies))
         verdict = f"withdrawn: {reasons}" if reasons else "promoted"
         print_timed(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
         registry = self.following.registry
@@ -353,7 +353,7 @@ class Follower:
         self._last_trouble[about] = trouble
 
 
-class Aliases:
+class AliasWatcher:
     """Aliases of a registered model as MLflow last reported them, queried in a thread: MLflow may hang."""
 
     def __init__(self, registry: Registry, name: str, aliases: Iterable[str]):
@@ -402,7 +402,7 @@ class Aliases:
         return answers
 
 
-class Restarts:
+class RestartBackoff:
     """Pause before an engine's next restart, which grows with the number of deaths in a row."""
 
     def __init__(self) -> None:
@@ -432,7 +432,7 @@ def have_answered(num_requests: int, *tallies: Tally) -> bool:
     return all(tally.num_requests >= num_requests for tally in tallies)
 
 
-def misses(challenger: Tally, champion: Tally) -> Iterator[str]:
+def exceeded_limits(challenger: Tally, champion: Tally) -> Iterator[str]:
     """Yield a sentence for each limit on errors or latency that the challenger exceeds against the champion."""
     shares = [tally.num_errors / tally.num_requests for tally in (challenger, champion)]
     if shares[0] > shares[1] + MAX_MORE_ERRORS:
@@ -450,5 +450,5 @@ def _is_done(ended: Future[None]) -> bool:
 
 
 def _promote_challenger(registry: Registry, name: str) -> None:
-    with only_one(name):
+    with promotion_lock(name):
         registry.promote_challenger(name)

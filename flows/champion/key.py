@@ -48,7 +48,7 @@ def _asked(name: str, alias: str) -> str | None:
             answer = ask_httpx(client, expected, "GET", address, params={"name": name, "alias": alias})
         reply = expected.parsed(answer.body, dict[str, Any])
         if reply.get("error_code") in ABSENT:
-            raise champions.absent(name, alias)
+            raise champions.not_found_error(name, alias)
         version = reply["model_version"]
         tags = {tag["key"]: tag["value"] for tag in version.get("tags", ())}
         return None if {CHAMPION, PREVIOUS} <= {*version["aliases"]} else tags.get(f"{TAG}model")

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from flows.champion.evaluate_again import evaluate_likewise
-from flows.champion.registrations import Registration, only_one
+from flows.champion.evaluate_again import reevaluate_champion
+from flows.champion.registrations import Registration, promotion_lock
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
 from flows.ledger.home import store_root
 from flows.ledger.record import final_result
@@ -75,7 +75,7 @@ def complete(artifact: Path, work: Path) -> None:
     record = _record(artifact)
     candidate = _candidate(verdict.name, record)
     registry = Registry()
-    with only_one(candidate.name):
+    with promotion_lock(candidate.name):
         # Under the lock: the champion cannot change between this look and the move.
         succeeds = (
             verdict.outcome == "promoted"
@@ -152,7 +152,7 @@ def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context:
         compare(candidate, folders)
     except EvaluationError as reason:
         context.milestone(f"the champion, version {champion.number}, is evaluated as the candidate was: {reason}")
-        return evaluate_likewise(candidate, champion, context)
+        return reevaluate_champion(candidate, champion, context)
     return folders
 
 

@@ -98,7 +98,7 @@ def registrations() -> list[Registration]:
     return [Registration.model_validate_json(file.read_bytes()) for file in files]
 
 
-def only_one(name: str) -> FileLock:
+def promotion_lock(name: str) -> FileLock:
     """Return the lock to hold while a registered model is promoted or rolled back on this lifecycle home.
 
     Taking it makes a folder, so ask MLflow first whether there is such a model. Raises StoreError for a bad name.

@@ -27,11 +27,11 @@ from flows.servers.programs import MLFLOW, PREFECT, ServerProgram
 from flows.servers.records import address_of
 from flows.store import collect
 from flows.store.collect import Collected, Garbage
-from flows.store.policy import Keep, Policy
+from flows.store.policy import Policy, RetentionLimits
 from flows.store.store import Store
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pruning import delete_runs
-from flows.tracking.shipper import only_shipper
+from flows.tracking.shipper import shipper_lock
 from stages.core.errors import LifecycleError, ServerError, StoreError
 
 VERSION = re.compile(r'"version":"([0-9a-f]{12})"')
@@ -87,7 +87,7 @@ class Housekeeping:
             for folder, record in self._refreshes.items():
                 ledger = ledger_of(record.refresh)
                 with suppress(Timeout):  # a ledger that is being shipped or retried is removed another time
-                    stack.enter_context(only_shipper(ledger).acquire(blocking=False))
+                    stack.enter_context(shipper_lock(ledger).acquire(blocking=False))
                     unused |= {folder: record} if ledger.read().state != "running" else {}
             try:
                 # The servers before the ledgers, without which their ids would be lost.
@@ -101,7 +101,7 @@ class Housekeeping:
             done = collect.collect(self._store, garbage)
         return Collected(done.removed, (*done.failures, *failures))
 
-    def _referred_to(self, keep: Keep) -> frozenset[str]:
+    def _referred_to(self, keep: RetentionLimits) -> frozenset[str]:
         """Return the keys of artifacts, MLflow runs and promote attempts that registered versions refer to.
 
         If MLflow cannot be asked, these are the artifacts of all models that were ever registered.

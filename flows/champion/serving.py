@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Serving:
+class RunningVersion:
     """Served version with its engine, which ends when `stack` is closed; `died` is set once it ended by itself."""
 
     version: RegisteredVersion
@@ -61,7 +61,7 @@ class Serving:
 
 def start_engine(
     version: RegisteredVersion, folder: Path, is_begun: Callable[[Server], None] = lambda server: None
-) -> Serving:
+) -> RunningVersion:
     """Start an inference engine for a model version; return it once it is healthy and its answers are checked.
 
     folder: for the engines' temporary files; the log lies beside it. is_begun: called as soon as there is a process to
@@ -86,21 +86,21 @@ def start_engine(
         else:
             server.check()
         died = _watched(server, stack)
-        # From here on the engine lives as long as the `Serving`; any error above has ended it.
-        return Serving(version, server, stack.pop_all(), _backend(server, version), died)
+        # From here on the engine lives as long as the `RunningVersion`; any error above has ended it.
+        return RunningVersion(version, server, stack.pop_all(), _backend(server, version), died)
 
 
-def load_adapter(version: RegisteredVersion, running: Serving) -> Serving | None:
+def load_adapter(version: RegisteredVersion, running: RunningVersion) -> RunningVersion | None:
     """Load an adapter into a running engine and check it; return None when the engine serves another base model.
 
     Raises what loading and checking raise; the engine is then as before, unless it has ended.
     """
     if not swap_in(running.server, version):
         return None
-    return Serving(version, running.server, running.stack, _backend(running.server, version), running.died)
+    return RunningVersion(version, running.server, running.stack, _backend(running.server, version), running.died)
 
 
-def unload_adapter(former: Serving) -> None:
+def unload_adapter(former: RunningVersion) -> None:
     """Unload an adapter that gets no more requests; its engine goes on serving other adapters."""
     if former.died.is_set():
         return
@@ -112,7 +112,7 @@ def unload_adapter(former: Serving) -> None:
         print_timed(f"version {former.version.number} of {former.version.name} stays loaded: {error}")
 
 
-def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> None:
+def end_serving(former: RunningVersion, is_shared: bool, is_over: threading.Event) -> None:
     """Stop a version after its last response: end its engine, or unload its adapter from a shared engine.
 
     is_shared: whether its engine goes on with another version. is_over: set when nothing is served any more.
@@ -129,7 +129,7 @@ def end_serving(former: Serving, is_shared: bool, is_over: threading.Event) -> N
     )
 
 
-def end_dead(serving: Serving) -> None:
+def end_dead(serving: RunningVersion) -> None:
     """End the remaining processes of a dead engine at once, since requests wait for the next engine."""
     end_processes(lambda: descendants(serving.server.pid))
     serving.stack.close()
@@ -224,7 +224,7 @@ class StartStoppedError(Exception):
     """Error of an engine start that was stopped on purpose, such as for a more urgent engine."""
 
 
-class Start:
+class EngineStart:
     """Start of a model version in a thread: in an engine of its own, or as an adapter loaded into a running engine.
 
     Two engines that start at the same time disturb each other, since each measures the memory that is free; so a start
@@ -233,14 +233,18 @@ class Start:
     """
 
     def __init__(
-        self, version: RegisteredVersion, running: Serving | None, folder: Path, after: Iterable[Future[None]] = ()
+        self,
+        version: RegisteredVersion,
+        running: RunningVersion | None,
+        folder: Path,
+        after: Iterable[Future[None]] = (),
     ):
         self.version = version
         self.loads_into = running
         self._folder = folder
         self._is_stopped = threading.Event()
         self._server: Server | None = None
-        self.outcome: Future[Serving] = in_background(lambda: self._run([*after]))
+        self.outcome: Future[RunningVersion] = in_background(lambda: self._run([*after]))
         """Future of the served version. `result()` raises a failed start's error, or StartStoppedError, cleaned up."""
 
     def stop(self) -> Future[None]:
@@ -248,7 +252,7 @@ class Start:
         self._is_stopped.set()
         return in_background(self._end)
 
-    def _run(self, after: list[Future[None]]) -> Serving:
+    def _run(self, after: list[Future[None]]) -> RunningVersion:
         wait(after)
         self._check()
         if running := self.loads_into:
@@ -260,7 +264,7 @@ class Start:
             self._check()
         return start_engine(self.version, self._folder, self._is_begun)
 
-    def _loaded(self, running: Serving) -> Serving | None:
+    def _loaded(self, running: RunningVersion) -> RunningVersion | None:
         try:
             return load_adapter(self.version, running)
         except LifecycleError:
@@ -288,7 +292,7 @@ class Start:
         if not self.outcome.exception():
             self._discard(self.outcome.result())
 
-    def _discard(self, serving: Serving) -> None:
+    def _discard(self, serving: RunningVersion) -> None:
         if self.loads_into:
             unload_adapter(serving)
         else:

@@ -10,8 +10,8 @@ import click
 from flows.cli.answers import JSON_OPTION, print_json
 
 if TYPE_CHECKING:
-    from flows.champion.differing import Differences, Side
-    from flows.report.lineage import ContentFile, Lineage, Node, Subject
+    from flows.champion.differing import ComparedSide, Differences
+    from flows.report.lineage import ContentFile, Lineage, LineageSubject, Node
     from flows.store.record import Index
 
 NAMED = "ARTIFACT|models:/NAME@ALIAS"
@@ -60,7 +60,7 @@ def _index() -> Index:
     return Store(store_root()).index()
 
 
-def _subject(name: str, index: Index) -> Subject:
+def _subject(name: str, index: Index) -> LineageSubject:
     from flows.champion.champions import URI_PREFIX, registered_subject
     from flows.cli.show import find_artifact
     from flows.report.lineage import artifact_subject
@@ -70,7 +70,7 @@ def _subject(name: str, index: Index) -> Subject:
     return artifact_subject(name, find_artifact(index, name), index)
 
 
-def _side(name: str, index: Index) -> Side:
+def _side(name: str, index: Index) -> ComparedSide:
     from flows.champion.differing import side_of_refresh, side_of_subject
     from flows.cli.show import find_refresh
 

@@ -90,7 +90,7 @@ def rerun(recipe: Path, stage: str, overrides: Sequence[str], as_json: bool) -> 
 def _run(request: Any, as_json: bool) -> int:
     from flows.cli import run_command
 
-    return run_command.answer(run_command.run_refresh(request, quiet=as_json), as_json)
+    return run_command.print_outcome(run_command.run_refresh(request, quiet=as_json), as_json)
 
 
 @cli.command()

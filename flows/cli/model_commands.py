@@ -26,11 +26,11 @@ def champion(name: str, as_json: bool) -> None:
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion champion again; a second rollback takes the first one back."""
     from flows.champion import champions
-    from flows.champion.registrations import only_one
+    from flows.champion.registrations import promotion_lock
 
     registry = champions.connect()
     champions.find(registry, name, "champion")
-    with only_one(name):
+    with promotion_lock(name):
         restored = registry.rollback(name)
     _show(registry, restored, as_json)
 
@@ -52,7 +52,7 @@ def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_jso
     withdraw it.
     """
     from flows.champion import champions
-    from flows.champion.registrations import only_one
+    from flows.champion.registrations import promotion_lock
 
     if sum((bool(version), promote, withdraw)) > 1:
         raise click.UsageError("expected one of VERSION, --promote and --withdraw")
@@ -63,7 +63,7 @@ def canary(name: str, version: int | None, promote: bool, withdraw: bool, as_jso
         registry.withdraw_challenger(name)
     elif promote:
         champions.find(registry, name, "challenger")
-        with only_one(name):
+        with promotion_lock(name):
             registry.promote_challenger(name)
     _show(registry, champions.find(registry, name, "champion"), as_json)
 

@@ -25,7 +25,7 @@ def retry(refresh: str | None, as_json: bool) -> int:
     """
     from flows.cli import run_command
 
-    return run_command.answer(run_command.retry_refresh(refresh, quiet=as_json), as_json)
+    return run_command.print_outcome(run_command.retry_refresh(refresh, quiet=as_json), as_json)
 
 
 @click.command()

@@ -15,7 +15,7 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
-from flows.running.outcome import in_words, verdict_tables
+from flows.running.outcome import summary_lines, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
@@ -116,12 +116,12 @@ def _run_flow(request: RefreshRequest, run: RefreshRun, retried: RefreshRecord |
     logging.raiseExceptions = False  # Prefect's log handler writes to the terminal when its server is away
     from prefect.flow_engine import run_flow
 
-    from flows.running.flow_runs import begin_again, begin_by_hand
+    from flows.running.flow_runs import create_flow_run, reset_flow_run
     from flows.running.refresh import flow_of
 
     try:
-        flow_run = begin_again(retried) if retried else None
-        flow_run = flow_run or begin_by_hand(request, run.record.refresh)
+        flow_run = reset_flow_run(retried) if retried else None
+        flow_run = flow_run or create_flow_run(request, run.record.refresh)
         run_flow(flow_of(run), flow_run=flow_run, parameters=flow_run.parameters, return_type="state")
     except Exception as error:
         if run.record.state == "running":
@@ -139,12 +139,12 @@ def view_of(run: RefreshRun, quiet: bool) -> View:
     return PlainView(lambda: run.record, stream)
 
 
-def answer(record: RefreshRecord, as_json: bool) -> int:
+def print_outcome(record: RefreshRecord, as_json: bool) -> int:
     """Print the outcome of a finished refresh; return its exit code."""
     if as_json:
         print_json(to_json(record))
     else:
-        say(closing_words(record), sys.stdout)
+        say(closing_lines(record), sys.stdout)
     return exit_code(record)
 
 
@@ -176,7 +176,7 @@ def to_json(record: RefreshRecord) -> dict[str, Any]:
     }
 
 
-def closing_words(record: RefreshRecord) -> str:
+def closing_lines(record: RefreshRecord) -> str:
     """Return the last lines that `lifecycle run` prints: the refresh's outcome, and the commands that show more."""
     words = f"{record.refresh}: {record.state.replace('_', ' ')} in {record.seconds:.1f} s"
     if record.error:
@@ -184,4 +184,4 @@ def closing_words(record: RefreshRecord) -> str:
     tables = verdict_tables(record).values() if record.state == "not_promoted" else ()
     goes_on = record.state in ("failed", "cancelled") and not record.comparison
     hint = [f"to go on where it stopped: lifecycle retry {record.refresh}"] if goes_on else []
-    return "\n".join([*tables, words, *in_words(record), *hint, f"lifecycle show {record.refresh}"])
+    return "\n".join([*tables, words, *summary_lines(record), *hint, f"lifecycle show {record.refresh}"])

@@ -14,7 +14,7 @@ from flows.ledger.refreshes import Ledger, ledgers
 from flows.planning.plan import Plan
 from flows.recipe.text import closest
 from flows.report.layouts import as_json, as_text, rows_of
-from flows.running.outcome import in_words
+from flows.running.outcome import summary_lines
 from flows.store.record import Artifact, Index
 from flows.tracking.cursor import run_id_of
 from flows.tracking.labels import flatten
@@ -179,7 +179,7 @@ def refresh_as_text(record: RefreshRecord) -> str:
             lines.append(f"    {entry.error_class or 'error'}: {entry.error}")
     if record.comparison:
         lines.append(as_text(rows_of(record), terminal_width()))
-    return "\n".join([*lines, *in_words(record)])
+    return "\n".join([*lines, *summary_lines(record)])
 
 
 def artifact_as_json(artifact: Artifact, index: Index) -> dict[str, Any]:

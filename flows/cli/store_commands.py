@@ -18,7 +18,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 from stages.core.errors import ModelError, RecipeError, StoreError
 
 if TYPE_CHECKING:
-    from flows.champion.follow import Following
+    from flows.champion.follow import FollowSettings
     from stages.serving.samples import Samples
 
 
@@ -305,14 +305,14 @@ def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
     serve_supervised(*champions.parse(uri), host, port, sys.argv[1:])
 
 
-def _following(uri: str, canary_share: float, gate_requests: int | None) -> Following:
+def _following(uri: str, canary_share: float, gate_requests: int | None) -> FollowSettings:
     from flows.champion import champions
-    from flows.champion.follow import Following
+    from flows.champion.follow import FollowSettings
     from stages.core.lines import print_timed
 
     name, alias = champions.parse(uri)
     print_timed(f"asking MLflow for {uri}")
-    return Following(champions.connect(), name, alias, canary_share, gate_requests)
+    return FollowSettings(champions.connect(), name, alias, canary_share, gate_requests)
 
 
 def _what_to_serve(name: str, *, is_trial: bool) -> list[str]:

@@ -17,7 +17,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.recipe.text import without_secrets
 from flows.recipe.version import identity_of, resume_key_of, version_of
-from flows.running.comparison import Comparison
+from flows.running.comparison import LayoutComparison
 from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.store.store import Store
 from flows.tracking.labels import params_of, tags_of
@@ -73,7 +73,7 @@ def plan_comparison(request: ComparisonRequest) -> PlannedRefresh:
     )
     asked = RefreshRequest(request.recipe, request.overrides, until=request.stage)
     return PlannedRefresh(
-        asked, Plan(recipe.name, upstream), store, (), Comparison(began, layouts), without_secrets(recipe.text)
+        asked, Plan(recipe.name, upstream), store, (), LayoutComparison(began, layouts), without_secrets(recipe.text)
     )
 
 

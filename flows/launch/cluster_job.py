@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from pydantic import PositiveFloat, PositiveInt
 
-from flows.launch.network import Place
+from flows.launch.network import Rendezvous
 from flows.store.content import LAUNCH_FOLDER
 from stages.core.contract import StageEvent
 from stages.core.errors import LifecycleError
@@ -220,13 +220,13 @@ class Cluster:
 
     connect: Callable[[JobFolder, JobOrder], Jobs]
     environment: Callable[[], dict[str, str]]
-    place: Callable[[Mapping[str, str]], Place]
+    place: Callable[[Mapping[str, str]], Rendezvous]
     way_in: Callable[[], str | None]
     collects_output: bool
     records_end: bool
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Monitor of the submitter's heartbeats inside a cluster job, which ends itself when they stop.
 
     Clocks of machines differ, so it compares texts and measures time by this machine's own clock.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.launch.cluster_job import Cluster, JobFolder, JobOrder, Jobs
-from flows.launch.network import Place
+from flows.launch.network import Rendezvous
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 
@@ -26,18 +26,18 @@ def way_in() -> str | None:
     return next((f"jobs are created with {file}" for file in files if file.is_file()), None)
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
     """Return this pod's rank and the rendezvous address, from the variables of a TrainJob (PET_…) or an indexed Job."""
     if "PET_NODE_RANK" in environment:
         address = environment["PET_MASTER_ADDR"]
-        return Place(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
-    return Place(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
+        return Rendezvous(int(environment["PET_NODE_RANK"]), address, environment["PET_MASTER_PORT"])
+    return Rendezvous(int(environment["JOB_COMPLETION_INDEX"]), environment["MASTER_ADDR"], environment["MASTER_PORT"])
 
 
 CLUSTER = Cluster(
     connect=connect,
     environment=dict,  # the image has its own; secrets come by reference
-    place=place_of,
+    place=rendezvous_of,
     way_in=way_in,
     collects_output=False,  # each pod's output is kept apart
     records_end=False,

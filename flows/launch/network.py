@@ -21,7 +21,7 @@ REMEDY = "name the interface that leads to the others in execution.network_inter
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Node's rank in a cluster job, with the first node's rendezvous address, port and, if known, `this_machine`."""
 
     rank: int
@@ -48,7 +48,7 @@ def address_of(interface: str) -> str:
     return addresses[0]
 
 
-def check_reachable(place: Place, environment: Mapping[str, str]) -> None:
+def check_reachable(place: Rendezvous, environment: Mapping[str, str]) -> None:
     """Check that the job's nodes can reach one another by its `environment`'s interfaces; else raise ResourceError."""
     node = socket.gethostname()
     if is_loopback(place.address):

@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 from flows.launch import local
 from flows.launch.cluster import CLUSTERS
-from flows.launch.cluster_job import JobEnd, JobFolder, JobOrder, Pulse
+from flows.launch.cluster_job import HeartbeatMonitor, JobEnd, JobFolder, JobOrder
 from flows.launch.failures import INTERRUPTED, leave_error
-from flows.launch.network import Place, check_reachable, is_loopback
+from flows.launch.network import Rendezvous, check_reachable, is_loopback
 from flows.store.content import LOG_FILE
 from stages.core.errors import ResourceError
 from stages.core.supervised import Supervised
@@ -59,7 +59,7 @@ def main() -> int:
 def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
     """Wait for the stage's processes and return their exit code; None when they had to be stopped."""
     # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
-    owner, pulse = folder.owner(), Pulse(folder, order.heartbeat_patience_s)
+    owner, pulse = folder.owner(), HeartbeatMonitor(folder, order.heartbeat_patience_s)
     while (code := process.poll()) is None:
         if pulse.is_lost():
             print(f"no heartbeat from the agent for {order.heartbeat_patience_s:g} s: the job ends", flush=True)
@@ -80,7 +80,7 @@ def _output(order: JobOrder, is_collected: bool) -> BinaryIO:
     return (order.work / LOG_FILE).open("ab")
 
 
-def command(order: JobOrder, place: Place | None) -> list[str]:
+def command(order: JobOrder, place: Rendezvous | None) -> list[str]:
     """Return the command that starts this node's processes of the stage, which meet at the first node's address."""
     if place is None:
         return local.on_one_node(order.stage_command, order.processes)
@@ -91,7 +91,7 @@ def command(order: JobOrder, place: Place | None) -> list[str]:
     ]
 
 
-def complete(environment: Mapping[str, str], order: JobOrder, place: Place | None) -> dict[str, str]:
+def complete(environment: Mapping[str, str], order: JobOrder, place: Rendezvous | None) -> dict[str, str]:
     """Return the environment of the stage's processes, with this node's number of threads and network interface."""
     known = local.threads(order.threads or local.threads_of_each(order.processes))
     if place is None or is_loopback(place.address):

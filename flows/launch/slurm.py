@@ -28,7 +28,7 @@ from flows.launch.cluster_job import (
     Running,
     Waiting,
 )
-from flows.launch.network import FIRST_MACHINE, Place
+from flows.launch.network import FIRST_MACHINE, Rendezvous
 from flows.store.content import LOG_FILE
 from stages.core.errors import RecipeError, ResourceError, StageCrashError, StageTimeoutError, TransientError
 from stages.core.launchers.slurm import SlurmOptions
@@ -237,17 +237,17 @@ def user_environment() -> dict[str, str]:
     return {**ours, "PYTHONPATH": ":".join(filter(None, [str(local.code_folder()), os.environ.get("PYTHONPATH")]))}
 
 
-def place_of(environment: Mapping[str, str]) -> Place:
+def rendezvous_of(environment: Mapping[str, str]) -> Rendezvous:
     """Return this node's rank and the rendezvous address, from the variables of a Slurm job step."""
     address = environment.get("MASTER_ADDR") or environment["SLURM_LAUNCH_NODE_IPADDR"]
     rank, port = int(environment["SLURM_PROCID"]), environment["MASTER_PORT"]
-    return Place(rank, address, port, environment.get(FIRST_MACHINE))
+    return Rendezvous(rank, address, port, environment.get(FIRST_MACHINE))
 
 
 CLUSTER = Cluster(
     connect=SlurmJobs,
     environment=user_environment,
-    place=place_of,
+    place=rendezvous_of,
     way_in=way_in,
     collects_output=True,
     records_end=True,  # the batch step, `slurm_batch.py`

@@ -41,7 +41,7 @@ def main() -> int:
     again = f", restart {restart}" if restart != "0" else ""
     folder.report("milestone", f"Slurm job {job_id} runs on {os.environ['SLURM_JOB_NODELIST']}{again}")
     try:
-        meeting = meeting_place(order)
+        meeting = rendezvous_environment(order)
     except ResourceError as error:
         folder.write_end(JobEnd(job_id=job_id, exit_code=leave_error(order.work, error)))
         return error.exit_code
@@ -64,7 +64,7 @@ def step_command(order: JobOrder, folder: JobFolder) -> list[str]:
     return [*srun, *labels, sys.executable, "-m", "flows.launch.node_task", str(folder.path)]
 
 
-def meeting_place(order: JobOrder) -> dict[str, str]:
+def rendezvous_environment(order: JobOrder) -> dict[str, str]:
     """Return the rendezvous address and port, a free one of the job's first node, as environment variables.
 
     The address is that of the interface which the recipe names, else empty: then each task uses Slurm's. Raises

@@ -58,7 +58,7 @@ class Node(StrictModel):
     upstream: dict[str, Node] = Field(default_factory=dict)
 
 
-class Scored(StrictModel):
+class ScoredEvaluation(StrictModel):
     """Evaluation in a lineage, with its scores."""
 
     stage: str
@@ -72,11 +72,11 @@ class Lineage(StrictModel):
     name: str
     registered: str | None
     tree: Node
-    evaluations: tuple[Scored, ...]
+    evaluations: tuple[ScoredEvaluation, ...]
 
 
 @dataclass(frozen=True)
-class Subject:
+class LineageSubject:
     """Artifact whose lineage a person asks for, with its evaluations."""
 
     name: str
@@ -85,20 +85,20 @@ class Subject:
     registered: str | None = None
 
 
-def artifact_subject(name: str, root: Artifact, index: Index) -> Subject:
+def artifact_subject(name: str, root: Artifact, index: Index) -> LineageSubject:
     """Return an artifact together with all evaluations of it, or of a server of it, newest first."""
     asked = {root.record.version}
     asked |= {
         one.record.version for one in index.artifacts if one.record.product == "server" and _stands_on(one, asked)
     }
     evaluations = [one for one in index.artifacts if one.record.product == "scores" and _stands_on(one, asked)]
-    return Subject(name, root, tuple(sorted(evaluations, key=lambda one: one.record.finished, reverse=True)))
+    return LineageSubject(name, root, tuple(sorted(evaluations, key=lambda one: one.record.finished, reverse=True)))
 
 
-def lineage_of(subject: Subject, index: Index) -> Lineage:
+def lineage_of(subject: LineageSubject, index: Index) -> Lineage:
     """Return the lineage of an artifact: the tree down to sources outside the store, and its evaluations."""
     scored = [
-        Scored(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
+        ScoredEvaluation(stage=one.record.stage, version=one.record.version, scores=scores_of([one]))
         for one in subject.evaluations
     ]
     return Lineage(

@@ -10,7 +10,7 @@ from flows.report.evaluations import answers, promotions, scores
 from flows.report.layouts import rows_of
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport
-from flows.report.sentences import fastest, happened, means, warnings_of
+from flows.report.sentences import fastest_layout_sentence, outcome_sentence, result_sentence, warnings_of
 from flows.report.trainings import data_of_trainings, training_curves
 from flows.store.content import LOG_FILE
 from flows.store.record import Index
@@ -38,8 +38,10 @@ def read_report(record: RefreshRecord, index: Index) -> RefreshReport:
         recipe_path=record.recipe_path,
         overrides=record.overrides,
         state="killed" if record.killed else record.state,
-        happened=happened(record),
-        means=fastest(layouts) if record.comparison else means(record, verdicts, found_scores),
+        happened=outcome_sentence(record),
+        means=fastest_layout_sentence(layouts)
+        if record.comparison
+        else result_sentence(record, verdicts, found_scores),
         started_ms=record.started_ms,
         seconds=record.seconds,
         hardware=record.hardware,

@@ -14,7 +14,7 @@ STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted n
 UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it ran,"}
 
 
-def happened(record: RefreshRecord) -> str:
+def outcome_sentence(record: RefreshRecord) -> str:
     """Return a sentence on how the refresh ended, with the number of stages in each state."""
     states = [entry.state for entry in record.stages.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -27,7 +27,7 @@ def happened(record: RefreshRecord) -> str:
     return f"The {what} {ended}; of {len(states)} stages: {counts}."
 
 
-def fastest(layouts: Sequence[Row]) -> str:
+def fastest_layout_sentence(layouts: Sequence[Row]) -> str:
     """Return a sentence on the fastest layout of a comparison."""
     rates = [(row.metrics["tokens_per_s"], row.text) for row in layouts if "tokens_per_s" in row.metrics]
     if not rates:
@@ -36,7 +36,7 @@ def fastest(layouts: Sequence[Row]) -> str:
     return f"The fastest layout is {text}: {rate:,.0f} tokens/s."
 
 
-def means(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
+def result_sentence(record: RefreshRecord, promotions: Sequence[Promotion], scores: Sequence[Score]) -> str:
     """Return a sentence on the result of a refresh: whether there is a new champion, else failures or a score."""
     if record.unsaid_end == COPIED:
         return "How it ended, only the original home knows; a retry here goes on from what was built before the copy."

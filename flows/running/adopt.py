@@ -14,7 +14,7 @@ from flows.planning.plan import PlannedStage, plan
 from flows.planning.stored import ADOPTED_RECIPE
 from flows.recipe.recipe import load_stages
 from flows.recipe.version import identity_of, resume_key_of, version_of
-from flows.running.runner import Built, Observer, run_stage
+from flows.running.runner import BuiltStage, Observer, run_stage
 from flows.store.record import Artifact
 from flows.store.store import Store
 from stages.core.errors import RecipeError, StoreError
@@ -27,7 +27,7 @@ def adopt(
     name: str,
     observer: Observer,
     base: Artifact | None = None,
-) -> Built:
+) -> BuiltStage:
     """Copy a local model, adapter or dataset into the artifact store as the artifact of a download stage `name`.
 
     base: model of an adapter. Raises what a download raises: `DownloadError` for links that lead out of the folder,
@@ -50,7 +50,7 @@ def adopt(
         )
     planned = _planned_on(base, name, path)
     record = base.record
-    upstream = Built(record.stage, record.kind, record.version, "cached", 0.0, base.folder, record)
+    upstream = BuiltStage(record.stage, record.kind, record.version, "cached", 0.0, base.folder, record)
     return run_stage(planned, {record.stage: upstream}, store, observer)
 
 

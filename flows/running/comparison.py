@@ -34,7 +34,7 @@ from stages.core.files import write_atomically
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayoutComparison:
     """Layout comparison to run: how it measures, and the stage as planned under each layout that can work."""
 
     began: CompareBegan
@@ -48,7 +48,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Bench:
+class TrialResources:
     """Resources that all trial runs of a layout comparison share. inputs: artifact folders by stage name."""
 
     store: Store
@@ -65,7 +65,12 @@ def turns(num_layouts: int, num_rounds: int) -> Iterator[tuple[int, int]]:
 
 
 def run_trial(
-    bench: Bench, comparison: Comparison, layout: int, round_number: int, devices: Sequence[int], work: Path
+    bench: TrialResources,
+    comparison: LayoutComparison,
+    layout: int,
+    round_number: int,
+    devices: Sequence[int],
+    work: Path,
 ) -> TrialEnded:
     """Run some training steps under one layout; return measurements or error; raise RefreshStoppedError if stopped."""
     planned = comparison.layouts[layout]

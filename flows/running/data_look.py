@@ -21,7 +21,7 @@ from flows.planning.outside import resolve_outside
 from flows.planning.plan import Plan, PlannedStage, chosen_stages, plan
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
-from flows.running.runner import Built, Observer, run_stage
+from flows.running.runner import BuiltStage, Observer, run_stage
 from flows.running.validation import COMES_FROM, input_of
 from flows.store.record import Index
 from flows.store.store import Store
@@ -59,7 +59,7 @@ def look_at_data(request: LookRequest, observer: Observer) -> DataLook:
     index = store.index()
     planned = _planned(request, index)
     stage = planned.stages[request.stage]
-    built: dict[str, Built] = {}
+    built: dict[str, BuiltStage] = {}
     for name in _needed(stage, planned):
         built[name] = _built(name, planned, request, index, store, observer)
     with tempfile.TemporaryDirectory(dir=store.make_folder(store.root / ".work" / "look")) as folder:
@@ -101,12 +101,14 @@ def _is_there(name: str, planned: Plan) -> bool:
     return planned.stages[name].action == "cached" and planned.stages[name].config.product == "model"
 
 
-def _built(name: str, planned: Plan, request: LookRequest, index: Index, store: Store, observer: Observer) -> Built:
+def _built(
+    name: str, planned: Plan, request: LookRequest, index: Index, store: Store, observer: Observer
+) -> BuiltStage:
     stage = planned.stages[name]
     artifact = index.find(stage.kind, stage.version) if stage.action == "cached" else None
     if artifact:
         record = artifact.record
-        return Built(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
+        return BuiltStage(record.stage, record.kind, record.version, "cached", 0.0, artifact.folder, record)
     download = stage.config if isinstance(stage.config, FetchedConfig) else None
     if download and download.product != "adapter" and (request.downloads or _is_at_hand(download)):
         return run_stage(stage, {}, store, observer)

@@ -116,7 +116,7 @@ def update_entrypoints() -> None:
                 client.update_deployment(found.id, DeploymentUpdate(entrypoint=ENTRYPOINT))
 
 
-def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
+def create_flow_run(request: RefreshRequest, name: str) -> FlowRun:
     """Create a Prefect flow run for a refresh that this process runs itself; Prefect's Retry button works on it."""
     parameters = {
         "recipe": request.recipe,
@@ -130,7 +130,7 @@ def begin_by_hand(request: RefreshRequest, name: str) -> FlowRun:
         return client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending(), name=name)
 
 
-def begin_again(record: RefreshRecord) -> FlowRun | None:
+def reset_flow_run(record: RefreshRecord) -> FlowRun | None:
     """Reset the Prefect flow run of a refresh that this process will retry, and return it; None if Prefect lacks it."""
     if record.prefect_flow_run_id is None:
         return None

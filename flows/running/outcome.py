@@ -45,7 +45,7 @@ def links_of(record: RefreshRecord) -> dict[str, str]:
     return links | {f"verdict of {name}": str(table) for name, table in tables.items() if table.exists()}
 
 
-def in_words(record: RefreshRecord) -> list[str]:
+def summary_lines(record: RefreshRecord) -> list[str]:
     """Return the scores, warnings and links of a refresh as lines of text."""
     scores = {name: scores_text(entry.kind, entry.metrics) for name, entry in record.stages.items()}
     return [

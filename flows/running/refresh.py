@@ -33,12 +33,12 @@ from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import ledger_of, new_refresh_id
 from flows.recipe.recipe import load_recipe
 from flows.report.layouts import cells, rows_of
-from flows.running.comparison import Comparison, turns
+from flows.running.comparison import LayoutComparison, turns
 from flows.running.due import announce_own_schedule, announce_own_states, start_when_due
 from flows.running.outcome import summary, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest
-from flows.servers.local import answers
+from flows.servers.local import is_answering
 from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text
 from stages.core.errors import LifecycleError, RefreshStoppedError
@@ -129,7 +129,7 @@ def _run(run: RefreshRun) -> State[Any]:
         record = run.finish()
     state = final_state(record)
     # Each request to a server that is away would be repeated for seconds, and hold up the end.
-    if answers(f"{PREFECT_API_URL.value()}/health"):
+    if is_answering(f"{PREFECT_API_URL.value()}/health"):
         _publish(record)
         announce_own_states()  # a server that was started again meanwhile has forgotten them
         announce(str(runtime.flow_run.id), state)
@@ -209,7 +209,7 @@ def _end_skipped(futures: Mapping[str, PrefectFuture[Any]]) -> None:
             client.set_task_run_state(task_run, ended, force=True)
 
 
-def _measure(run: RefreshRun, comparison: Comparison) -> None:
+def _measure(run: RefreshRun, comparison: LayoutComparison) -> None:
     """Run a comparison's trials as Prefect tasks, one by one, until stopped. A layout that fails is a result too."""
     with suppress(RefreshStoppedError), run.whole_machine() as devices:
         for round_number, layout in turns(len(comparison.layouts), comparison.began.num_rounds):

@@ -32,11 +32,11 @@ from flows.ledger.record import HEARTBEAT_FILE, RefreshRecord, after
 from flows.ledger.refreshes import close_interrupted, end_of, ledger_of, new_refresh_id
 from flows.planning.devices import on_devices, wanted_slots
 from flows.planning.plan import PlannedStage
-from flows.running.comparison import Bench, conclude, run_trial
+from flows.running.comparison import TrialResources, conclude, run_trial
 from flows.running.outcome import leave_report
 from flows.running.request import PlannedRefresh
 from flows.running.retries import Retries
-from flows.running.runner import Built, Launcher, LiveServer, run_stage
+from flows.running.runner import BuiltStage, Launcher, LiveServer, run_stage
 from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
 from flows.running.validation import input_findings
@@ -123,7 +123,7 @@ class RefreshRun:
         self._launch = launch
         self.store = planned.store
         self.stop = threading.Event()
-        self.built: dict[str, Built] = {}
+        self.built: dict[str, BuiltStage] = {}
         self.errors: dict[str, BaseException] = {}
         self._begun: set[str] = set()
         self._is_checked = not self.has_inputs_to_check
@@ -147,7 +147,7 @@ class RefreshRun:
         self._heartbeat = Heartbeat(self.ledger.folder / HEARTBEAT_FILE)
         self._heartbeat.start()
 
-    def build(self, name: str, attempt: int, log: Log) -> Built:
+    def build(self, name: str, attempt: int, log: Log) -> BuiltStage:
         """Run one stage whose upstream stages are built, holding enough of this machine's slots; wait for them first.
 
         attempt: number of this try's attempts at the stage, this one included. Raises what `run_stage` raises.
@@ -228,7 +228,7 @@ class RefreshRun:
         if any(trial.error for trial in self.record.trials_of(layout)):
             return
         inputs = {name: built.artifact for name, built in self.built.items()}
-        bench = Bench(self.store, inputs, self._launch, self.stop)
+        bench = TrialResources(self.store, inputs, self._launch, self.stop)
         work = self.ledger.folder / "trials" / f"{layout}-{round_number}"
         try:
             self.append(run_trial(bench, self.comparison, layout, round_number, devices, work))
@@ -337,7 +337,7 @@ class RefreshRun:
             self.append(StageWaits(stage=name, reason=f"free devices, of {self.slots.count}"))
         self.servers.stop_unusable(self.built.keys())
 
-    def _note_built(self, built: Built) -> None:
+    def _note_built(self, built: BuiltStage) -> None:
         """Record that a stage's artifact exists; in the ledger only if it was cached, else its observer does that."""
         self.built[built.name] = built
         self.errors.pop(built.name, None)  # an error of an earlier attempt

@@ -28,7 +28,7 @@ from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
-from flows.running.comparison import Comparison
+from flows.running.comparison import LayoutComparison
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, RecipeError, ResourceError
 from stages.core.redaction import redact, secrets_in
@@ -54,7 +54,7 @@ class PlannedRefresh:
     store: Store
     notes: tuple[str, ...] = ()
     """Notes for the person on decisions made while planning, such as the layout chosen for `layout: auto`."""
-    comparison: Comparison | None = None
+    comparison: LayoutComparison | None = None
     """Comparison of layouts to run once all stages of the plan are built; None for an ordinary refresh."""
     recipe_text: str = ""
     """Text of the recipe to record in the ledger, without secrets."""

@@ -48,11 +48,11 @@ class Attempt:
     work: Path
     number: int
     resumed: bool
-    upstream: Mapping[str, Built]
+    upstream: Mapping[str, BuiltStage]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltStage:
     """Stage whose artifact exists, built by this refresh or found. server: the running server of its serve stage."""
 
     name: str
@@ -97,14 +97,14 @@ class Observer(Protocol):
 
 def run_stage(
     planned: PlannedStage,
-    upstream: Mapping[str, Built],
+    upstream: Mapping[str, BuiltStage],
     store: Store,
     observer: Observer,
     *,
     attempt: int = 1,
     stop: threading.Event | None = None,
     launch: Launcher = stage_process.start,
-) -> Built:
+) -> BuiltStage:
     """Return a stage's artifact: from the store if it was built from the same input content, else newly built.
 
     upstream: at least every stage in `planned.ancestors`, by name. attempt: number of this refresh's attempts at the
@@ -146,7 +146,7 @@ def run_stage(
     return built
 
 
-def raise_finding(built: Built) -> None:
+def raise_finding(built: BuiltStage) -> None:
     """Raise an error if the stage that made an artifact judged it unusable, and stop the artifact's server then."""
     if refusal := built.record.refusal(built.artifact):
         if built.server:
@@ -161,7 +161,7 @@ def _build(
     observer: Observer,
     stop: threading.Event,
     launch: Launcher,
-) -> Built:
+) -> BuiltStage:
     planned, work = attempt.planned, attempt.work
     key = observer.started(attempt)
     started_s = time.monotonic()
@@ -187,12 +187,14 @@ def _build(
         raise
     observer.ended(AttemptEnd(artifact.folder, seconds, result, None))
     server = LiveServer(result.lease, process) if result.lease else None
-    return Built(
+    return BuiltStage(
         planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
     )
 
 
-def _complete(attempt: Attempt, built: Built, store: Store, observer: Observer, stop: threading.Event) -> Built:
+def _complete(
+    attempt: Attempt, built: BuiltStage, store: Store, observer: Observer, stop: threading.Event
+) -> BuiltStage:
     """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
 
     It counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built again.
@@ -212,7 +214,7 @@ def _has_leftover(planned: PlannedStage, work: Path) -> bool:
 
 def _find_cached(
     planned: PlannedStage, resolved_inputs: ResolvedInputs, store: Store, started_s: float
-) -> Built | None:
+) -> BuiltStage | None:
     artifact = None if planned.forced else store.find(planned.kind, planned.version)
     if artifact is None or artifact.record.stale_field(resolved_inputs.digests):
         return None
@@ -221,10 +223,10 @@ def _find_cached(
         raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
     store.note_use(artifact)
     seconds = time.monotonic() - started_s
-    return Built(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
+    return BuiltStage(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
 
 
-def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, Built]) -> ResolvedInputs:
+def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, BuiltStage]) -> ResolvedInputs:
     is_local = planned.config.execution.is_local  # servers listen on this machine's loopback only
     servers = {name: upstream[name].server for name in planned.ancestors} if is_local else {}
     return ResolvedInputs(

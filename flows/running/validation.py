@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flows.launch.stage_process import watch
 from flows.planning.plan import PlannedStage
-from flows.running.runner import Built, Launcher
+from flows.running.runner import BuiltStage, Launcher
 from flows.store.store import Store
 from stages.core.contract import Execution, StageInput
 from stages.core.errors import StageTimeoutError
@@ -29,7 +29,7 @@ COMES_FROM = ("adapter", "adapters.0", "model", "base")
 
 def input_findings(
     stages: Mapping[str, PlannedStage],
-    built: Mapping[str, Built],
+    built: Mapping[str, BuiltStage],
     store: Store,
     folder: Path,
     launch: Launcher,
@@ -77,7 +77,7 @@ def _run(config: CheckConfig, store: Store, folder: Path, launch: Launcher, stop
 
 
 def input_of(
-    stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], store: Store, folder: Path
+    stage: PlannedStage, stages: Mapping[str, PlannedStage], built: Mapping[str, BuiltStage], store: Store, folder: Path
 ) -> StageInput | None:
     """Return the input for a stage's check before it runs, with the nearest existing ancestor of a model.
 
@@ -101,7 +101,9 @@ def input_of(
     )
 
 
-def _made_from(name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, Built], folder: Path) -> Path | None:
+def _made_from(
+    name: str, stages: Mapping[str, PlannedStage], built: Mapping[str, BuiltStage], folder: Path
+) -> Path | None:
     """Return the folder of the nearest existing model from which a stage's model or server derives, or None.
 
     It has the same tokenizer and, unless a stage on the way brings its own, the same chat template. An adapter is no

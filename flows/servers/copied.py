@@ -32,7 +32,7 @@ class _FlowRun(AnswerModel):
     id: str
 
 
-def settle(api_url: str, password: str) -> list[str]:
+def stop_copied_runs(api_url: str, password: str) -> list[str]:
     """Pause schedules, cancel runs, before a worker starts; return the paused names. Raises ServerError if refused."""
     import httpx
 

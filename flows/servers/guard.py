@@ -43,7 +43,7 @@ def content_policy(hosts: Iterable[str]) -> bytes:
     return f"default-src 'self' {' '.join(sorted(names))} 'unsafe-inline' 'unsafe-eval' data: blob:".encode()
 
 
-class Guard:
+class AccessControl:
     """ASGI middleware that checks each request's host, origin and key before it passes it to an application.
 
     hosts: the server's names for clients: `NAME:PORT`. password: required by basic authentication on every path except

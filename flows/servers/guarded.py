@@ -29,7 +29,7 @@ from sqlalchemy.engine import make_url
 from starlette.routing import Mount
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flows.servers.guard import Guard, origins
+from flows.servers.guard import AccessControl, origins
 from flows.servers.keyed import KEY_FILE_VARIABLE, USER, read_named_key
 from flows.servers.programs import BACKLOG, KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
 from flows.servers.records import server_heartbeat
@@ -87,7 +87,7 @@ class BoundedProtocol(H11Protocol):
         return ("body", self.cycle) if self.cycle.more_body else None
 
 
-def look_rarely() -> None:
+def reduce_polling() -> None:
     """Patch Prefect's server in this process so that its background loops poll less often, which saves CPU time.
 
     No setting exists for it. Docket runs its loops (`SERVICES` in `programs.py`) in memory. It looks for due work four
@@ -110,21 +110,21 @@ async def _next_message(self: Any, timeout_s: float | None) -> Any:
     return None if self._queue.empty() else self._queue.get_nowait()
 
 
-def prefect(hosts: list[str], password: str) -> Guard:
+def prefect(hosts: list[str], password: str) -> AccessControl:
     """Return Prefect's application behind access control; its API checks the key itself, its pages are public."""
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = f"{USER}:{password}"
     os.environ["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] = ",".join(origins(hosts))
     _complete(PREFECT_DATABASE)
     from prefect.server.api.server import create_app
 
-    look_rarely()
+    reduce_polling()
     application = create_app(final=True)
     # Only mounts are kept (API and pages): the routes that describe the API ask for no key and take seconds to make.
     application.router.routes = [route for route in application.router.routes if isinstance(route, Mount)]
-    return Guard(application, hosts)
+    return AccessControl(application, hosts)
 
 
-def mlflow(hosts: list[str], password: str) -> Guard:
+def mlflow(hosts: list[str], password: str) -> AccessControl:
     """Return MLflow's server application behind access control, after creating or migrating its database."""
     from mlflow.server import constants
     from mlflow.server.handlers import initialize_backend_stores
@@ -145,7 +145,7 @@ def mlflow(hosts: list[str], password: str) -> Guard:
 
     # Otherwise a request of a thousand nested lists is an error of the server, with a traceback in the log.
     flask_app.register_error_handler(RecursionError, lambda _: ("the JSON of this request is nested too deeply", 400))
-    return Guard(app, hosts, password)
+    return AccessControl(app, hosts, password)
 
 
 def _complete(variable: str) -> str:

@@ -210,7 +210,7 @@ def status() -> list[ServerStatus]:
     return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
 
 
-def answers(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+def is_answering(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
     """Return whether an HTTP server answers a GET request with success."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http addresses only)
@@ -228,7 +228,7 @@ def _status_of(program: ServerProgram, record: ServerRecord | None) -> ServerSta
     if record is None or not record.process.alive():
         needed = program in SERVERS or record is not None
         return ServerStatus(program.name, None, healthy=False, ours=True, needed=needed, host=host, trouble=trouble)
-    healthy = answers(record.address + program.health_path)
+    healthy = is_answering(record.address + program.health_path)
     return ServerStatus(program.name, record.address, healthy, ours=True, pid=record.process.pid, trouble=trouble)
 
 
@@ -262,7 +262,7 @@ def _settle(records: Mapping[str, ServerRecord], endpoints: Endpoints) -> None:
     """Pause the schedules that a copied lifecycle home has from its original, and print their names."""
     paused: list[str] = []
     if PREFECT.name in endpoints.local and not os.environ.get(PREFECT_DATABASE):
-        paused = copied.settle(endpoints.prefect_api_url, endpoints.password)
+        paused = copied.stop_copied_runs(endpoints.prefect_api_url, endpoints.password)
     write_records(records, settled=True)
     resume = "; `lifecycle schedules resume NAME` has this home run one, too" if paused else ""
     schedules = f", and its schedules are paused: {', '.join(paused)}{resume}" if paused else ""
@@ -300,14 +300,14 @@ def _named_answers(program: ServerProgram, url: str) -> bool:
     """Return whether the user's own server answers; an address that is not HTTP counts as answering."""
     if not url.startswith(("http://", "https://")):
         return True
-    return answers(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
+    return is_answering(url.rstrip("/").removesuffix(program.client_path) + program.health_path)
 
 
 def _runs_with(program: ServerProgram, records: Mapping[str, ServerRecord], settings: Mapping[str, str]) -> bool:
     record = records.get(program.name)
     # The digest contains this program's version, too: after an upgrade nothing runs as wanted.
     as_wanted = bool(record and record.process.alive() and record.settings == _digest(settings) and record.knows_home)
-    return as_wanted and answers(records[program.name].address + program.health_path)
+    return as_wanted and is_answering(records[program.name].address + program.health_path)
 
 
 def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
@@ -317,7 +317,7 @@ def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
         records = read_records()
         started = [(records[program.name], program) for program in programs if program.name in records]
         # One that died twice has to wait for its pause, and is started by the caller.
-        if all(record.deaths > 1 or answers(record.address + program.health_path) for record, program in started):
+        if all(record.deaths > 1 or is_answering(record.address + program.health_path) for record, program in started):
             return
         time.sleep(0.2)
 
@@ -453,7 +453,7 @@ def _digest(settings: Mapping[str, str]) -> str:
 
 def _await(program: ServerProgram, record: ServerRecord) -> None:
     end = time.monotonic() + START_TIMEOUT_S
-    while not answers(record.address + program.health_path, timeout_s=1.0):
+    while not is_answering(record.address + program.health_path, timeout_s=1.0):
         if not record.process.alive() or time.monotonic() > end:
             log = home() / program.name / "server.log"
             lines = "\n".join(read_end(log, LOG_END_BYTES).splitlines()[-8:])

@@ -36,7 +36,7 @@ ALLOWED = {
 WholeNumber = Annotated[int, Field(strict=True, ge=1)]
 
 
-class Keep(StrictModel):
+class RetentionLimits(StrictModel):
     """Limits on the refreshes to keep of each recipe: the latest `refreshes`, and those of the last `days`, if set.
 
     champions: number of versions; what an alias points to is kept in any case.
@@ -68,7 +68,7 @@ class Keep(StrictModel):
 class Policy(StrictModel):
     """Contents of `retention.yaml`, the retention policy of a lifecycle home."""
 
-    keep: Keep
+    keep: RetentionLimits
 
 
 def policy_file() -> Path:

@@ -242,7 +242,7 @@ def main() -> None:
 
     client = MlflowClient()
     ledger = Ledger(Path(sys.argv[1]))
-    with only_shipper(ledger):
+    with shipper_lock(ledger):
         shipper = Shipper(ledger, client)
         pause_s = INTERVAL_S
         # The refresh holds the other end of stdin and writes nothing there: it can be read when the refresh has ended.
@@ -269,11 +269,11 @@ def ship_pending(client: MlflowClient) -> None:
         is_ours = not record.is_copied or os.environ.get("MLFLOW_TRACKING_URI") == address_of(MLFLOW.name)
         if record.state != "running" and is_ours:
             # Held elsewhere: that process ships it.
-            with contextlib.suppress(Timeout), only_shipper(ledger).acquire(blocking=False):
+            with contextlib.suppress(Timeout), shipper_lock(ledger).acquire(blocking=False):
                 _try_to_ship(Shipper(ledger, client))
 
 
-def only_shipper(ledger: Ledger) -> FileLock:
+def shipper_lock(ledger: Ledger) -> FileLock:
     """Return the lock that a `Shipper` must hold, since two copying at once would create every MLflow run twice."""
     # On file systems without locks, no soft lock either, a mere file: that of a killed process would stay.
     return FileLock(ledger.folder / "shipping.lock", fallback_to_soft=False)

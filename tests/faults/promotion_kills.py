@@ -18,7 +18,7 @@ import mlflow.store.tracking.sqlalchemy_store
 import mlflow.tracking.fluent  # noqa: F401 (the three are for the forks)
 
 from flows.champion import champions, promotion
-from flows.champion.registrations import only_one
+from flows.champion.registrations import promotion_lock
 from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.ledger.home import home, store_root
 from flows.store.store import Store
@@ -60,7 +60,7 @@ def look() -> Standing:
 
 
 def roll_back() -> None:
-    with only_one(NAME):
+    with promotion_lock(NAME):
         Registry().rollback(NAME)
 
 

@@ -14,7 +14,7 @@ from flows.launch import cluster
 from flows.launch.cluster import ClusterProcess
 from flows.launch.cluster_job import HEARTBEAT_PATIENCE_S
 from flows.planning.plan import PlannedStage
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.store import Store
 from stages.core.contract import StageConfig
 
@@ -33,7 +33,7 @@ def planned_stage(store: Store, mode: str, environment: dict[str, str] | None = 
     return tiny.planned_stages(store, {"rows": tiny.stage(mode, **execution)})["rows"]
 
 
-def build(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> Built:
+def build(store: Store, mode: str, environment: dict[str, str] | None = None, **options: Any) -> BuiltStage:
     return run_stage(planned_stage(store, mode, environment, **options), {}, store, tiny.Notes(), launch=launch)
 
 

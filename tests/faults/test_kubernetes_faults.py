@@ -6,7 +6,7 @@ import pytest
 import tiny
 from slurm_stage import launch
 
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.store import Store
 from stages.core.errors import DataError, RecipeError, ResourceError, StageCrashError
 from tests.cluster_stages import messages
@@ -29,7 +29,7 @@ def store(tmp_path, cluster, monkeypatch):
     assert cluster.processes == {}
 
 
-def build(store: Store, mode: str, stop: threading.Event | None = None) -> Built:
+def build(store: Store, mode: str, stop: threading.Event | None = None) -> BuiltStage:
     execution = {
         "launcher": "kubernetes",
         "environment": SLOW,

@@ -15,7 +15,7 @@ from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.launch import hook, local
 from flows.ledger.home import store_root
 from flows.running.retries import Retries
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.collect import verify
 from flows.store.content import is_pending
 from flows.store.store import Store
@@ -80,11 +80,11 @@ def cut_short(store: Store, monkeypatch: pytest.MonkeyPatch, fault: str, error: 
     return artifact
 
 
-def promote_candidate(store: Store) -> Built:
+def promote_candidate(store: Store) -> BuiltStage:
     return promote(store, "candidate", BETTER, max_regression_standard_errors=None)
 
 
-def verdict_of(built: Built) -> Verdict:
+def verdict_of(built: BuiltStage) -> Verdict:
     return Verdict.model_validate_json((built.artifact / "verdict.json").read_bytes())
 
 

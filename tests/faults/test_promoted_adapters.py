@@ -16,7 +16,7 @@ from flows.launch import local
 from flows.ledger.home import store_root
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_stages
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.collect import collect, find_garbage
 from flows.store.store import Store
 from stages.core.errors import RecipeError, StageCrashError
@@ -46,7 +46,7 @@ def store(registry) -> Store:
 
 
 @pytest.fixture(scope="module")
-def first(store) -> Built:
+def first(store) -> BuiltStage:
     return promote_adapter(store, "q_proj", GOOD, **GATES)
 
 

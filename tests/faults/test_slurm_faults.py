@@ -15,7 +15,7 @@ import pytest
 import slurm_stage
 import tiny
 
-from flows.running.runner import Built
+from flows.running.runner import BuiltStage
 from flows.store.store import Store
 from stages.core.errors import DataError, RecipeError, RefreshStoppedError, StageCrashError, StageTimeoutError
 from stages.core.process_tree import descendants
@@ -76,7 +76,7 @@ def occupy(cluster: SlurmCluster, partition: str = "normal") -> str:
     return cluster.command("sbatch", *options, "--wrap=exec sleep 300").strip()
 
 
-def went_on(built: Built) -> str:
+def went_on(built: BuiltStage) -> str:
     """Return the text on lost work in the table of `make faults`: none, with the step at which the stage resumed."""
     return f"nothing: went on at step {built.metrics['first_step']:.0f} of 10"
 

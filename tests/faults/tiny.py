@@ -15,7 +15,7 @@ from typing import Any
 from flows.launch import local
 from flows.planning.plan import PlannedStage, plan
 from flows.recipe.recipe import load_stages
-from flows.running.runner import Attempt, AttemptEnd, Built, run_stage
+from flows.running.runner import Attempt, AttemptEnd, BuiltStage, run_stage
 from flows.store.store import Store
 from stages.core.contract import StageConfig
 from stages.core.errors import RefreshStoppedError
@@ -62,7 +62,7 @@ class Interrupter(Notes):
             self.stop.set()
 
 
-def interrupt(planned: PlannedStage, upstream: Mapping[str, Built], store: Store, *, attempt: int = 1) -> Attempt:
+def interrupt(planned: PlannedStage, upstream: Mapping[str, BuiltStage], store: Store, *, attempt: int = 1) -> Attempt:
     """Run a stage that pauses after its fifth step, and stop it at its first checkpoint; return the interrupted try."""
     notes = Interrupter()
     try:
@@ -100,7 +100,9 @@ def model_stage() -> dict[str, object]:
     return {**stage("ok"), "dataset": None, "model": "builtin/qwen3-1m"}
 
 
-def build(store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object) -> Built:
+def build(
+    store: Store, mode: str, *, notes: Notes | None = None, force: bool = False, **execution: object
+) -> BuiltStage:
     """Plan and run one stage whose process is the stand-in `tiny_stage.py` in the given mode."""
     planned = planned_stages(store, {"rows": stage(mode, **execution)}, force=("rows",) if force else ())["rows"]
     return run_stage(planned, {}, store, notes or Notes(), launch=launch)

@@ -16,4 +16,4 @@ if __name__ == "__main__":
         record = run_command.retry_refresh(sys.argv[2], quiet=True, launch=tiny.launch)
     else:
         record = run_command.run_refresh(RefreshRequest(sys.argv[1]), quiet=True, launch=tiny.launch)
-    sys.exit(run_command.answer(record, as_json=True))
+    sys.exit(run_command.print_outcome(record, as_json=True))

@@ -25,4 +25,4 @@ def launch(work: Path, config: StageConfig) -> Supervised:
 
 if __name__ == "__main__":
     record = run_command.run_refresh(RefreshRequest(sys.argv[1]), quiet=True, launch=launch)
-    sys.exit(run_command.answer(record, as_json="--json" in sys.argv))
+    sys.exit(run_command.print_outcome(record, as_json="--json" in sys.argv))

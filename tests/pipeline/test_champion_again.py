@@ -10,7 +10,7 @@ from flows.champion.registrations import Registration
 from flows.champion.registry import Registry
 from flows.launch import local
 from flows.ledger.home import store_root
-from flows.running.runner import Built, run_stage
+from flows.running.runner import BuiltStage, run_stage
 from flows.store.store import Store
 from stages.kinds.promote.verdict import Verdict
 from tests.candidates import write_evaluation, write_model
@@ -27,7 +27,7 @@ def store(tmp_path, monkeypatch):
     return Store(store_root())
 
 
-def promote(store: Store, mark: str, right: int, num_fewshot: int) -> tuple[Built, Notes]:
+def promote(store: Store, mark: str, right: int, num_fewshot: int) -> tuple[BuiltStage, Notes]:
     """Promote a candidate with `right` of 100 right answers, given after `num_fewshot` examples in the prompt."""
     tree = candidate_tree(mark)
     tree["scores"]["num_fewshot"] = num_fewshot
@@ -47,7 +47,7 @@ def evaluations_of_champions(store: Store) -> list[Path]:
     return sorted((store.root / "evaluate").glob("scores-champion-*"))
 
 
-def milestones_of(built: Built) -> list[str]:
+def milestones_of(built: BuiltStage) -> list[str]:
     return [json.loads(line)["message"] for line in (built.artifact / "events.jsonl").read_text().splitlines()]
 
 

@@ -22,7 +22,7 @@ from refreshes import eventually, finish, request, stage
 from flows.ledger.events import RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger
-from flows.servers.local import answers
+from flows.servers.local import is_answering
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -226,7 +226,7 @@ def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worke
     before = worker_home.servers()["prefect"]["process"]
     os.killpg(before["pid"], signal.SIGKILL)
     eventually(lambda: worker_home.servers()["prefect"]["process"] != before)
-    eventually(lambda: answers(f"{worker_home.address('prefect')}/api/health"))
+    eventually(lambda: is_answering(f"{worker_home.address('prefect')}/api/health"))
     time.sleep(REPEATED_WITHIN_S)
     assert len(received) == 1
     assert worker_home.lifecycle("schedules", "remove", "unheard").returncode == 0
@@ -246,7 +246,7 @@ def test_a_ping_comes_soon_of_a_refresh_in_whose_midst_prefects_server_died(work
     before = worker_home.servers()["prefect"]["process"]
     os.killpg(before["pid"], signal.SIGKILL)
     eventually(lambda: worker_home.servers()["prefect"]["process"] != before)
-    eventually(lambda: answers(f"{worker_home.address('prefect')}/api/health"))
+    eventually(lambda: is_answering(f"{worker_home.address('prefect')}/api/health"))
     release.touch()
     assert finish(refresh)[0] == 0
     eventually(lambda: received)

@@ -13,7 +13,7 @@ import pytest
 from postgresql import MISSING, database_environment, postgresql
 from refreshes import ForkedHome, after, eventually, model, stage, states
 
-from flows.servers.local import answers
+from flows.servers.local import is_answering
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 TREE = {"rows": stage("steps"), "base": model("transient_once"), "scores": after("base")}
@@ -111,7 +111,7 @@ def guarded_mlflow(tmp_path_factory):
             cwd=folder,
             start_new_session=True,
         )
-    eventually(lambda: answers(f"http://127.0.0.1:{port}/health"))
+    eventually(lambda: is_answering(f"http://127.0.0.1:{port}/health"))
     yield f"http://127.0.0.1:{port}", password
     os.killpg(server.pid, signal.SIGTERM)
     server.wait()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.champion.follow import have_answered, misses
+from flows.champion.follow import exceeded_limits, have_answered
 from stages.serving.exchange import Exchange
 from stages.serving.tally import Tally
 
@@ -31,7 +31,7 @@ def tally(latencies_s=(), num_errors=0):
     ],
 )
 def test_only_more_errors_and_longer_waits_than_the_champion_has_count(challenger, champion, said):
-    assert "; ".join(misses(challenger, champion)) == said
+    assert "; ".join(exceeded_limits(challenger, champion)) == said
 
 
 def test_both_must_have_been_asked_often_enough():

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from flows.champion import champions
-from flows.champion.registrations import Registration, note, only_one, registrations
+from flows.champion.registrations import Registration, note, promotion_lock, registrations
 from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.records import ServerRecord, write_records
 from stages.core.errors import ServerError, StoreError
@@ -83,18 +83,18 @@ def test_a_registered_model_is_named_with_its_alias():
 @pytest.mark.parametrize("name", ["../../x", "/x", "", "a/b", "a b", "x" * 129, "a\n"])
 def test_a_name_that_is_no_model_s_has_no_lock(name):
     with pytest.raises(StoreError, match="is no name of a registered model"):
-        only_one(name)
+        promotion_lock(name)
 
 
 def test_promotions_of_one_name_wait_for_one_another():
     entered = threading.Event()
 
     def promote():
-        with only_one("adder"):
+        with promotion_lock("adder"):
             entered.set()
 
-    with only_one("adder"):
-        with only_one("another"):
+    with promotion_lock("adder"):
+        with promotion_lock("another"):
             other = threading.Thread(target=promote)
             other.start()
         assert not entered.wait(0.2)

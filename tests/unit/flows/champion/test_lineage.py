@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from flows.champion.differing import Side, compare, side_of_subject
+from flows.champion.differing import ComparedSide, compare, side_of_subject
 from flows.cli.lineage_commands import differences_as_text, lineage_as_text
 from flows.planning.changes import with_changes
 from flows.planning.outside import resolve_outside
@@ -162,8 +162,8 @@ def test_code_and_stages_that_only_one_has_are_named(night, store):
     )
     changed = type(sft)(sft.folder, record, 0.0)
     version = sft.record.identity["stage_version"]
-    before = Side("a", (sft, built["dpo"]), {"sums.acc": 0.5}, unbuilt={"serve": "failed"})
-    found = compare(before, Side("b", (changed,), {}), kept)
+    before = ComparedSide("a", (sft, built["dpo"]), {"sums.acc": 0.5}, unbuilt={"serve": "failed"})
+    found = compare(before, ComparedSide("b", (changed,), {}), kept)
     assert found.code == (
         f"sft: how its kind computes (train {version} → 99)",
         "commit unknown → cccccccccccc (sft)",

@@ -14,7 +14,7 @@ from flows.champion.servers_folder import own_folder
 from flows.ledger.events import FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import ledger_of, ledgers
-from flows.store.policy import Keep, Policy, read_policy
+from flows.store.policy import Policy, RetentionLimits, read_policy
 from stages.core.errors import RecipeError
 
 DAY_MS = 86_400_000
@@ -52,7 +52,7 @@ def ledger_with(name, days_ago, versions=(), *, recipe="nightly", ended=True, fl
 
 
 def collected(**keep):
-    return Housekeeping(Policy(keep=Keep(**keep)), older_than_days=7).collect()
+    return Housekeeping(Policy(keep=RetentionLimits(**keep)), older_than_days=7).collect()
 
 
 def left():
@@ -85,7 +85,7 @@ def test_a_policy_that_cannot_be_meant_is_refused_with_what_is_allowed(home, tex
 def test_no_policy_is_the_default_and_each_of_its_fields_has_one(home):
     assert read_policy() is None
     (home / "retention.yaml").write_text("keep: {refreshes: 30, days: 90, champions: all}")
-    assert read_policy() == Policy(keep=Keep(refreshes=30, days=90.0))
+    assert read_policy() == Policy(keep=RetentionLimits(refreshes=30, days=90.0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from flows.launch import node_task
 from flows.launch.cluster import order_of
 from flows.launch.cluster_job import Failed, Finished, Interrupted, JobEnd, JobFolder, Running, Waiting
 from flows.launch.kubernetes_jobs import outcome as kubernetes_outcome
-from flows.launch.network import Place
+from flows.launch.network import Rendezvous
 from flows.launch.slurm import MACHINES_OWN, JobView, parse_job, sbatch_arguments
 from flows.launch.slurm import outcome as slurm_outcome
 from flows.recipe.recipe import load_stages
@@ -110,7 +110,7 @@ def test_sbatch_is_asked_for_what_the_recipe_says_and_handed_no_environment(orde
 )
 def test_processes_of_several_nodes_speak_on_the_interface_that_is_named(tmp_path, address, named, expected):
     order = order_for(tmp_path, network_interface=named)
-    environment = node_task.complete({}, order, Place(0, address, "29999"))
+    environment = node_task.complete({}, order, Rendezvous(0, address, "29999"))
     assert environment.get("GLOO_SOCKET_IFNAME") == environment.get("NCCL_SOCKET_IFNAME") == expected
 
 

@@ -13,8 +13,8 @@ import pytest
 from flows.launch import slurm_batch
 from flows.launch.cluster import order_of
 from flows.launch.cluster_job import JobFolder
-from flows.launch.network import Place, address_of, check_reachable, this_machine
-from flows.launch.slurm import place_of
+from flows.launch.network import Rendezvous, address_of, check_reachable, this_machine
+from flows.launch.slurm import rendezvous_of
 from stages.core.errors import ResourceError
 from stages.kinds.registry import KINDS
 
@@ -76,19 +76,19 @@ def test_every_node_needs_the_interface(tmp_path):
 
 
 def test_the_address_of_the_named_interface_comes_before_that_of_the_nodes_name(tmp_path):
-    meeting = slurm_batch.meeting_place(order_for(tmp_path, network_interface="lo"))
+    meeting = slurm_batch.rendezvous_environment(order_for(tmp_path, network_interface="lo"))
     assert meeting["MASTER_ADDR"] == "127.0.0.1"
     slurms = {**STEP, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
-    assert place_of({**slurms, **meeting}) == Place(1, "127.0.0.1", meeting["MASTER_PORT"], this_machine())
-    unnamed = slurm_batch.meeting_place(order_for(tmp_path))
-    assert place_of({**slurms, **unnamed}).address == "10.0.0.1"
+    assert rendezvous_of({**slurms, **meeting}) == Rendezvous(1, "127.0.0.1", meeting["MASTER_PORT"], this_machine())
+    unnamed = slurm_batch.rendezvous_environment(order_for(tmp_path))
+    assert rendezvous_of({**slurms, **unnamed}).address == "10.0.0.1"
 
 
 @pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid"])
 def test_a_node_whose_own_name_is_of_use_to_nobody_else_must_be_told_an_interface(monkeypatch, name):
     """A node whose host name, where gloo listens, is unreachable or loopback needs `execution.network_interface`."""
     monkeypatch.setattr(socket, "gethostname", lambda: name)
-    place = Place(0, "192.0.2.77", "29999", this_machine())
+    place = Rendezvous(0, "192.0.2.77", "29999", this_machine())
     with pytest.raises(ResourceError, match=rf"the name of the node {name} resolves to .*execution\.network_interface"):
         check_reachable(place, {})
     check_reachable(place, {"GLOO_SOCKET_IFNAME": "lo"})

@@ -15,10 +15,10 @@ from flows.ledger.home import home_identity
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import COPIED, KILLED, with_time_so_far
 from flows.ledger.refreshes import RunningRefreshes, close_interrupted, end_of, ledger_of, ledgers
-from flows.report.sentences import happened, means
+from flows.report.sentences import outcome_sentence, result_sentence
 from flows.running.request import retry_of
 from flows.tracking import shipper
-from flows.tracking.shipper import only_shipper, ship_pending
+from flows.tracking.shipper import ship_pending, shipper_lock
 from stages.core.errors import StoreError
 
 ROOT = Path(__file__).parents[4]
@@ -168,17 +168,17 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "copy"))
     copied = ledger_of("running").read()
     assert state_of(copied) == "copied"
-    assert happened(copied).startswith(
+    assert outcome_sentence(copied).startswith(
         "The refresh of nightly was copied with its home while it ran, after 0.0 s; of 1"
     )
-    assert means(copied, [], []).startswith("How it ended, only the original home knows")
+    assert result_sentence(copied, [], []).startswith("How it ended, only the original home knows")
     assert close_interrupted() == ["running"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.team")  # whose runs of it are the original's
     ship_pending(client=None)  # which would be asked at once
     assert not (ledger_of("running").folder / "mlflow.json").exists()
     closed = ledger_of("running").read()
     assert (closed.state, closed.error, closed.attempts["sft-1"].ended.error) == ("failed", COPIED, COPIED)
-    assert "killed" not in happened(closed)
+    assert "killed" not in outcome_sentence(closed)
     begin("running", "sft", home=home_identity())
     assert ledger_of("running").read().standing == "alive"
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "home"))
@@ -273,7 +273,7 @@ def test_a_folder_without_a_ledger_is_no_refresh(begin, home):
 def test_a_refresh_that_another_process_ships_is_left_to_it(begin):
     ledger = begin("over")
     ledger.append(ENDED)
-    with only_shipper(ledger):
+    with shipper_lock(ledger):
         ship_pending(client=None)  # which would be asked at once
     assert not (ledger.folder / "mlflow.json").exists()
 

@@ -2,13 +2,13 @@
 
 from flows.ledger.record import StageEntry
 from flows.report.evaluations import promotions, scores
-from flows.report.sentences import means
+from flows.report.sentences import result_sentence
 from stages.core.contract import StageResult
 
 
 def said(record, **entry):
     record.stages["publish"] = StageEntry(kind="publish", version="0" * 12, **entry)
-    return means(record, list(promotions(record)), list(scores(record)))
+    return result_sentence(record, list(promotions(record)), list(scores(record)))
 
 
 def test_a_publication_that_failed_leaves_the_champion_what_it_is(night):

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from flows.cli.run_command import closing_words
+from flows.cli.run_command import closing_lines
 from flows.cli.show import refresh_as_json, refresh_as_text
 from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
 from flows.report.sentences import warnings_of
-from flows.running.outcome import in_words
+from flows.running.outcome import summary_lines
 from flows.running.refresh import final_state
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan
@@ -75,8 +75,8 @@ def test_everybody_is_told_of_scores_warnings_and_where_to_look(home):
         f"verdict of promote: {home / 'promote' / 'verdict.md'}",
     ]
 
-    assert in_words(record) == expected
-    assert "\n".join(expected) in closing_words(record)
+    assert summary_lines(record) == expected
+    assert "\n".join(expected) in closing_lines(record)
     assert "\n".join(expected) in refresh_as_text(record)
     state = final_state(record)
     assert state.name == "NotPromoted"
@@ -107,7 +107,7 @@ def test_the_recipe_as_it_was_is_kept_without_secrets_and_shown(home):
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_a_refresh_that_stopped_is_said_to_go_on_with_retry(home, state):
-    words = closing_words(ended(home, state, error="stopped on request"))
+    words = closing_lines(ended(home, state, error="stopped on request"))
 
     assert "lifecycle retry nightly-1" in words
     assert words.endswith("lifecycle show nightly-1")

@@ -18,7 +18,7 @@ from flows.recipe.recipe import load_stages
 from flows.running import validation
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import PlannedRefresh, RefreshRequest
-from flows.running.runner import Built
+from flows.running.runner import BuiltStage
 from flows.store.record import Record
 from flows.store.store import Store
 from stages.__main__ import run_stage
@@ -98,7 +98,7 @@ def built(planned, folder):
         packages={},
         git_commit=None,
     )
-    return Built(planned.name, planned.kind, planned.version, "built", 0.0, folder, record)
+    return BuiltStage(planned.name, planned.kind, planned.version, "built", 0.0, folder, record)
 
 
 class Here:

@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from flows.servers import guarded
-from flows.servers.guard import Guard
+from flows.servers.guard import AccessControl
 from flows.servers.guarded import BoundedProtocol
 
 PATIENCE_S = 30.0
@@ -46,7 +46,7 @@ def served(monkeypatch):
     async def run(trial):
         public = socket.create_server(("127.0.0.1", 0))
         port, pages = public.getsockname()[1], Pages()
-        guard = Guard(pages, [f"127.0.0.1:{port}"])
+        guard = AccessControl(pages, [f"127.0.0.1:{port}"])
         server = uvicorn.Server(uvicorn.Config(guard, lifespan="off", http=BoundedProtocol, log_level="error"))
         serving = asyncio.create_task(server.serve(sockets=[public]))
         try:
