@@ -8,13 +8,12 @@ what not all support is in their `Capabilities`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -341,39 +340,6 @@ def _unable(reason: str) -> UncheckedOptions:
     return UncheckedOptions(
         f"was not checked: its parser does not run here ({reason}); its server says at its start what it does not take"
     )
-
-
-@dataclass(frozen=True)
-class PassedOptions:
-    """Allow-list of the options that a recipe may pass to an engine's server; all others are refused.
-
-    Most do more than tune: they load weights that are no safetensors, run code of others, name files that no version
-    knows, or open ways around the proxy. title: name of the engine in messages.
-    """
-
-    title: str
-    names: tuple[str, ...]
-
-    def refusals(self, arguments: Mapping[str, JsonValue]) -> Iterator[str]:
-        """Yield `OPTION: reason` for each option that is not on the allow-list or has no valid value."""
-        for name, value in arguments.items():
-            if name not in self.names:
-                close = difflib.get_close_matches(name, self.names, n=2)
-                meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(self.names)}"
-                yield f"{name}: no option that is passed on to {self.title}; {meant}"
-            elif value is None or value is False:
-                yield f"{name}: found {json.dumps(value)}; leave the option out, or say true for one without a value"
-
-    def written(self, arguments: Mapping[str, JsonValue]) -> dict[str, list[str]]:
-        """Return the command-line arguments of each option, by name. Raises RecipeError if an option is refused."""
-        if refused := list(self.refusals(arguments)):
-            raise RecipeError(f"the arguments of {self.title}: {'; '.join(refused)}")
-        return {
-            name: [f"--{name}"]
-            if value is True
-            else [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
-            for name, value in arguments.items()
-        }
 
 
 def dtype_of(spec: LaunchSpec) -> str:

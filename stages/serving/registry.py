@@ -1,6 +1,6 @@
 """Registry of the serving engines: vLLM, llama.cpp, SGLang and LMDeploy, by name.
 
-A new engine is a folder beside `vllm/`, or a class in `packaged.py`, and one line here.
+A new engine is a folder beside `vllm/`, or a table in `packaged.py`, and one line here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stages.models.model_folder import holds_gguf
 from stages.serving.config import ServingConfig
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
-from stages.serving.packaged import Lmdeploy, Sglang
+from stages.serving.packaged import LMDEPLOY, SGLANG
 from stages.serving.vllm.engine import Vllm
 
-ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": Sglang(), "lmdeploy": Lmdeploy()}
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "llama_cpp": LlamaCpp(), "sglang": SGLANG, "lmdeploy": LMDEPLOY}
 DEFAULT_ENGINE = "vllm"
 DEFAULT_ENGINES: dict[WeightFiles, str] = {"gguf": "llama_cpp"}
 

@@ -54,7 +54,7 @@ RULES = [
     (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),
     (r"stages\.hubs(\..*)?", HUBS),
     (r"stages\.adapters\.(check|effect|experts|lora|quantized|start|targets)", MODELS),
-    (r"stages\.serving\.(engine|packaged|(sglang|lmdeploy)_program)", set()),
+    (r"stages\.serving\.(engine|packaged|packaged_program)", set()),
     (r"stages\.serving\.\w+\.(engine|arguments|option_check|server_program|quantize_program)", set()),
     (r"stages\.serving(\..*)?", SERVING),
     (r"stages\.rewards\.scoring", DATA),
@@ -88,8 +88,7 @@ ELSEWHERE = {
     "stages.harnesses.evalscope.program": {"evalscope"},
     "stages.serving.llama_cpp.quantize_program": set(),
     "stages.serving.llama_cpp.server_program": {"xllamacpp"},
-    "stages.serving.lmdeploy_program": {"lmdeploy"},
-    "stages.serving.sglang_program": {"sglang"},
+    "stages.serving.packaged_program": set(),
     "stages.serving.vllm.load_generator": {"vllm"},
     "stages.serving.vllm.option_check": {"vllm"},
 }

@@ -19,12 +19,12 @@ from stages.serving.backend import EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import BenchmarkConfig, ServingConfig
 from stages.serving.engine import LaunchSpec, parsed
-from stages.serving.packaged import CHECK, Lmdeploy, PackagedProgram
+from stages.serving.packaged import CHECK, LMDEPLOY, PROGRAM, PackagedProgram
 from tests.http_server import serving
 
 ADDRESS = EngineAddress(port=4321)
-ENGINE = Lmdeploy()
-PROGRAM = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.18.0")
+ENGINE = LMDEPLOY
+INSTALLED = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.18.0")
 EVERYTHING: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 7,
@@ -38,7 +38,7 @@ VALUES = {"backend": "pytorch", "model-format": "awq", "communicator": "nccl", "
 FLAGS = ("enable-prefix-caching", "enable-microbatch")
 DIED = """2026-11-24 10:00:00,123 - lmdeploy - WARNING - archs.py:33 - Fallback to pytorch engine
 Traceback (most recent call last):
-  File "lmdeploy_program.py", line 21, in main
+  File "packaged_program.py", line 21, in main
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.
 """
 
@@ -59,35 +59,35 @@ def option(command: list[str], name: str) -> str:
 
 
 def test_everything_the_recipe_says_reaches_the_command(spec, tmp_path: Path) -> None:
-    made = PROGRAM.server_command(spec(**EVERYTHING), ADDRESS)
+    made = INSTALLED.server_command(spec(**EVERYTHING), ADDRESS)
 
-    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/lmdeploy_program.py")
-    assert made[3] == str(tmp_path)
+    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/packaged_program.py")
+    assert made[3:5] == ["lmdeploy", str(tmp_path)]
     given = {"--model-name": "m", "--server-name": "127.0.0.1", "--server-port": "4321", "--dtype": "float16"}
     given |= {"--tp": "2", "--session-len": "512", "--max-batch-size": "7", "--logprobs-mode": "raw_logprobs"}
     assert {name: option(made, name) for name in given} == given
     assert {"--trust-remote-code", "--eager-mode", "--disable-fastapi-docs"} <= set(made)
     assert {"--quant-policy=8", "--enable-prefix-caching", "--model-format=awq"} <= set(made)
-    environment = PROGRAM.server_environment(spec(), "sk-secret")
+    environment = INSTALLED.server_environment(spec(), "sk-secret")
     assert environment["LMDEPLOY_SERVER_KEY"] == "sk-secret" and "sk-secret" not in " ".join(made)
 
 
 def test_what_the_recipe_leaves_out_is_the_models(spec) -> None:
-    made = PROGRAM.server_command(spec(), ADDRESS)
-    in_float32 = PROGRAM.server_command(spec({"dtype": "float32", "max_position_embeddings": 64}), ADDRESS)
+    made = INSTALLED.server_command(spec(), ADDRESS)
+    in_float32 = INSTALLED.server_command(spec({"dtype": "float32", "max_position_embeddings": 64}), ADDRESS)
 
     assert not {"--trust-remote-code", "--max-batch-size", "--eager-mode"} & set(made)
     assert (option(made, "--dtype"), option(in_float32, "--dtype")) == ("auto", "bfloat16")
     assert (option(made, "--session-len"), option(in_float32, "--session-len")) == ("4096", "64")
     with pytest.raises(ModelError, match=r"no max_position_embeddings; say .*`serving.max_model_len`"):
-        PROGRAM.server_command(spec({}), ADDRESS)
+        INSTALLED.server_command(spec({}), ADDRESS)
 
 
 @pytest.mark.parametrize("name", ["api-keys", "proxy-url", "speculative-draft-model", "allow-terminate-by-client"])
 def test_options_that_are_not_listed_are_refused(name: str) -> None:
-    assert ENGINE.argument_problems({name: "x"}, at_once=True) == [*ENGINE.passed.refusals({name: "x"})]
+    assert ENGINE.argument_problems({name: "x"}, at_once=True) == [*ENGINE.refusals({name: "x"})]
     with pytest.raises(RecipeError, match="no option that is passed on to LMDeploy"):
-        ENGINE.passed.written({name: "x"})
+        ENGINE.written({name: "x"})
 
 
 def test_its_own_parser_takes_the_command(spec) -> None:
@@ -95,13 +95,11 @@ def test_its_own_parser_takes_the_command(spec) -> None:
         program = ENGINE.find_program()
     except ResourceError as error:
         pytest.skip(str(error))
-    options = PROGRAM.server_command(spec(**EVERYTHING), ADDRESS)[4:]
-    each = {
-        name: [f"--{name}"] if name in FLAGS else [f"--{name}={VALUES.get(name, 1)}"] for name in ENGINE.passed.names
-    }
+    options = INSTALLED.server_command(spec(**EVERYTHING), ADDRESS)[5:]
+    each = {name: [f"--{name}"] if name in FLAGS else [f"--{name}={VALUES.get(name, 1)}"] for name in ENGINE.passed}
     whole = {"everything": options, **each, "quant-policy": ["--quant-policy=int8"], "unknown": ["--tpp=2"]}
 
-    found = parsed((program.command, "-P", ENGINE.program, CHECK), json.dumps(whole))
+    found = parsed((program.command, "-P", PROGRAM, ENGINE.name, CHECK), json.dumps(whole))
 
     assert found == ["unknown: unrecognized arguments: --tpp=2"]
 
@@ -111,7 +109,7 @@ def test_the_cause_comes_with_what_to_change() -> None:
 
     assert found.startswith("torch.OutOfMemoryError: CUDA out of memory.")
     assert "lower serving.arguments.cache-max-entry-count" in found
-    usage = "lmdeploy_program.py api_server: error: argument --tp: invalid int value: 'x'"
+    usage = "packaged_program.py api_server: error: argument --tp: invalid int value: 'x'"
     assert ENGINE.root_cause(usage) == "argument --tp: invalid int value: 'x'"
     quantized = "ValueError: Only compressed-tensors `pack-quantized` format is supported."
     assert "serve this model with `engine: vllm`" in (ENGINE.root_cause(quantized) or "")

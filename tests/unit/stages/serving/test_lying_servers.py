@@ -18,7 +18,7 @@ from stages.serving.client import Client
 from stages.serving.config import BenchmarkConfig
 from stages.serving.exchange import Exchange
 from stages.serving.llama_cpp.queries import meta_of, predictions, tokenize
-from stages.serving.packaged import Lmdeploy
+from stages.serving.packaged import LMDEPLOY
 from stages.serving.streamed_load import generate_load
 from stages.serving.vllm.swap import check_takes_weights, reload_weights
 from tests.lying_server import head, lying_server, whole
@@ -51,7 +51,7 @@ ASKED: dict[str, Ask] = {
     "named": lambda client: check_takes_weights(client, 8, "float32"),
     "llama_cpp": meta_of,
     "llama_cpp predictions": lambda client: predictions(client, [[1, 2]]),
-    "lmdeploy": Lmdeploy().smoke_log_probabilities,
+    "lmdeploy": LMDEPLOY.smoke_log_probabilities,
 }
 BOMB = gzip.compress(bytes(8 * 2**20))
 EVENT = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'

@@ -15,11 +15,11 @@ from stages.models.recorded import Predicted, RecordedDocument, differences
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec, parsed
-from stages.serving.packaged import CHECK, PackagedProgram, Sglang
+from stages.serving.packaged import CHECK, PROGRAM, SGLANG, PackagedProgram
 
 ADDRESS = EngineAddress(port=4321)
-ENGINE = Sglang()
-PROGRAM = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.5.23")
+ENGINE = SGLANG
+INSTALLED = PackagedProgram(ENGINE, Path("/env/bin/python"), "0.5.23")
 EVERYTHING: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 7,
@@ -43,8 +43,8 @@ def command(tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps({"dtype": stored}))
         config = ServingConfig.model_validate({"engine": "sglang", **serving})
         spec = LaunchSpec(model=tmp_path, served_name="m", serving=config, engine="sglang", engine_version="0.5.23")
-        assert PROGRAM.server_environment(spec, "sk-secret")["SGLANG_SERVER_KEY"] == "sk-secret"
-        return PROGRAM.server_command(spec, ADDRESS)
+        assert INSTALLED.server_environment(spec, "sk-secret")["SGLANG_SERVER_KEY"] == "sk-secret"
+        return INSTALLED.server_command(spec, ADDRESS)
 
     return made
 
@@ -56,7 +56,7 @@ def option(command: list[str], name: str) -> str:
 def test_everything_the_recipe_says_reaches_the_command(command, tmp_path: Path) -> None:
     made = command(**EVERYTHING)
 
-    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/sglang_program.py")
+    assert made[:2] == ["/env/bin/python", "-P"] and made[2].endswith("serving/packaged_program.py")
     given = {"--model-path": str(tmp_path), "--served-model-name": "m", "--host": "127.0.0.1", "--port": "4321"}
     given |= {"--dtype": "float16", "--tp-size": "2", "--context-length": "512", "--max-running-requests": "7"}
     assert {name: option(made, name) for name in given} == given
@@ -85,11 +85,11 @@ def test_what_the_recipe_leaves_out_is_not_said(command) -> None:
     ],
 )
 def test_options_that_are_not_listed_are_refused(name: str, value: Any, said: str) -> None:
-    (refused,) = ENGINE.passed.refusals({name: value})
+    (refused,) = ENGINE.refusals({name: value})
 
     assert refused.startswith(f"{name}: ") and said in refused
     with pytest.raises(RecipeError, match=said):
-        ENGINE.passed.written({name: value})
+        ENGINE.written({name: value})
 
 
 def test_its_own_parser_takes_the_command(command) -> None:
@@ -97,12 +97,12 @@ def test_its_own_parser_takes_the_command(command) -> None:
         program = ENGINE.find_program()
     except ResourceError as error:
         pytest.skip(str(error))
-    options = command(**EVERYTHING)[3:]
-    whole = {"everything": options, **{name: [f"--{name}"] for name in ENGINE.passed.names}}
+    options = command(**EVERYTHING)[4:]
+    whole = {"everything": options, **{name: [f"--{name}"] for name in ENGINE.passed}}
 
-    found = parsed((program.command, "-P", ENGINE.program, CHECK), json.dumps(whole))
+    found = parsed((program.command, "-P", PROGRAM, ENGINE.name, CHECK), json.dumps(whole))
 
-    assert found is not None, f"{program.command} {ENGINE.program} did not end well"
+    assert found is not None, f"{program.command} {PROGRAM} did not end well"
     assert not [one for one in found if one.startswith("everything") or "unrecognized arguments" in one]
 
 
@@ -111,7 +111,7 @@ def test_the_cause_comes_with_what_to_change() -> None:
 
     assert found.startswith("RuntimeError: Not enough memory.")
     assert "raise serving.arguments.mem-fraction-static" in found
-    assert ENGINE.root_cause("sglang_program.py: error: argument --tp-size: invalid int value: 'x'") == (
+    assert ENGINE.root_cause("packaged_program.py: error: argument --tp-size: invalid int value: 'x'") == (
         "argument --tp-size: invalid int value: 'x'"
     )
     assert ENGINE.root_cause("[2026-11-23 10:00:01] Received sigquit from a child process.") is None
