@@ -1,7 +1,7 @@
 """Program of a stage's process, `python -m stages WORK_FOLDER`, which runs the stage that the folder describes.
 
-Reads `config.json`, runs the stage's kind, writes `result.json` and exits 0; a failure writes `error.json` and exits
-with the code of its error class.
+Reads `config.json`, runs the stage's kind, writes `result.json` or `error.json`, and exits with 0 or the error class's
+code.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stages.core.contract import StageConfig, StageContext, StageFailure, StageInput, StageResult, is_main_process
-from stages.core.errors import (
-    INTERNAL_ERROR,
-    LifecycleError,
-    ResourceError,
-    class_name,
-    full_disk_named,
-    is_full_disk,
-)
+from stages.core.errors import INTERNAL_ERROR, LifecycleError, ResourceError, class_name, full_disk_named, is_full_disk
 from stages.core.files import write_atomically
 from stages.core.garbage import collect_rarely, imports_uncollected
 from stages.core.process_tree import die_with_parent
@@ -77,8 +70,7 @@ def run_stage(work: Path) -> None:
 def fail(work: Path, error: Exception, exit_code: int) -> NoReturn:
     """Write the error that ended the stage to `error.json`, unless another process did, and exit with the given code.
 
-    A server that ends after its stage's result was written only leaves an exit code: the artifact is complete, and may
-    have been moved.
+    A server that ends after its stage's result was written only leaves an exit code, as its artifact is complete.
     """
     if not any((work / name).exists() for name in ("error.json", "result.json")) and work.exists():
         try:

@@ -6,13 +6,7 @@ import re
 from dataclasses import fields
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from stages.core.fields import AddedLater, NonNegativeFp32, PositiveFp32, StrictModel
 from stages.core.patterns import LIMIT_S, is_endless_on_names

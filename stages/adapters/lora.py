@@ -1,6 +1,6 @@
 """LoRA on a Transformers model by PEFT: the base model is frozen, and A and B of the adapted layers are trained.
 
-PEFT decides where they go: `all-linear`, and names of experts' projections, mean the parameters in which a mixture of
+PEFT decides where they go: `all-linear`and names of experts' projections mean the parameters in which a mixture of
 experts has all experts of a layer. Refused by name: targets that match nothing (`targets`), a rank that a layer does
 not have, adapters of embeddings and of the head (servers leave those out silently), layers whose weights PEFT cannot
 merge again.

@@ -69,8 +69,7 @@ def file_digest(path: Path) -> str:
 def cached_folder(cache: Path, key: str, is_complete: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
     """Return the cache folder `cache/key`; if it is missing or incomplete, one process fills it while others wait.
 
-    `make` fills an empty folder, which is then renamed. Leftovers of a failed one are removed, at the latest by the
-    next.
+    `make` fills an empty folder, which is then renamed. Leftovers of a failed one are removed.
     """
     from filelock import FileLock  # which recipes do without: their configs import this module
 

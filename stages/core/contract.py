@@ -255,9 +255,9 @@ class StageConfig(StrictModel, ABC):
     ) -> Iterator[tuple[str, LifecycleError | str]]:
         """Yield each problem that the input model's files show while a refresh is planned, with its config field.
 
-        It is an error, or a note as text. find_model: returns the start model; None where its config is not here;
-        raises LifecycleError for an unreadable one. gpu_type: torch's name for this machine's GPUs; None for a stage
-        that does not run on them.
+        Notes are text. find_model: returns the start model; None where its config is not here; raises LifecycleError
+        for an unreadable one. gpu_type: torch's name for this machine's GPUs; None for a stage that does not run on
+        them.
         """
         return iter(())
 

@@ -42,8 +42,8 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
 def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
     """Return the sha256 hex digest of each file, by name; progress is printed on stderr if it takes long.
 
-    limit_s: time after which, unless the files are small, TransientError is raised; finished files are not hashed
-    again. Raises `OSError` when one cannot be read.
+    limit_s: time after which(but for small files) TransientError is raised; finished files are not hashed again.Raises
+    `OSError`.
     """
     total_bytes = sum(path.stat().st_size for path in files.values())
     is_small = total_bytes + len(files) * BYTES_TO_OPEN < MIN_LIMITED_BYTES

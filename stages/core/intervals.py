@@ -29,9 +29,8 @@ def wilson(share: float, num_samples: int) -> Interval:
 def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Interval:
     """Return Newcombe's interval for the difference of two models' proportions of right answers to the same samples.
 
-    The arguments count samples by who was right. Method 10 of "Improved confidence intervals for the difference between
-    binomial proportions based on paired data" (Statistics in Medicine 17, 2635-2650): Wilson's intervals, combined with
-    their correlation.
+    Method 10 of "Improved confidence intervals for the difference between binomial proportions based on paired data"
+    (Statistics in Medicine 17, 2635-2650): Wilson's intervals, combined with their correlation.
     """
     num_samples = both + only_first + only_second + neither
     first, second = (both + only_first) / num_samples, (both + only_second) / num_samples

@@ -30,8 +30,7 @@ def counted(number: int, noun: str) -> str:
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line (default: to stdout) at once, in one write.
 
-    `print` writes the end of a line by itself: with PYTHONUNBUFFERED, or from two threads, another line may come
-    between.
+    `print` writes the end of a line apart: with PYTHONUNBUFFERED, or two threads, another may come between.
     """
     print(f"{text}\n", end="", file=stream, flush=True)
 

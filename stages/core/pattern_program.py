@@ -20,8 +20,7 @@ MEMORY_BYTES = 1 << 30
 def begin(cpu_s: float) -> Callable[[dict[str, Any]], list[int | None]]:
     """Import the regular-expression library and return the function that matches texts with patterns.
 
-    For each of a request's `texts` it returns the index of the first of `patterns` that matches; `how`: to compare
-    them.
+    For each of a request's `texts` it returns the index of the first of `patterns`, compared by `how`, that matches.
     """
     import regex
 

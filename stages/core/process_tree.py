@@ -124,8 +124,7 @@ def send(number: int, pids: Iterable[int]) -> None:
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
     """Return the shared-memory files in /dev/shm that these processes have mapped.
 
-    By inode, as glibc maps a new semaphore under a passing name, and of this /dev/shm alone: a container's has the same
-    numbers.
+    By inode, as glibc maps a new semaphore under a passing name; and not of a container's, with the same numbers.
     """
     if not Path(SHARED_MEMORY).exists():
         return set()

@@ -1,7 +1,6 @@
 """Main loop of a helper process, which answers JSON requests of the process that started it (`program.py`).
 
-Standard library only, and little of it, so that a program is started in some 20 ms and has the memory that it may take
-for its own work.
+Standard library only, and little of it, so that a program starts in some 20 ms and has its memory for itself.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def within(cpu_s: float, work: Callable[..., Answered], *arguments: Any) -> Answ
     """Call `work` and return its result; raise TimeLimitError after `cpu_s` seconds of CPU time.
 
     Only Python's own steps are interrupted, not a product of huge integers nor a wait: the asking process's deadline
-    ends these. Takes some 2 µs. Not to be nested.
+    ends these. Not to be nested.
     """
     try:
         try:
@@ -59,8 +58,8 @@ def answer_questions(
 
     begin: imports what is needed, and returns the function from a question to its answer, both JSON; its end, or error,
     is the first answer. memory_bytes: address space of this process from then on. cpu_s: CPU time for a question. An
-    error, MemoryError and RecursionError as well, is answered with its class and its text; this process continues. Text
-    printed to the standard output goes to the standard error.
+    error, MemoryError and RecursionError as well, is answered with its class and its text; this process
+    continues.Prints go to stderr.
     """
     _end_with_asking_process()
     # From here on, only `answers` leads to the asking process.

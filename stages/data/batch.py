@@ -46,9 +46,8 @@ class Candidates:
 class Documents:
     """Boundaries of a batch's packed documents; a document is a text whose tokens attend only to each other.
 
-    What is left at the end of a row is one more "document" of padding, so that attention stays well-formed: those are
-    numbered from `count` on, have no targets and no reference. Preference pairs lie in one row: 2k is chosen, 2k + 1
-    rejected.
+    What is left at the end of a row are "documents" of padding, so that attention stays well-formed: they are numbered
+    from `count` on, have no targets and no reference. Preference pairs lie in one row: 2k is chosen, 2k + 1 rejected.
     """
 
     ids: torch.Tensor

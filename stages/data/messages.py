@@ -1,9 +1,9 @@
 """Checked messages, tool calls and tool definitions of a conversation, in the form that chat templates expect.
 
 A message has a `role` and `content`. An assistant's may also have thoughts (`reasoning_content` or `thinking`, a
-string) and, even without content, `tool_calls`, a list of {type: function, function: {name, arguments}} with or without
-the outer object; messages of the role `tool` hold the results. A row's documents are a `Conversation`, which a chat
-template renders, or `PlainText`.
+string) and, even without content, `tool_calls`, a list of {type: function, function: {name, arguments}}, or the inner
+object; messages of the role `tool` hold the results. A row's documents are a `Conversation`, which a chat template
+renders, or `PlainText`.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def decoded(value: object) -> object:
 def parse_tools(row: dict[str, Any]) -> tuple[Tool, ...]:
     """Return the tool definitions of a row's column `tools`, in the form that a server gives to the chat template.
 
-    The column has objects, or the same as JSON text: {type: function, function: {name, description, parameters}}, or
-    the inner object alone.
+    Objects, or the same as JSON text: {type: function, function: {name, description, parameters}}, or the inner object
+    alone.
     """
     return tuple(_tool(tool, f"tool {number} of `tools`") for number, tool in enumerate(listed_tools(row), 1))
 
@@ -297,8 +297,8 @@ def _next_roles(message: Message) -> tuple[str, ...]:
 def _without_parts(item: object, content_key: str, name: str) -> object:
     """Return the message with its list of content parts (OpenAI's form) joined into one text.
 
-    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, also of thoughts and calls. Raises RowError for
-    pictures or sound.
+    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, also of thoughts and calls. RowError: pictures,
+    sound.
     """
     parts = item.get(content_key) if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(parts, list):

@@ -350,8 +350,7 @@ class OutOfTimeError(Exception):
 def check_together(training: Mapping[str, PackedDataset], held_out: Mapping[str, PackedDataset]) -> list[str]:
     """Return warnings about rows that one dataset of a mixture trains on while another one holds them out.
 
-    Raises DataError for a copy of another dataset in any order, and where all held-out rows of one are learned from
-    another.
+    Raises DataError for a copy of another dataset , and where all held-out rows of one are learned from another.
     """
     known: dict[tuple[int, ...], str] = {}
     for name, dataset in training.items():

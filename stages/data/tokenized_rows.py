@@ -227,8 +227,7 @@ def tokenize(
 ) -> Generator[tuple[KeyedPart, int]]:
     """Tokenize file parts in several processes; yield each stored part, in order, with its number of rows.
 
-    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed. No process outlives
-    the iterator.
+    Raises what tokenizing the first bad part raises, and ResourceError when a process is killed.
     """
     context = multiprocessing.get_context("spawn")
     # Children that are not the pool's, which has no public list of its own.

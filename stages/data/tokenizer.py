@@ -196,7 +196,7 @@ class DocumentTokenizer:
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
         """Return a sample prompt with tools and its token ids in training, to compare with a server's.
 
-        None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
+        None for what no server renders to the same tokens: special tokens within texts, today's date. Raises as
         `render`.
         """
         if self._shielded(question) is not question:

@@ -36,8 +36,7 @@ def row_balance(
     """Return the load-balancing loss of one layer, summed over packed rows; differentiable by `probabilities`.
 
     probabilities: float32 [tokens, experts]. is_chosen: bool [tokens, experts]. rows: int64 [tokens], negative in
-    padding. add_up: sums a row's counts over the processes that hold parts of its tokens; the results of these
-    processes add up.
+    padding. add_up: sums a row's counts over the processes that hold parts of its tokens; their results add up.
     """
     num_experts = probabilities.shape[1]
     is_real = rows >= 0

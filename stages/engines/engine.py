@@ -56,8 +56,7 @@ class Engine(Protocol):
     ) -> StepOutcome:
         """Make one optimizer step over a global batch, of which `micro_batches` are this process's share.
 
-        The gradient is that of the loss's mean over the global batch. Nothing is updated when loss or gradient norm is
-        not finite.
+        The loss is a mean over the global batch. Nothing is updated when loss or gradient norm is not finite.
         """
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
@@ -72,8 +71,8 @@ class Engine(Protocol):
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target tokens' log-probabilities and the likeliest token at each target.
 
-        Forward pass only, results on the CPU: float32 [rows, sequence] in nats, and int64 [rows, sequence], negative
-        where there is no target.
+        Without gradients, on the CPU: float32 [rows, sequence] in nats, and int64 [rows, sequence], negative where
+        there is no target.
         """
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,7 +66,7 @@ def likeliest_tokens(
 ) -> Tensor:
     """Return the `number` likeliest tokens at every target and their log-probabilities, the likeliest first.
 
-    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments as in
+    float32 [rows, sequence, 2, number], which holds tokens exactly below 2^24; 0 elsewhere. Arguments:
     `token_log_probabilities`.
     """
     bias = getattr(head, "bias", None)
@@ -115,7 +115,7 @@ def _logits_scale(model_config: Any) -> float:
 class _LogProbabilities(torch.autograd.Function):
     """Autograd function for log-probabilities of tokens at selected positions, computed in chunks of logits.
 
-    `targets` is int64 [positions, number]. With z = transform(W h + b) and p = softmax(z): d log p[target] / dz =
+    `targets`: int64 [positions, number]. With z = transform(W h + b) and p = softmax(z), d log p[target] / dz =
     onehot(target) - p.
     """
 

@@ -39,8 +39,7 @@ class GenerationConfig(StrictModel):
 class Evaluation:
     """Request to a harness for an evaluation, as the recipe states it.
 
-    limit: samples of each task; None for all. num_fewshot: None leaves it to the task. seed: None leaves it to the
-    harness.
+    limit: samples of each task; None for all. num_fewshot, seed: None leaves them to task and harness.
     """
 
     harness: str
@@ -72,8 +71,7 @@ class Results:
 class TaskItem:
     """Texts of one benchmark sample, which no training row should contain.
 
-    number: its `doc_id`. questions: the question as the task writes it, in words of this sample alone, also with its
-    answer.
+    number: its `doc_id`. questions: as the task writes it, in words of this sample alone, also with its answer.
     """
 
     task: str
@@ -122,8 +120,7 @@ class Harness(Protocol):
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         """Install missing packages, check the tasks, and set environment variables, before libraries are imported.
 
-        doing: gets a description of what takes long. Raises EvaluationError, or ResourceError for what cannot be
-        installed.
+        doing: gets a description of what takes long. Raises EvaluationError, ResourceError.
         """
 
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:

@@ -34,8 +34,7 @@ class Hub(Protocol):
     def deliver(self, request: Request, revision: str, folder: Path, context: StageContext) -> None:
         """Download the requested files of a revision into `folder`, which must not exist yet, and verify them.
 
-        Raises ResourceError when the disk is too small. What arrived of a failed delivery may be kept in the scratch
-        folder.
+        Raises ResourceError when the disk is too small. Arrived parts may stay in the scratch folder.
         """
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
@@ -53,8 +52,7 @@ class StreamingHub(Hub, Protocol):
 class Request:
     """Request for some files of a model or dataset: its source, and the patterns of the files' names.
 
-    patterns: globs; None takes the usual files. limit_s: of a single attempt, for questions that must be answered at
-    once.
+    patterns: globs; None takes the usual files. limit_s: of a single attempt, where an answer is needed at once.
     """
 
     source: Source

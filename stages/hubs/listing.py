@@ -134,8 +134,8 @@ def content_hash(digests: Iterable[tuple[str, str]]) -> str:
 def select_files(request: Request, names: list[str]) -> list[str]:
     """Return which of a hub's files to download: the usual ones, or those that match the recipe's patterns.
 
-    Raises ModelError or DataError when nothing usable is there, DownloadError for a pattern without match or an
-    unwritable name.
+    Raises ModelError or DataError when nothing usable is there, DownloadError for an unmatched pattern or unwritable
+    name.
     """
     check_names(names, request.source)
     is_model = request.source.product == "model"

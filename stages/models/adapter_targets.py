@@ -2,8 +2,7 @@
 
 Training asks with its model's names, the check of inputs with those in a file's headers, the planner with those that
 follow from the shape. Names mean ends of module names, or a pattern of whole names, or all. In mixtures of experts that
-PEFT knows, names of experts' linear layers and routers from before Transformers 5 mean the parameters in which the
-model has all experts of a layer.
+PEFT knows, names of experts' linear layers and routers before Transformers 5 mean parameters of all experts of a layer.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a model folder with Transformers.
 
-    Raises ModelError if that fails, or it or encoding one of `texts` could fill the memory; max_growth_factor: see
+    Raises ModelError if that fails, or could, as well as encoding `texts`, fill the memory; max_growth_factor: see
     `check_tokenizer_file`.
     """
     from transformers import AutoTokenizer

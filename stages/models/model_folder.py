@@ -171,8 +171,7 @@ def code_not_run(facts: ModelFacts, *, trusted: bool) -> str | None:
 def other_architecture(config: Mapping[str, Any]) -> str | None:
     """Return a warning if a config's `architectures` belong to another `model_type`; else None.
 
-    Transformers goes by the type, vLLM by the class, named after it but for a few types with many names, where the
-    warning may be needless.
+    Transformers goes by the type, vLLM by the class, mostly named after it; else the warning may be needless.
     """
     model_type, classes = str(config.get("model_type") or ""), config.get("architectures") or []
     family = _letters(model_type.removesuffix("_text"))  # gemma3_text: Gemma3ForCausalLM

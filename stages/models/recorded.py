@@ -73,7 +73,7 @@ class ToolPrompt(StrictModel):
     """Prompt with tools and its tokens in training; servers must render the prompt to the same tokens.
 
     messages: end with a question or a tool's answer. tools, variables: as the template got them. token_ids: up to the
-    beginning of the answer.
+    answer.
     """
 
     messages: list[dict[str, Any]]

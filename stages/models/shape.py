@@ -17,8 +17,8 @@ from stages.models.flops import AttentionWork, ModelFlops
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
 
-    All heads' queries are made from one short vector, their keys and values from another; queries and keys also have a
-    rotary part (one for all keys).
+    All heads' queries are made from one short vector, their keys and values from another; both have a rotary part (one
+    for all keys).
     """
 
     query_rank: int

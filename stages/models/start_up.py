@@ -37,8 +37,7 @@ def hide_unused_packages() -> None:
     """Make scikit-learn, SciPy and torchao look missing to Transformers, so that models do not import them.
 
     Each import takes over a second; writing docstrings for models, which is left out too, up to a second. Transformers
-    uses them for assisted generation, object detection and weights that torchao has quantized. All other code finds
-    them as before.
+    uses them for assisted generation, object detection and weights that torchao has quantized.
     """
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),

@@ -1,8 +1,7 @@
 """Checks whether a layout works for a number of processes, a batch size and a model; needs no torch.
 
 Each error is a sentence with every factor in it, made lazily: a search calls `is_legal` for 100,000 layouts. A config
-is checked for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there. What fits and
-is fast is for `planner`.
+is checked for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Access to object storage (`s3://`, `gs://`, `az://`) by pyarrow: listing objects and reading parts of them.
 
-Credentials, and the address of a server with the same protocol (`AWS_ENDPOINT_URL`), come from the environment, never
-from a recipe.
+Credentials, and a server's address (`AWS_ENDPOINT_URL`), come from the environment only.
 """
 
 from __future__ import annotations

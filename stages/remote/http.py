@@ -354,8 +354,7 @@ def httpx_client(**options: Any) -> httpx.Client:
 def ask_httpx(client: httpx.Client, expected: Expected, method: str, url: str, **request: Any) -> Answer:
     """Send an HTTP request with httpx and return the whole response, within limits of size and time (`expected`).
 
-    client: of `httpx_client`. Raises httpx.TransportError and TimeoutError for no answer, `Expected.error` for one out
-    of bounds.
+    Raises httpx.TransportError and TimeoutError for no answer, `Expected.error` for one out of bounds.
     """
     headers = {**ACCEPTED, **request.pop("headers", {})}
     with Deadline(expected.total_s) as deadline:

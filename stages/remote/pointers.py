@@ -1,7 +1,6 @@
 """Pointer files, which stand for remote files: each holds an address, with size and tag when the download was planned.
 
-`train.jsonl.pointer` is opened like `train.jsonl`, over the network, without writes to disk. Credentials are the
-environment's.
+`train.jsonl.pointer` is opened like `train.jsonl`, over the network, without writes to disk.Credentials: environment.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Opened = Callable[["Pointer"], AbstractContextManager[io.RawIOBase]]
 class Pointer(StrictModel):
     """Pointer to a remote file: its address, size, and a tag that changes with its content.
 
-    address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`. tag: an ETag, generation number, or listed
-    digest.
+    address: `s3://BUCKET/PATH`, or `hf://datasets/org/name@COMMIT/PATH`. tag: ETag, generation, or digest.
     """
 
     address: str
@@ -73,8 +71,7 @@ def size_bytes(path: Path) -> int:
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a local file, or the remote file that a pointer file stands for, for reading at any position.
 
-    Raises DownloadError where it is gone, may not be read, or has changed, also meanwhile; TransientError for no
-    answer.
+    Raises DownloadError where it is gone, forbidden, or changes; TransientError for no answer.
     """
     if not is_pointer(path):
         with path.open("rb") as file:

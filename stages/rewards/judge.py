@@ -153,8 +153,7 @@ class PairsConfig(JudgeConfig):
 class JudgeReward(JudgeConfig, Reward):
     """Rating of the completion by a language model; with `compare`, whether it is better than the reference answer.
 
-    A comparison gives 1, 0.5 where they are equal, 0 where it is worse; asked in both orders, it is the mean of the
-    two.
+    A comparison gives 1, 0.5 where they are equal, 0 where it is worse; it is the mean of both orders.
     """
 
     type: Literal["judge"]
@@ -181,8 +180,7 @@ class JudgeReward(JudgeConfig, Reward):
     def opened(self, name: str, context: RewardContext) -> Iterator[Scores]:
         """Ask the judge about a trivial answer, to see that it works, and yield the function that scores completions.
 
-        Raises ServerError for a refusal, or prose; TransientError for no answer; RecipeError for an unset environment
-        variable.
+        Raises ServerError for a refusal, or prose; TransientError for no answer; RecipeError for an unset variable.
         """
         with AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
             judge.try_out()

@@ -23,8 +23,7 @@ from stages.data.messages import Document
 class Completion:
     """A model's answer with its prompt and dataset row, as rewards judge it.
 
-    prompt: special tokens included. reference: the right answer, where the dataset has one. document: the prompt before
-    the chat template.
+    prompt: special tokens included. reference: the right answer, if any. document: the prompt before the chat template.
     """
 
     prompt: str

@@ -40,8 +40,7 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 class Agreement:
     """Differences of a served model's predictions from training's record.
 
-    differing_tool_prompts: number of prompts with tools that the server renders to other tokens; None if none was
-    compared.
+    differing_tool_prompts: number of prompts with tools that the server renders to other tokens;or None.
     """
 
     num_documents: int
@@ -67,8 +66,7 @@ def compare_with_records(
 
     client: of the server of `spec`. names: models of the server to compare. base_name: model that adapters are compared
     with; default: their base. warn: gets the reason if no document is compared; those that do not fit into
-    `context_tokens` are left out. Raises ServerError for a model that the server does not list, and for an adapter
-    without effect.
+    `context_tokens` are left out. Raises ServerError for unlisted models, and adapters without effect.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
@@ -176,8 +174,7 @@ def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) ->
 def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert chat messages from the form that chat templates take to the form of OpenAI's requests.
 
-    Arguments of tool calls become JSON text, thoughts the field `reasoning`; calls without an id, and their answers,
-    get one.
+    Arguments of tool calls become JSON text, thoughts the field `reasoning`; calls and answers get missing ids.
     """
     sent, unanswered = [], []
     for number, message in enumerate(messages):

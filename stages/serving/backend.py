@@ -68,8 +68,7 @@ class Naming:
 class Backend:
     """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
-    naming: None for an engine whose names are public. version: None if no versions are compared; requests then pass
-    unread.
+    naming: None for an engine whose names are public. version: None if no versions are compared; so they pass unread.
     """
 
     def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):

@@ -40,8 +40,7 @@ class EngineConnections:
     async def ask(self, method: str, target: str, headers: bytes, body: bytes = b"") -> EngineConnection:
         """Send a request to the engine; return the connection once the headers of the answer have arrived.
 
-        headers: their lines, without the host and the body's length. Raises NotConnectedError and
-        ServerDisconnectedError.
+        headers: lines, without host and length. Raises NotConnectedError and ServerDisconnectedError.
         """
         line = f"{method} {target} HTTP/1.1\r\nHost: engine\r\n".encode("utf-8", "surrogateescape")
         # A POST says its length even if it is 0 (RFC 9110, 8.6).

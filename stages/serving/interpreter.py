@@ -35,8 +35,7 @@ def find_interpreter(package: str, *, title: str, variable: str, environment: st
     """Return the Python interpreter of a package's environment, and the package's version.
 
     It is the one that `variable` names, or `ENVIRONMENT/bin/python` beside our environment. title: name of the program
-    in messages. how: command that makes the environment. Raises ResourceError if there is no interpreter, or no
-    package.
+    in messages. how: command that makes the environment. Raises ResourceError for none.
     """
     named = os.environ.get(variable)
     beside = Path(sys.prefix).parent / environment / "bin" / "python"

@@ -111,8 +111,7 @@ class Proxy:
     ):
         """Create the proxy of an engine; clients can connect once `listening` runs the proxy.
 
-        sampler: takes conversations for a dataset. waiting: where requests wait for the next engine; None where there
-        will be none.
+        sampler: takes conversations for a dataset. waiting: where requests wait for the next engine, if any.
         """
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend

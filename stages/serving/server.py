@@ -1,7 +1,6 @@
 """Start, readiness check and stop of model servers; a server never outlives the process that started it.
 
-From a `LaunchSpec` comes a `Server` whose processes, port and temporary files are gone when the context ends, however
-it ends.
+From a `LaunchSpec` comes a `Server` whose processes, port and temporary files are gone however its context ends.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Server:
     def wait_until_ready(self, timeout_s: float, report: Callable[[float], None] = lambda elapsed_s: None) -> float:
         """Wait until the server passes its health check; return the seconds since its start.
 
-        report: gets the elapsed seconds, once a second. Raises ServerError, with the log's root cause, when the server
-        ends or is late.
+        report: gets the elapsed seconds, once a second. Raises ServerError, with the log's cause, for a dead or late
+        server.
         """
         reported_s = 0.0
         while (elapsed_s := time.monotonic() - self.started_s) < timeout_s:

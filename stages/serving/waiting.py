@@ -71,7 +71,7 @@ class Visit:
         """Wait until the request can be sent to an engine again; return an error response if that takes too long.
 
         gone: why the asked engine did not answer. is_replaced: whether there is another by now. is_healthy: whether it
-        answers itself.
+        answers.
         """
         self._num_engines += gone.was_sent  # an engine that never got the request did not die of it
         if self._num_engines >= MAX_ENGINES:

@@ -1,7 +1,6 @@
 """Base classes for the options of launchers in a recipe, with the checks that a plan of a refresh makes of them.
 
-Each launcher has a module here, light enough for a config to import; how a cluster's starts and follows jobs is in
-`flows/launch/`.
+Each launcher has a module here(light); how a cluster's starts and follows jobs is in `flows/launch/`.
 """
 
 from __future__ import annotations

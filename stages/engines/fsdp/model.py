@@ -59,9 +59,8 @@ class TargetLogProbabilities(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities of a batch's target tokens.
 
-        wanted: options of `of_hidden`. by_transformers: use Transformers' own attention and head, for a batch of one
-        document. balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over
-        layers.
+        wanted: options of `of_hidden`. by_transformers: use Transformers' own attention and head, for one document.
+        balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
         """
         if by_transformers:
             return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)

@@ -34,8 +34,7 @@ def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
 def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None:
     """Read this process's shards of parameters on the meta device, and buffers, from the files. Collective.
 
-    device: that holds the shards. Raises ModelError, on every process, for weights that are not finite or of another
-    shape.
+    device: that holds the shards. Raises ModelError, everywhere, for weights of another shape or not finite.
     """
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
@@ -57,8 +56,8 @@ def check_sharded(
 ) -> None:
     """Check that a sharded model gives the log-probabilities that Transformers gives, in fp32. Collective.
 
-    twin: a copy on `meta` from before sharding; it is cut to layers that show every kind, since all its weights are
-    gathered three times.
+    twin: a copy on `meta` from before sharding;cut to layers of every kind, since all its weights are gathered three
+    times.
     """
     keep_kinds_of_layers(twin.causal_lm)
     # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.

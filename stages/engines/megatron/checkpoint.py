@@ -60,8 +60,7 @@ class MegatronState:
     def load(self, folder: Path) -> None:
         """Load this process's share of a checkpoint of either engine and any layout. Collective.
 
-        Raises ModelError when it is of another model. With overlapped gathering, parameters must be gathered
-        afterwards.
+        Raises ModelError when it is another's. With overlapped gathering, parameters must be gathered afterwards.
         """
         # Before the first step there are no moments, and loading writes into tensors in place.
         make_moments(self._optimizer)

@@ -31,11 +31,7 @@ from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter
 from stages.engines.megatron.balance import RouterBalance
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
-from stages.engines.megatron.log_probabilities import (
-    greedy_tokens,
-    likeliest_tokens,
-    wanted_log_probabilities,
-)
+from stages.engines.megatron.log_probabilities import greedy_tokens, likeliest_tokens, wanted_log_probabilities
 from stages.engines.megatron.model import build_model_chunks, compute_dtype, freeze_routers
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
@@ -195,8 +191,7 @@ class MegatronEngine:
     def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
         """Run a batch forward; return values per token, [rows, sequence, …], on the CPU of every pipeline stage.
 
-        last: sizes of the further dimensions. of_logits: function that the last stage applies to logits. dtype: of the
-        result.
+        last: further sizes. of_logits: function that the last stage applies to logits. dtype: of the result.
         """
 
         def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:

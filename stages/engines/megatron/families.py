@@ -161,8 +161,7 @@ def expert_layer(layer: str, expert: int | str) -> str:
 def _factors(rule: WeightMapping) -> Iterator[WeightMapping]:
     """Yield the rules that map LoRA factors of a Megatron layer to those of PEFT.
 
-    B is split like the rows of the layer's weight, A like its columns; a fused layer has factors for each of its
-    layers.
+    B is split like the rows of the layer's weight, A like its columns; a fused layer has factors for each.
     """
     layers = [expert_layer(name, "{expert}") for name in rule.layers] if rule.of_experts else rule.layers
     cuts = {

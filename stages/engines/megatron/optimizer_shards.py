@@ -179,8 +179,7 @@ def _offset(piece: WeightSlice, row: int, column: int) -> tuple[int, int]:
 def _as_in_transformers(block: WeightBlock, model: ModelShape) -> WeightBlock:
     """Convert a block (rectangle) of a weight as stored in files to its block of the weight that Transformers loads.
 
-    There, a layer's experts are two weights, always in `mlp`: gate and up [experts, gate and up rows, columns], and
-    down.
+    A layer's experts are two there, in `mlp`: gate and up [experts, gate and up rows, columns], and down.
     """
     weight = block.weight.replace(".block_sparse_moe.", ".mlp.")
     if of_expert := EXPERT_FACTOR.fullmatch(weight):

@@ -49,8 +49,7 @@ class TokenSplit:
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
     """Return the tokens to which all micro-batches of a step are padded, so that they split evenly.
 
-    A multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism, which splits them
-    further.
+    A multiple of 2 × ranks, and a rank's tokens of `divisor`: `tp` under sequence parallelism,which splits further.
     """
     # The longest micro-batch of this process's step: all others are filled up to it.
     most = max(sum(_padded_lengths(batch, num_ranks)) for batch in micro_batches)
@@ -81,8 +80,7 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:
     """Gather token values, [1, tokens of a rank, …], in the order of the flattened rows, [tokens, …]; differentiable.
 
-    Every rank must compute the same from the result: a rank's gradient is its part of the result's, not a sum over
-    ranks.
+    Every rank must compute the same from the result:its gradient is its part of the result's, no sum.
     """
     return _GatherTokens.apply(values, split, group)
 

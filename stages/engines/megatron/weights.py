@@ -55,8 +55,7 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each whole weight with its Hugging Face name, on rank 0's CPU only. Collective.
 
-    learning_only: only an adapter's trained weights. Parts travel through host memory, as no device needs room for
-    them.
+    learning_only: only an adapter's trained weights. Parts travel through host memoryto need no device's.
     """
     chosen = [
         (part, parameter)

@@ -1,7 +1,6 @@
 """EvalScope as an evaluation harness, for question sets (scored by exact match) and its own benchmarks.
 
-It asks all questions as chats. It runs as a program of an environment of its own, made when first asked for, and speaks
-to the server over HTTP.
+It asks all questions as chats. It is a program in its own environment, made when first asked for.
 """
 
 from __future__ import annotations

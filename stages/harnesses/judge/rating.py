@@ -53,8 +53,7 @@ def try_out(evaluation: Evaluation, cache: Path) -> None:
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
     """Ask the served model all questions, let the judge rate its answers, and return scores and samples.
 
-    Raises EvaluationError for bad questions, and for a judge that gives too few numbers; ServerError and
-    TransientError.
+    Raises EvaluationError for bad questions or too few numbers; ServerError and TransientError.
     """
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:

@@ -2,8 +2,7 @@
 
 A local folder's content is part of the evaluation's version, so all that a task is made of must lie in it: its YAML
 files, the data files that they name, and the Python files that their `!function` tags name. lm-eval's own index parses
-its 14,000 files in 10 to 20 s; this one parses only those asked for, in less than a second, so that a plan can be made
-with it.
+its 14,000 files in 10 to 20 s; this one parses only those asked for, in less than a second, for plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """lm-eval tasks that a recipe names: their files, their datasets, and the scores that they give.
 
-All of it is known from files alone. The commits of hub datasets are part of an evaluation's version, so that changed
-samples are scored again.
+The commits of hub datasets are part of an evaluation's version, so that changed samples are scored again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dataset `builtin/addition`: additions of two numbers below 100 as chats, with training and validation splits.
 
-The 10,000 ordered pairs are split once, by a hash. The test problems are in no dataset: they are the lm-eval task
-`addition` (`configs/tasks`).
+10,000 ordered pairs are split by a hash. Test problems are in no dataset: they are the lm-eval task `addition`
+(`configs/tasks`).
 """
 
 from __future__ import annotations

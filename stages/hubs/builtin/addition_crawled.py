@@ -1,7 +1,6 @@
 """Dataset `builtin/addition-crawled`: addition problems with known faults, such as copies, to test data curation.
 
-Beside `NUM_GOOD` good rows: exact copies, copies that are written otherwise, problems that the task `addition` asks,
-and addresses of people.
+Beside `NUM_GOOD` good rows: exact copies, copies written otherwise, problems of the task `addition`, addresses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check of stage inputs before any training: finds data and task problems that stages would meet only hours later.
 
-`check(stage_input)` in `stages/kinds/<kind>/check.py` yields dotted fields with errors, or texts about what there was
-no time to check.
+`check(stage_input)` in `stages/kinds/<kind>/check.py` yields dotted fields with errors, or texts about what it had no
+time for.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A row is left out for a run of 13 words (Brown et al. 2020, appendix C) that it shares with any text of a sample.
 Samples of 8 to 12 words are searched as a whole, and for shorter questions whole texts of rows are compared, since 5
-words stand in many texts that have seen no benchmark. Runs that most samples of a task have, such as an instruction, do
-not count.
+words stand in many texts that have seen no benchmark. Runs that most samples of a task have, such as instructions, do
+not.
 """
 
 from __future__ import annotations

@@ -153,8 +153,7 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 class Comparison:
     """Comparison of a merged model's predictions with those of its base model with the unmerged adapter.
 
-    given: of the merged model. expected: of the base with the adapter, over all targets; None where that cannot be
-    computed.
+    given: of the merged model. expected: of the base with the adapter, over all targets; None if uncomputable.
     """
 
     documents: list[RecordedDocument]

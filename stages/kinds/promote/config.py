@@ -7,13 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from stages.core.contract import (
-    ModelOrAdapterReference,
-    ScoresReference,
-    ServerReference,
-    StageConfig,
-    StrictModel,
-)
+from stages.core.contract import ModelOrAdapterReference, ScoresReference, ServerReference, StageConfig, StrictModel
 from stages.core.fields import AddedLater, NatsPerToken
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.registry import harness_of

@@ -48,7 +48,7 @@ def judged_pairs(
     """Let an LLM judge compare the answers of the candidate and a reference model to the same questions.
 
     Raises EvaluationError for no common question or too few judgements; RecipeError, ServerError and TransientError for
-    a judge that cannot be asked.
+    the judge.
     """
     ours, theirs = _answered(candidate), _answered(reference)
     tasks = [task for task in ours if task in theirs]

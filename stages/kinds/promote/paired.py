@@ -40,8 +40,7 @@ class Scores:
 class Difference:
     """Difference of a score, candidate − reference, over the `num_samples` documents that both models answered.
 
-    interval: 95%; None in older verdicts, whose interval was by the normal approximation. largest: 1 for the difference
-    of a win rate, in those.
+    interval: 95%; None in older verdicts(normal approximation). largest: 1 for the difference of a win rate, in those.
     """
 
     name: str

@@ -164,8 +164,7 @@ class QuantizeConfig(StageConfig):
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
         """Yield the reasons why the serving engine could not load the quantized model, as far as its config shows them.
 
-        What only its files' headers show is found after its download. A cluster's devices may accept more than this
-        machine's.
+        What only its files' headers show is found after its download. A cluster's devices may accept more.
         """
         if not self.execution.is_local:
             return

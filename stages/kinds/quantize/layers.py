@@ -15,12 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError

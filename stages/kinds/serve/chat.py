@@ -1,7 +1,6 @@
 """Terminal chat with one served model, or with two side by side; answers are printed as they are generated.
 
-`/new` begins another conversation, Ctrl-D ends the chat. Control characters in answers, which a terminal would obey,
-are shown as escapes.
+`/new` begins another conversation, Ctrl-D ends the chat. Control characters in answers are escaped.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ PROMPT = "> "
 class Conversation:
     """Conversation of the terminal chat with one served model.
 
-    label: name shown where there are two models. options: sampling parameters. system: first message of each
-    conversation, or None.
+    label: name shown where there are two models. options: sampling parameters. system: first message, or None.
     """
 
     client: Client
@@ -74,8 +72,7 @@ def chat(conversations: Sequence[Conversation]) -> None:
 def sampling_of(model: Path, temperature: float | None) -> tuple[dict[str, float], str]:
     """Return the sampling parameters for a terminal chat, and a phrase that names them and their origin.
 
-    Without the person's or generation_config.json's temperature greedy: servers default to 1, which shows a small model
-    worse than it is.
+    Without the person's or generation_config.json's temperature greedy: servers default to 1.
     """
     if temperature is not None:
         return {"temperature": temperature}, f"at temperature {temperature:g}"

@@ -11,13 +11,7 @@ from stages.core.contract import AdapterReference, ModelOrAdapterReference, Mode
 from stages.core.fields import AddedLater
 from stages.models.facts import ModelFacts
 from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
-from stages.serving.registry import (
-    chosen_engine,
-    engine_problems,
-    idle_serving_fields,
-    installed_version,
-    with_engine,
-)
+from stages.serving.registry import chosen_engine, engine_problems, idle_serving_fields, installed_version, with_engine
 from stages.serving.served_models import adapters_base, base_problems
 
 

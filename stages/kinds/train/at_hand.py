@@ -1,7 +1,6 @@
 """Quick checks of a training stage at planning time, against models and datasets that are already on this machine.
 
-They read configs, file headers and first rows. What is only on a hub is checked after its download, by the same
-functions.
+They read configs, file headers and first rows. What is only on a hub is checked after its download.
 """
 
 from __future__ import annotations

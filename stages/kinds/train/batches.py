@@ -54,8 +54,8 @@ class TrainingData(Protocol):
     def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
         """Return the training data with the teacher's token probabilities added, if the method has a teacher.
 
-        Collective. The teacher is loaded before the model that learns. teacher_lifetime: closes a teacher that is asked
-        during training.
+        Collective. The teacher is loaded before the model that learns. teacher_lifetime: closes one that is asked in
+        training.
         """
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:

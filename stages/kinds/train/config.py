@@ -22,8 +22,7 @@ LAYOUT_PROBLEM = "layout"
 class TrainConfig(TrainFields):
     """Training of a model by one of several methods, each with its own block of options; writes `model/`.
 
-    With `adapter:` low-rank weights beside the frozen model learn, written to `adapter/`; `reward` writes
-    `reward_model/`.
+    With `adapter:` low-rank weights learn, written to `adapter/`; `reward` writes `reward_model/`.
     """
 
     STAGE_VERSION: ClassVar[int] = 2

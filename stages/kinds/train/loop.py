@@ -106,8 +106,8 @@ def evaluate(run: TrainingRun) -> LossMeans | None:
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1, of `num_steps`.
 
-    Warm-up reaches the full rate at step `warmup_steps`; decay would reach its minimum one step after the last, so no
-    step is wasted at zero.
+    Warm-up reaches the full rate at step `warmup_steps`; decay would reach its minimum one step after the last,to waste
+    none.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -1,7 +1,6 @@
 """The planner's prediction for a training run on this machine, and the check that its memory suffices.
 
-A run that cannot fit is refused before the model is built; one that cannot be predicted (unknown model or device) only
-warns.
+A run that cannot fit is refused before the model is built; an unknown model or device only warns.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class ReferenceModel:
     ) -> ReferenceRows:
         """Return the documents' log-probabilities under the reference model, from the cache or computed. Collective.
 
-        rows: sorted, distinct. change: applied to each batch; its `repr` is in the cache's key. mismatched: of answers
-        paired with other prompts.
+        rows: sorted, distinct. change: of each batch; `repr` in the key. mismatched: of answers paired with other
+        prompts.
         """
         documents = dataset.row_documents(rows)
         identity: dict[str, JsonValue] = {

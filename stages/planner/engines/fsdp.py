@@ -51,8 +51,7 @@ class FsdpCosts(EngineCosts):
     def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
         """Return the bytes of gathered parameters and of one layer's unsharded gradients on one process rank.
 
-        Gathered at once are embedding, head and a few layers; under a pipeline all layers, with unsharded gradients,
-        for a step.
+        Gathered at once are embedding, head and a few layers; under a pipeline all, for a step, gradients unsharded.
         """
         layout, size = case.layout, case.workload.compute_bytes
         held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total

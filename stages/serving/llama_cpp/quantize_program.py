@@ -1,8 +1,7 @@
 """Program that quantizes weight matrices to GGUF's K-quants with llama.cpp's library in the wheel `xllamacpp`.
 
 It runs in that wheel's environment and imports nothing of ours. stdin: for each matrix three int64 (ggml's number of
-the type, rows, columns), then its float32 numbers, row by row. stdout: for each matrix its blocks. It ends with its
-input.
+the type, rows, columns), then its float32 numbers, row by row. stdout: for each matrix its blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Queries that OpenAI's API lacks, for a llama.cpp server: log-probabilities of given tokens, and tokenization.
 
 The server knows no `echo`, so for each token one is sampled after those before it that a bias makes certain; its
-log-probability and the likeliest token are reported without the bias. The server caches earlier prompts: a token costs
-a step.
+log-probability and the likeliest token are reported without the bias. Prompts are cached: a token costs a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Program that checks server options with the argument parser of `vllm serve`.
 
-Runs in vLLM's environment and imports nothing of ours. stdin: JSON, option → its arguments. stdout: last a JSON list of
-problems.
+Runs in vLLM's environment. stdin: JSON, option → its arguments. stdout: last a JSON list of problems.
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ def check_takes_weights(client: Client, num_tokens: int, dtype: str) -> None:
 def check_reads(address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
     """Raise ServerError unless a running vLLM can read files that we write to `folder`: one without weights is loaded.
 
-    `is_checkpoint_format: False` (weights in vLLM's own order): of a checkpoint that lacks some, vLLM would be left
-    with half a model.
+    `is_checkpoint_format: False` (weights in vLLM's own order): a checkpoint that lacks some would leave half a model.
     """
     from safetensors.numpy import save_file
 

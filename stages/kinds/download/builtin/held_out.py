@@ -1,7 +1,6 @@
 """Program that writes the held-out problems of the quickstart's lm-eval task to `configs/tasks/addition.jsonl`.
 
-A comment of the task file names the module's former address: with the file's content, the version of every evaluation
-of the task would change.
+A comment of the task file names the module's former address, since its content decides the versions of evaluations.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class CpoConfig(StrictModel):
 class CpoLoss:
     """CPO's loss: mean over pairs of -log σ(β (r_chosen - r_rejected)), or a variant: Xu et al. 2024, equation 3.
 
-    Added to it is `cpo_alpha` times the mean over preferred tokens of -log π. r is log π, or AlphaPO's (Gupta et al.
-    2025).
+    Plus `cpo_alpha` × mean over preferred tokens of -log π. r is log π, or AlphaPO's (Gupta et al. 2025).
     """
 
     config: CpoConfig

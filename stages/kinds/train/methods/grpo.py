@@ -96,8 +96,7 @@ class GrpoConfig(RolloutOptions):
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: ScaleRewards) -> Tensor:
     """Return completions' advantages: reward minus the group's mean, over a standard deviation; float32 [completions].
 
-    Completions of a prompt follow each other. One without a reward (NaN) counts in no mean, and has advantage 0. Shao
-    et al. 2024, section 4.1.2.
+    One without a reward (NaN) counts in no mean, and has advantage 0. Shao et al. 2024, section 4.1.2.
     """
     groups = rewards.view(-1, num_generations)  # [groups, completions of a prompt]
     advantages = groups - groups.nanmean(1, keepdim=True)

@@ -49,8 +49,7 @@ class AnsweredPrompt:
 class Packing:
     """Sizes for packing prompts with completions.
 
-    sequence_length: of rows, unless `packing` is off. most_tokens: of a document. temperature: of the probabilities
-    that learn.
+    sequence_length: of packed rows. most_tokens: of a document. temperature: of the probabilities that learn.
     """
 
     sequence_length: int

@@ -1,7 +1,6 @@
 """On-policy distillation: in some training steps the model answers the rows' prompts and a teacher scores the answers.
 
-As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides; the server has that step's
-weights.
+As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides; the server has its weights.
 """
 
 from __future__ import annotations

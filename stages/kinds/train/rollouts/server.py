@@ -351,8 +351,7 @@ WEIGHTS = "weights"
 class ExternalServer:
     """Sampling server that others started, checked before use and never ended; a `ServerProvider` and `SamplingServer`.
 
-    Weights reach it by a folder, which it must see under the same path. num_tokens: most of a prompt and its
-    completion.
+    It reads weights from a folder, under the same path. num_tokens: most of a prompt and its completion.
     """
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
