@@ -37,11 +37,10 @@ if __name__ == "__main__":
 
 from flows.cli.main import cli  # noqa: E402
 from flows.cli.main import main as lifecycle  # noqa: E402
-from flows.recipe.problems import models_in  # noqa: E402
 from flows.recipe.recipe import load_recipe  # noqa: E402
 from stages.core.contract import Execution  # noqa: E402
 from stages.core.errors import error_classes  # noqa: E402
-from stages.core.fields import OutsideInput, Reference, find_marker  # noqa: E402
+from stages.core.fields import OutsideInput, Reference, find_marker, models_in  # noqa: E402
 from stages.data.formats import FORMATS  # noqa: E402
 from stages.kinds.registry import KINDS  # noqa: E402
 from stages.rewards.registry import REWARDS  # noqa: E402

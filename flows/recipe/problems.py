@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flows.recipe.text import closest, show
+from stages.core.fields import models_in
 from stages.kinds.registry import KINDS
 
 MAX_PROBLEMS = 100
@@ -120,10 +120,3 @@ def _names(model: type[BaseModel]) -> tuple[str, ...]:
     """Return the names under which pydantic's errors list one class of a union: its class name or its `type`."""
     discriminator = model.model_fields.get("type")
     return (model.__name__, *(typing.get_args(discriminator.annotation) if discriminator else ()))
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models that a field's annotation contains."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in typing.get_args(annotation) for model in models_in(argument)]

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
 from flows.recipe.overrides import apply_overrides
-from flows.recipe.problems import MAX_PROBLEMS, explain, models_in
+from flows.recipe.problems import MAX_PROBLEMS, explain
 from flows.recipe.text import absolute, bad_numbers, closest, read_text, resolve_file_sources, show, tree_of
 from stages.core.contract import MAKE_ABSOLUTE, StageConfig, StrictModel
 from stages.core.errors import LayoutError, RecipeError
-from stages.core.fields import Reference, find_marker
+from stages.core.fields import Reference, find_marker, models_in
 from stages.core.lines import counted
 from stages.core.redaction import shortened
 from stages.hubs.fetched import FetchedConfig

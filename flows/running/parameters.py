@@ -17,11 +17,10 @@ from pydantic import BaseModel
 
 from flows.ledger.refreshes import was_run_here
 from flows.recipe.overrides import apply_overrides
-from flows.recipe.problems import models_in
 from flows.recipe.text import absolute, read_tree
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
-from stages.core.fields import OutsideInput, SourceText, find_marker
+from stages.core.fields import OutsideInput, SourceText, find_marker, models_in
 from stages.core.launchers.registry import BLOCKS
 from stages.core.redaction import shortened
 from stages.kinds.publish.config import PublishConfig

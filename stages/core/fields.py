@@ -93,9 +93,9 @@ class AddedLater:
 
 def marked_values(model: BaseModel, marker: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted path (tuple: `evaluations.0`) and value of fields with a mark, unless None, at any depth."""
-    marked = marked_fields(type(model), marker)
+    marked, leading = marked_fields(type(model), marker), _leading_fields(type(model), marker)
     for name, value in vars(model).items():
-        if value is None:
+        if value is None or name not in leading:
             continue
         path = f"{prefix}{name}"
         if name in marked:
@@ -120,9 +120,11 @@ def values_named(model: BaseModel, field: str, prefix: str = "") -> Iterator[tup
 
 def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yield the dotted path of every later-added config field (`AddedLater`) that has its default, at any depth."""
-    marked = marked_fields(type(model), AddedLater)
+    marked, leading = marked_fields(type(model), AddedLater), _leading_fields(type(model), AddedLater)
     fields = type(model).model_fields
     for name, value in vars(model).items():
+        if name not in leading:
+            continue
         if name in marked and value == fields[name].get_default(call_default_factory=True):
             yield f"{prefix}{name}"
         else:
@@ -132,8 +134,6 @@ def unset_later(model: BaseModel, prefix: str = "") -> Iterator[str]:
 
 def _models(value: object, path: str) -> Iterable[tuple[str, BaseModel]]:
     """Return each nested config object in a field's value, with the dotted path that precedes its field names."""
-    if value is None or isinstance(value, (str, int, float)):  # most are, and `isinstance(_, BaseModel)` is slow
-        return ()
     if isinstance(value, BaseModel):
         return [(f"{path}.", value)]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
@@ -144,6 +144,23 @@ def _models(value: object, path: str) -> Iterable[tuple[str, BaseModel]]:
 def marked_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
     """Return the names of a config class's fields that are annotated with a mark of a given class, like `Reference`."""
     return frozenset(name for name, field in model.model_fields.items() if find_marker(field, marker))
+
+
+@functools.cache
+def _leading_fields(model: type[BaseModel], marker: type) -> frozenset[str]:
+    """Return the names of a config class's fields that have a mark, or that hold configs with such fields."""
+    return marked_fields(model, marker) | {
+        name
+        for name, field in model.model_fields.items()
+        if any(_leading_fields(inner, marker) for inner in models_in(field.annotation))
+    }
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the pydantic models that a field's annotation contains."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in typing.get_args(annotation) for model in models_in(argument)]
 
 
 def find_marker(field: Any, marker: type) -> Any | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from flows.planning.checks import check_idle
-from flows.recipe.problems import models_in
 from flows.recipe.recipe import load_recipe
 from flows.running.request import RefreshRequest, make_plan
 from stages.core.errors import RecipeError
+from stages.core.fields import models_in
 from stages.kinds.registry import KINDS
 
 CONFIGS = Path(__file__).parents[4] / "configs"

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from flows.recipe.problems import models_in
 from stages.core.contract import Execution
+from stages.core.fields import models_in
 from stages.kinds.registry import KINDS
 from tests.unit.flows.recipe.frozen_versions import FROZEN, config_of, digests_of
 from tests.unit.flows.recipe.test_version import literals

@@ -8,11 +8,11 @@ import pytest
 from flows.ledger.events import RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import ledger_of
-from flows.recipe.problems import models_in
 from flows.recipe.recipe import load_recipe
 from flows.running.parameters import CODE_FIELDS, check_parameters, check_recipe
 from flows.running.request import RefreshRequest
 from stages.core.errors import RecipeError
+from stages.core.fields import models_in
 from stages.kinds.registry import KINDS
 
 STAGES = {

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flows.recipe.problems import models_in
+from stages.core.fields import models_in
 from stages.kinds.merge.config import MergeConfig
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.distill import DistillSampling
