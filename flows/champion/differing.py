@@ -10,7 +10,7 @@ from pathlib import Path
 from flows.ledger.record import RefreshRecord
 from flows.planning.changes import CONTENT, REVISION, artifact_changes, kept_changes
 from flows.recipe.version import Difference, differences
-from flows.report.lineage import LineageSubject, closure, scores_of
+from flows.report.lineage import LineageSubject, scores_of
 from flows.store.record import Artifact, Index
 from stages.core.fields import StrictModel
 
@@ -61,7 +61,7 @@ class Differences(StrictModel):
 
 def side_of_subject(subject: LineageSubject, index: Index) -> ComparedSide:
     """Return an artifact, everything that it was made from, and its evaluations as one side of a comparison."""
-    found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in closure(root, index)}
+    found = {one.folder: one for root in (subject.root, *subject.evaluations) for one in index.closure(root)}
     name = f"{subject.name} ({subject.registered + ', ' if subject.registered else ''}{subject.root.folder.name})"
     return ComparedSide(name, tuple(found.values()), scores_of(subject.evaluations), subject.root)
 

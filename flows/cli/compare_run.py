@@ -9,12 +9,10 @@ from typing import TextIO
 
 from flows.cli.run_command import ready_servers, view_of
 from flows.compare.plan import ComparisonRequest, plan_comparison
-from flows.launch import stage_process
 from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.report.layouts import Row
 from flows.running.refresh_run import RefreshRun
-from flows.running.runner import Launcher
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pages import page_of
 from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
@@ -23,14 +21,14 @@ from stages.core.lines import say
 NOT_IN_FILE_NAMES = r"[^\w.-]"
 
 
-def run_comparison(request: ComparisonRequest, *, stream: TextIO, launch: Launcher = stage_process.start) -> RefreshRun:
+def run_comparison(request: ComparisonRequest, *, stream: TextIO) -> RefreshRun:
     """Measure all layouts of a comparison, printing progress on `stream`, and return the finished run.
 
     Raises what keeps it from starting: a bad recipe or layout, dead servers. Later failures are in the record.
     """
     planned = plan_comparison(request)
     ready_servers()
-    run = RefreshRun(planned, launch=launch)
+    run = RefreshRun(planned)
     with view_of(run, quiet=stream is sys.stderr):
         try:
             _run_flow(request, run)

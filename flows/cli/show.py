@@ -97,7 +97,7 @@ def recent_as_text(index: Index) -> str:
     lines = ["refreshes"]
     for ledger in islice(ledgers(), RECENT_REFRESHES):
         record = read_now(ledger)
-        lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {_counts(record)}")
+        lines.append(f"  {record.refresh:<36} {state_of(record):<9} {record.seconds:8.1f} s  {record.state_counts}")
     lines.append("artifacts")
     for artifact in _newest_first(index):
         row = _artifact_line(artifact)
@@ -260,11 +260,6 @@ def _config(artifact: Artifact) -> dict[str, Any]:
     if "source" in record.tags:
         shown[record.product] = record.tags["source"]
     return shown
-
-
-def _counts(record: RefreshRecord) -> str:
-    states = [entry.state for entry in record.stages.values()]
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
 def _newest_first(index: Index) -> list[Artifact]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -214,6 +215,12 @@ class RefreshRecord:
     def latest_try(self) -> list[AttemptRecord]:
         """Return the attempts to run stages since the refresh was last started or retried, oldest first."""
         return [attempt for attempt in self.attempts.values() if attempt.began.time_ms >= self.started_ms]
+
+    @property
+    def state_counts(self) -> str:
+        """Number of stages in each state, such as `3 cached, 1 failed`."""
+        counts = Counter(entry.state for entry in self.stages.values())
+        return ", ".join(f"{count} {state}" for state, count in counts.items())
 
     def attempts_at(self, stage: str) -> list[AttemptRecord]:
         return [attempt for attempt in self.attempts.values() if attempt.began.stage == stage]

@@ -111,18 +111,6 @@ def node_of(artifact: Artifact, index: Index) -> Node:
     return _node(entry_of(artifact), index, {})
 
 
-def closure(root: Artifact, index: Index) -> Iterator[Artifact]:
-    """Yield an artifact and all artifacts in the store that it was made from, directly or not, each once."""
-    todo, seen = [root], set()
-    while todo:
-        artifact = todo.pop(0)
-        if artifact.folder not in seen:
-            seen.add(artifact.folder)
-            yield artifact
-            entries = artifact.record.upstream.values()
-            todo += [found for entry in entries if (found := index.find(entry.kind, entry.version))]
-
-
 def scores_of(evaluations: Sequence[Artifact]) -> dict[str, float]:
     """Return all evaluations' scores by TASK.METRIC; of two with the same name, the first evaluation's."""
     return {

@@ -16,15 +16,14 @@ UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it 
 
 def outcome_sentence(record: RefreshRecord) -> str:
     """Return a sentence on how the refresh ended, with the number of stages in each state."""
-    states = [entry.state for entry in record.stages.values()]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    stages = f"of {len(record.stages)} stages: {record.state_counts}"
     what = f"comparison of layouts of {record.comparison.stage}" if record.comparison else f"refresh of {record.recipe}"
     if record.state == "running" and not record.killed:
-        return f"The {what} is running; of {len(states)} stages: {counts}."
+        return f"The {what} is running; {stages}."
     state = UNSAID_ENDS.get(record.unsaid_end or "", STATES.get(record.state, record.state))
     number = f" in its try {record.num_tries}" if record.num_tries > 1 else ""
     ended = f"{state}{number} after {record.seconds:.1f} s"
-    return f"The {what} {ended}; of {len(states)} stages: {counts}."
+    return f"The {what} {ended}; {stages}."
 
 
 def fastest_layout_sentence(layouts: Sequence[Row]) -> str:

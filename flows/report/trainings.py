@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 
 from flows.ledger.record import RefreshRecord, StageEntry, final_result
-from flows.report.lineage import closure
 from flows.report.model import Curve, DataOfTraining, Histogram, Share, TrainingCurves
 from flows.store.record import Artifact, Index
 from flows.tracking.rows import CURVES, HELD_OUT, is_curve, rows_of
@@ -68,7 +67,7 @@ def _own_curves(record: RefreshRecord, name: str, entry: StageEntry) -> Iterator
 
 def _curves_behind(champion: Artifact, stage: str, entry: StageEntry, index: Index) -> Iterator[Curve]:
     """Yield the training curves of the same stage in an earlier champion; none if both come from one training run."""
-    for artifact in closure(champion, index):
+    for artifact in index.closure(champion):
         record = artifact.record
         if (record.kind, record.stage) == (entry.kind, stage) and record.version != entry.version:
             label = f", champion of {champion.record.finished:%Y-%m-%d %H:%M}"

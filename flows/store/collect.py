@@ -116,21 +116,11 @@ def find_garbage(
 
 def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -> list[Artifact]:
     """Return the artifacts to keep: the latest of each stage, protected ones, those in use, and all their ancestors."""
-    latest: dict[tuple[str | None, str, str], Artifact] = {}
-    for artifact in sorted(index.artifacts, key=lambda one: one.used_s):
-        # The one used last overwrites those used before.
-        latest[artifact.record.recipe, artifact.record.kind, artifact.record.stage] = artifact
-    todo = [*latest.values()]
-    todo += [one for one in index.artifacts if one.record.version in protected or one.folder in in_use]
-    kept: dict[Path, Artifact] = {}
-    while todo:
-        artifact = todo.pop()
-        if artifact.folder not in kept:
-            kept[artifact.folder] = artifact
-            entries = artifact.record.upstream.values()
-            # An ancestor may be missing from the store.
-            todo += [found for entry in entries if (found := index.find(entry.kind, entry.version))]
-    return list(kept.values())
+    by_use = sorted(index.artifacts, key=lambda one: one.used_s)
+    # The one used last overwrites those used before.
+    latest = {(one.record.recipe, one.record.kind, one.record.stage): one for one in by_use}
+    others = [one for one in index.artifacts if one.record.version in protected or one.folder in in_use]
+    return [*index.closure(*latest.values(), *others)]
 
 
 def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -116,6 +116,18 @@ class Index:
     def of_stage(self, kind: str, stage: str) -> Iterable[Artifact]:
         """Return all versions of a stage."""
         return [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
+
+    def closure(self, *roots: Artifact) -> Iterator[Artifact]:
+        """Yield artifacts and all those in the store that they were made from, directly or not, each once."""
+        todo, seen = [*roots], set()
+        while todo:
+            artifact = todo.pop(0)
+            if artifact.folder not in seen:
+                seen.add(artifact.folder)
+                yield artifact
+                entries = artifact.record.upstream.values()
+                # An ancestor may be missing from the store.
+                todo += [found for entry in entries if (found := self.find(entry.kind, entry.version))]
 
     def base_of(self, record: Record) -> UpstreamEntry | None:
         """Return the base model that an adapter belongs to; None for other artifacts."""

@@ -212,17 +212,15 @@ class PackedDataset:
         return np.concatenate([tokens for tokens, _ in cut]), np.concatenate([loss for _, loss in cut]), lengths
 
     def _batch(self, rows: list[Row], num_rows: int | None) -> Batch:
-        shape = (num_rows or len(rows), self._width([len(tokens) for tokens, _, _ in rows]))
-        return packed_batch(rows, shape, self.about.padding_token)
+        longest = max((len(tokens) for tokens, _, _ in rows), default=2)
+        width = self.about.sequence_length if self.about.packing else longest
+        return packed_batch(rows, (num_rows or len(rows), width), self.about.padding_token)
 
     def _row(self, row: int) -> Row:
         # [documents + 1]: the last one is where the next row begins.
         starts = self._document_starts[self._row_starts[row] : self._row_starts[row + 1] + 1]
         tokens = slice(starts[0], starts[-1])
         return self._tokens[tokens], self._loss[tokens], np.diff(starts)
-
-    def _width(self, num_tokens: list[int]) -> int:
-        return self.about.sequence_length if self.about.packing else max(num_tokens, default=2)
 
 
 def packed_batch(rows: Sequence[Row], shape: tuple[int, int], padding_token: int) -> Batch:

@@ -398,12 +398,8 @@ def _loss_mask(offsets: list[Span], spans: Sequence[Span]) -> NDArray[np.bool_]:
     mask = np.zeros(len(offsets), np.bool_)
     for begin, end in spans:
         # From the first token that ends after `begin` to the last one that begins before `end`.
-        mask[bisect_right(offsets, begin, key=_end) : bisect_left(offsets, end, key=_begin)] = True
+        mask[bisect_right(offsets, begin, key=_end) : bisect_left(offsets, end, key=itemgetter(0))] = True
     return mask
-
-
-def _begin(offset: Span) -> int:
-    return offset[0]
 
 
 def _end(offset: Span) -> int:

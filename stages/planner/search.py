@@ -191,11 +191,7 @@ def _micro_batch_sizes(request: SearchRequest, shares: int) -> list[int]:
     if rest:
         return []
     most = max(1, LARGEST_MICRO_BATCH_TOKENS // request.workload.sequence_length)
-    return [size for size in _powers_of_two(min(rows, most)) if rows % size == 0]
-
-
-def _powers_of_two(most: int) -> Iterable[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+    return [2**power for power in range(min(rows, most).bit_length()) if rows % 2**power == 0]
 
 
 def _no_layout(request: SearchRequest) -> str:

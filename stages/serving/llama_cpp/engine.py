@@ -126,7 +126,9 @@ class LlamaCpp(FixedWeights):
         return []
 
     def root_cause(self, log: str) -> str | None:
-        return find_root_cause(log)
+        """Return the first error in llama.cpp's log, which causes the later ones; None if the log has no error."""
+        errors = [*ERROR.findall(log), *(line for line in PYTHON.findall(log) if GENERIC not in line)]
+        return shortened(" ".join(errors[0].split()), MAX_CHARACTERS) if errors else None
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         from stages.serving.llama_cpp.queries import meta_of
@@ -166,12 +168,6 @@ class LlamaCpp(FixedWeights):
                 f"{quantization.weights} has blocks of {K_BLOCK_SIZE} inputs, which divide those of no layer "
                 f"({sizes}); say `gguf_type: q5_0` or q8_0, whose blocks are of 32"
             )
-
-
-def find_root_cause(log: str) -> str | None:
-    """Return the first error in llama.cpp's log, which causes the later ones; None if the log has no error."""
-    errors = [*ERROR.findall(log), *(line for line in PYTHON.findall(log) if GENERIC not in line)]
-    return shortened(" ".join(errors[0].split()), MAX_CHARACTERS) if errors else None
 
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:

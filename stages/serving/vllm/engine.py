@@ -229,7 +229,12 @@ class Vllm:
         return argument_problems(program.python, program.version, arguments, at_once=at_once)
 
     def root_cause(self, log: str) -> str | None:
-        return find_root_cause(log)
+        """Return the first exception in vLLM's log that no other exception caused, with its message; None without one.
+
+        Several processes write into one log, each with a prefix, and the first traceback has the cause; the last line
+        does not (`RuntimeError: Engine core initialization failed. See root cause above`).
+        """
+        return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
 
     def context_tokens(self, client: Client, spec: LaunchSpec) -> int:
         return client.context_tokens()
@@ -245,7 +250,22 @@ class Vllm:
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
-        return generate_load(client, spec, benchmark, folder)
+        """Run `vllm bench serve` at each concurrency, which writes `benchmark.json` and `.log`; raise ServerError."""
+        arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
+        results = _run_load_generator(client, arguments, folder)
+        return [
+            LoadResult(
+                concurrency=concurrency,
+                num_requests=result["num_prompts"],
+                num_failed=result["failed"],
+                num_output_tokens=result["total_output_tokens"],
+                ttft_ms=float(result["median_ttft_ms"]),
+                # Not the median time between chunks: it is 0 for chunks that arrive together, however slow the tokens.
+                inter_token_latency_ms=float(result["median_tpot_ms"]),
+                output_tokens_per_s=float(result["output_throughput"]),
+            )
+            for concurrency, result in zip(benchmark.concurrencies, results, strict=True)
+        ]
 
     def check_adapters(self, spec: LaunchSpec) -> None:
         check_adapters(spec)
@@ -292,34 +312,6 @@ class Vllm:
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return servability.caveats(quantization, servability.serving_device(), servability.cpu_flags())
-
-
-def find_root_cause(log: str) -> str | None:
-    """Return the first exception in vLLM's log that no other exception caused, with its message; None without one.
-
-    Several processes write into one log, each with a prefix, and the first traceback has the cause; the last line does
-    not (`RuntimeError: Engine core initialization failed. See root cause above`).
-    """
-    return root_cause(log, prefix=PREFIX, usage=USAGE, generic=GENERIC)
-
-
-def generate_load(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path) -> list[LoadResult]:
-    """Run `vllm bench serve` at each concurrency; write `benchmark.json` and `.log`; raise ServerError if it fails."""
-    arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
-    results = _run_load_generator(client, arguments, folder)
-    return [
-        LoadResult(
-            concurrency=concurrency,
-            num_requests=result["num_prompts"],
-            num_failed=result["failed"],
-            num_output_tokens=result["total_output_tokens"],
-            ttft_ms=float(result["median_ttft_ms"]),
-            # Not the median time between chunks: it is 0 for chunks that arrive together, however slow the tokens were.
-            inter_token_latency_ms=float(result["median_tpot_ms"]),
-            output_tokens_per_s=float(result["output_throughput"]),
-        )
-        for concurrency, result in zip(benchmark.concurrencies, results, strict=True)
-    ]
 
 
 def _load_arguments(client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, concurrency: int) -> list[str]:

@@ -10,7 +10,7 @@ from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec
 from stages.serving.llama_cpp import engine
-from stages.serving.llama_cpp.engine import LlamaCppProgram, find_llama_cpp, find_root_cause, free_cores
+from stages.serving.llama_cpp.engine import LlamaCpp, LlamaCppProgram, find_llama_cpp, free_cores
 
 SOCKET = EngineAddress(Path("engine.sock"))
 INSTALLED = LlamaCppProgram(Path("/env/bin/python"), "2026.10")
@@ -104,8 +104,8 @@ def test_threads_are_as_many_as_cores_are_free(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_the_first_error_is_the_cause(log: str, cause: str) -> None:
-    assert (find_root_cause(log) or "").startswith(cause)
+    assert (LlamaCpp().root_cause(log) or "").startswith(cause)
 
 
 def test_a_log_without_errors_has_no_cause() -> None:
-    assert find_root_cause(CUT_OFF.splitlines()[0]) is None
+    assert LlamaCpp().root_cause(CUT_OFF.splitlines()[0]) is None

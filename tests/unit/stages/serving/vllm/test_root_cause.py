@@ -3,7 +3,7 @@
 import pytest
 
 from stages.serving.server import last_lines
-from stages.serving.vllm.engine import find_root_cause
+from stages.serving.vllm.engine import Vllm
 
 PREFIX = "(EngineCore pid=10753) ERROR 11-21 08:44:59 [core.py:1510] "
 ENGINE_FAILED = f"""\
@@ -63,7 +63,7 @@ vllm serve: error: argument --dtype: invalid choice: 'float99' (choose from 'aut
     ],
 )
 def test_names_the_first_exception_and_not_its_consequence(log: str, expected: str) -> None:
-    cause = find_root_cause(log)
+    cause = Vllm().root_cause(log)
 
     assert cause is not None
     assert expected in cause
@@ -74,13 +74,13 @@ def test_names_the_first_exception_and_not_its_consequence(log: str, expected: s
 def test_knows_when_a_log_gives_no_reason() -> None:
     log = "INFO starting\n\nINFO loading weights\n"
 
-    assert find_root_cause(log) is None
+    assert Vllm().root_cause(log) is None
     assert last_lines(log, 1) == "INFO loading weights"
     assert last_lines("") == "(the log is empty)"
 
 
 def test_a_reason_without_end_is_shortened() -> None:
-    cause = find_root_cause("ValueError: not one of " + "NameOfAnArchitecture, " * 1000)
+    cause = Vllm().root_cause("ValueError: not one of " + "NameOfAnArchitecture, " * 1000)
 
     assert cause is not None
     assert len(cause) <= 600
