@@ -23,7 +23,7 @@ from stages.core.process_tree import descendants
 from stages.serving import registry as engines
 from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
-from stages.serving.waiting import WaitingRoom
+from stages.serving.waiting import RequestQueue
 from tests.hub_repository import model_files
 from tests.load import CutOffError, Load
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
@@ -106,7 +106,7 @@ class Followed:
     def __init__(self, registry: Registry, stack: ExitStack, **options):
         self.folder = stack.enter_context(own_folder())
         champion = start_engine(registry.find(NAME), self.folder)
-        self.proxy = Proxy(champion.backend, KEY, waiting=WaitingRoom())
+        self.proxy = Proxy(champion.backend, KEY, waiting=RequestQueue())
         following = FollowSettings(registry, NAME, CHAMPION, canary_share=0.5, **options)
         self.follower = stack.enter_context(Follower(following, champion, self.proxy, self.folder))
         public = stack.enter_context(listening_socket("127.0.0.1", None))

@@ -11,7 +11,7 @@ from flows.store.store import Store
 from stages.core.contract import StageContext, StageResult
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run as promote
-from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing
+from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, ComparedChampion
 from stages.kinds.publish.config import PublishConfig
 from stages.kinds.publish.run import run as publish
 from tests.candidates import write_evaluation
@@ -107,7 +107,7 @@ class Publishing:
         if champion:
             write_evaluation(self.folder / "champion", champion)
             standing = Champion(version="3", same_model=False, evaluations=(self.folder / "champion",))
-        (work / CHAMPION_FILE).write_text(Standing(champion=standing).model_dump_json())
+        (work / CHAMPION_FILE).write_text(ComparedChampion(champion=standing).model_dump_json())
         config = PromoteConfig.model_validate(self.tree["promote"])
         inputs = {name: self.built[name].artifact for name in self.stages["promote"].ancestors}
         context = StageContext(work, "promote", "0" * 12, inputs, {}, self.folder / "cache")

@@ -40,7 +40,7 @@ from stages.serving.backend import Canary
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
 from stages.serving.server import reachable
 from stages.serving.tally import Tally
-from stages.serving.waiting import WaitingRoom
+from stages.serving.waiting import RequestQueue
 
 LOOK_INTERVAL_S = 5.0
 MAX_MORE_ERRORS = 0.01
@@ -81,7 +81,7 @@ class FollowSettings:
         with suppress(KeyboardInterrupt), public, own_folder() as folder:
             # The socket listens already: clients wait in its queue until the proxy accepts them below.
             champion = start_engine(version, folder)
-            proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, WaitingRoom())
+            proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, RequestQueue())
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
                 print_line(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1")
                 while True:

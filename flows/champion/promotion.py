@@ -32,7 +32,7 @@ from stages.core.garbage import collect_rarely
 from stages.core.process_tree import die_with_parent
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.paired import compare
-from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, Standing, Verdict
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Champion, ComparedChampion, Verdict
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def judge(work: Path) -> None:
     stage_input = StageInput.model_validate_json((work / "config.json").read_bytes())
     config = PromoteConfig.model_validate(stage_input.config)
     champion = Registry().find(config.name)
-    standing = Standing(champion=_champion(champion, stage_input, config, work) if champion else None)
+    standing = ComparedChampion(champion=_champion(champion, stage_input, config, work) if champion else None)
     write_atomically(work / CHAMPION_FILE, standing.model_dump_json(indent=2))
     os.execv(sys.executable, [sys.executable, "-m", "stages", str(work)])  # noqa: S606 (no shell)
 

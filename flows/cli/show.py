@@ -22,7 +22,7 @@ from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
 from stages.core.files import read_json_lines
 from stages.core.redaction import quoted, redact
-from stages.harnesses.scores import answered, asked
+from stages.harnesses.scores import sample_answer, sample_prompt
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 RECENT_REFRESHES = 10
@@ -292,8 +292,8 @@ def samples_of(artifact: Artifact) -> Iterator[dict[str, Any]]:
             yield {
                 "file": str(file),
                 "sample": row["doc_id"],
-                "asked": asked(row),
-                "answered": answered(row["resps"]),
+                "asked": sample_prompt(row),
+                "answered": sample_answer(row["resps"]),
                 "expected": str(row.get("target", "")),
                 "scores": {name: row[name] for name in row.get("metrics", ()) if name in row},
             }

@@ -18,7 +18,7 @@ from flows.store.content import LOG_FILE
 from stages.core.contract import StageConfig, StageInput
 from stages.core.errors import LifecycleError
 from stages.core.launchers.registry import LauncherBlocks
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 CLUSTERS: dict[str, Cluster] = {"slurm": slurm.CLUSTER, "kubernetes": kubernetes.CLUSTER}
 """Cluster launchers by name. A new launcher is a module, a line here, and its options in `stages/core/launchers/`."""
@@ -92,7 +92,7 @@ class ClusterProcess:
         environment = {**os.environ, "PYTHONPATH": str(local.code_folder()), "PYTHONUNBUFFERED": "1"}
         with (work / LOG_FILE).open("ab") as log:
             command = [sys.executable, "-m", "flows.launch.agent", str(work)]
-            self._agent = Supervised(command, environment=environment, output=log, grace_s=CANCEL_GRACE_S)
+            self._agent = SupervisedProcess(command, environment=environment, output=log, grace_s=CANCEL_GRACE_S)
         self.token = self._agent.token
         self._is_over = False
 

@@ -19,7 +19,7 @@ from flows.planning.plan import PlannedStage
 from flows.store.content import LOG_FILE, PENDING_HOOK_FILE
 from flows.store.store import Store
 from stages.core.contract import StageResult
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 
 def mark(work: Path, kind: str) -> None:
@@ -43,7 +43,7 @@ def complete(
     command = [sys.executable, "-m", PROGRAMS[planned.kind], "complete", str(artifact), str(work)]
     with store.explained(f"complete {planned.name}"), (work / LOG_FILE).open("ab") as log:
         (work / "events.jsonl").touch()  # observers open it before it is removed
-        process = Supervised(command, environment=environment(planned.config), output=log)
+        process = SupervisedProcess(command, environment=environment(planned.config), output=log)
     added = watch(process, planned, work, tick, stop).tags
     # From here on the artifact is found cached, without this program.
     store.remove_mark(artifact)

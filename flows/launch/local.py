@@ -10,7 +10,7 @@ import stages
 from flows.ledger.home import hardware_file
 from flows.store.content import LOG_FILE
 from stages.core.contract import StageConfig
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "true",
@@ -35,10 +35,10 @@ EVERYWHERE = {
 """Environment variables of every stage process, on any launcher."""
 
 
-def start(work: Path, config: StageConfig) -> Supervised:
+def start(work: Path, config: StageConfig) -> SupervisedProcess:
     """Start the stage whose `config.json` lies in `work`; its output is appended to `log.txt` there."""
     with (work / LOG_FILE).open("ab") as log:
-        return Supervised(command(work, config), environment=environment(config), output=log)
+        return SupervisedProcess(command(work, config), environment=environment(config), output=log)
 
 
 def command(work: Path, config: StageConfig) -> list[str]:

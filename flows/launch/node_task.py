@@ -24,7 +24,7 @@ from flows.launch.failures import INTERRUPTED, leave_error
 from flows.launch.network import Rendezvous, check_reachable, is_loopback
 from flows.store.content import LOG_FILE
 from stages.core.errors import ResourceError
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 POLL_INTERVAL_S = 0.2
 
@@ -47,7 +47,7 @@ def main() -> int:
     except ResourceError as error:
         return leave_error(order.work, error)
     with _output(order, cluster.collects_output) as output:
-        process = Supervised(command(order, place), environment=environment, output=output)
+        process = SupervisedProcess(command(order, place), environment=environment, output=output)
     code = _wait(process, folder, order, stop)
     if code is None:
         return INTERRUPTED
@@ -56,7 +56,7 @@ def main() -> int:
     return code
 
 
-def _wait(process: Supervised, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
+def _wait(process: SupervisedProcess, folder: JobFolder, order: JobOrder, stop: threading.Event) -> int | None:
     """Wait for the stage's processes and return their exit code; None when they had to be stopped."""
     # After a node was lost, the job may have been started elsewhere: two starts must not write to one work folder.
     owner, pulse = folder.owner(), HeartbeatMonitor(folder, order.heartbeat_patience_s)

@@ -16,7 +16,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
-from stages.hubs.answers import PLANNING_OFFLINE_LIMIT_S, Answers
+from stages.hubs.answers import PLANNING_OFFLINE_LIMIT_S, BackgroundLookups
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
 from stages.models.facts import CONFIG_FILE, ModelFacts
@@ -46,7 +46,10 @@ class ModelConfigs:
         self._recipe, self._outside, self._index = recipe, outside, index
         self._limit_s = limit_s
         offline_limit_s = None if limit_s is None else PLANNING_OFFLINE_LIMIT_S
-        self._answers = {True: Answers[ModelFacts | None](offline_limit_s), False: Answers[ModelFacts | None](limit_s)}
+        self._answers = {
+            True: BackgroundLookups[ModelFacts | None](offline_limit_s),
+            False: BackgroundLookups[ModelFacts | None](limit_s),
+        }
         """Pending requests for models' facts: under True those to local files, under False those to a hub."""
 
     def of(self, name: str) -> ModelFacts | None:

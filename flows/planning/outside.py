@@ -16,7 +16,7 @@ from flows.store.record import Index
 from stages.core.contract import StageConfig
 from stages.core.errors import EvaluationError, LifecycleError, RecipeError, TransientError
 from stages.core.redaction import shortened
-from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, PLANNING_OFFLINE_LIMIT_S, Answers
+from stages.hubs.answers import PLANNING_ATTEMPT_S, PLANNING_LIMIT_S, PLANNING_OFFLINE_LIMIT_S, BackgroundLookups
 from stages.hubs.registry import HUBS
 
 Resolved = dict[str, JsonValue]
@@ -45,10 +45,10 @@ def resolve_outside(
     sound = {name: config for name, config in chosen.items() if name not in known}
     limits_s = (PLANNING_LIMIT_S, PLANNING_OFFLINE_LIMIT_S, PLANNING_ATTEMPT_S)
     limit_s, offline_limit_s, one_attempt_s = (None, None, None) if unreachable is None else limits_s
-    hashes, others = Answers[str](offline_limit_s), Answers[Resolved](None)
-    sources = {True: Answers[Resolved](offline_limit_s), False: Answers[Resolved](limit_s)}
+    hashes, others = BackgroundLookups[str](offline_limit_s), BackgroundLookups[Resolved](None)
+    sources = {True: BackgroundLookups[Resolved](offline_limit_s), False: BackgroundLookups[Resolved](limit_s)}
 
-    def answers_about(name: str) -> Answers[Resolved]:
+    def answers_about(name: str) -> BackgroundLookups[Resolved]:
         return sources[HUBS[recipe.fetched[name].source.hub].is_offline] if name in recipe.fetched else others
 
     # Local files last, while hubs answer.

@@ -13,7 +13,7 @@ from stages.core.files import read_json_lines
 from stages.core.intervals import score_interval
 from stages.core.lines import visible
 from stages.core.redaction import redact, shortened
-from stages.harnesses.scores import answer_and_expected, asked, samples_by_score
+from stages.harnesses.scores import answer_and_expected, sample_prompt, samples_by_score
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 from stages.kinds.registry import makes
 
@@ -125,7 +125,7 @@ def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 def _question(row: dict[str, Any], answered: list[dict[str, Any] | None]) -> AnsweredQuestion:
     return AnsweredQuestion(
         number=str(row["doc_id"]),
-        asked=_end(asked(row)),
+        asked=_end(sample_prompt(row)),
         expected=_shown(answer_and_expected(row)[1]),
         answers=tuple(_answer(one) if one else None for one in answered),
     )

@@ -45,7 +45,7 @@ from flows.store.policy import policy_file
 from stages.core.errors import ServerError
 from stages.core.garbage import collect_rarely
 from stages.core.process_tree import working_directories
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 ASK_WHOLE_S = 30.0
 """Seconds between full queries for due runs; Prefect marks a work queue as not ready after a minute without one."""
@@ -223,7 +223,7 @@ def apply_retention() -> None:
         return
     print(f"applying {policy_file()}", flush=True)
     command = [sys.executable, "-c", "from flows.cli.main import main; main()", "gc", "--policy"]
-    program = Supervised(command, environment=os.environ, output=sys.stdout.buffer)
+    program = SupervisedProcess(command, environment=os.environ, output=sys.stdout.buffer)
     try:
         while program.poll() is None:
             time.sleep(POLL_INTERVAL_S)

@@ -72,7 +72,7 @@ def _made_absolute(path: Path, info: ValidationInfo) -> Path:
 OutsidePath = Annotated[Path, OutsideInput(), AfterValidator(_made_absolute)]
 LINE_EVERY_S = 60.0
 """Seconds between lines about a stage's progress in its log."""
-FINDING = "finding"
+FINDING_TAG = "finding"
 """Tag of an artifact that its own stage found to be unusable; its value is `ERROR_CLASS: MESSAGE`."""
 
 
@@ -389,14 +389,14 @@ class StageResult(StrictModel):
         if not findings:
             return self
         messages = "\n".join(dict.fromkeys(map(str, findings)))
-        return self.model_copy(update={"tags": {**self.tags, FINDING: f"{class_name(findings[0])}: {messages}"}})
+        return self.model_copy(update={"tags": {**self.tags, FINDING_TAG: f"{class_name(findings[0])}: {messages}"}})
 
 
 def finding_of(tags: Mapping[str, str]) -> LifecycleError | None:
     """Return the error for which a stage marked its own artifact as unusable; None for a usable artifact."""
-    if FINDING not in tags:
+    if FINDING_TAG not in tags:
         return None
-    name, _, message = tags[FINDING].partition(": ")
+    name, _, message = tags[FINDING_TAG].partition(": ")
     return error_classes().get(name, LifecycleError)(message)
 
 

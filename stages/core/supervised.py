@@ -33,7 +33,7 @@ def was_killed(exit_code: int) -> bool:
     return number is not None and number not in REQUESTS_TO_END
 
 
-class Supervised:
+class SupervisedProcess:
     """Running command under its supervisor process, which can be polled and stopped.
 
     token: marks its processes, to find stragglers after this process has died. output: receives stdout and stderr; the

@@ -33,7 +33,7 @@ from stages.data.messages import Conversation, Document, PlainText, RowError, Sp
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 from stages.models.loading import load_tokenizer
 from stages.models.recorded import ToolPrompt
-from stages.models.tokenizer_check import Growth
+from stages.models.tokenizer_check import LengthGrowth
 
 EXAMPLES = "a0."
 """Sample texts to find the special tokens around a text; the first that the normalizer does not lengthen is used."""
@@ -69,7 +69,7 @@ class DocumentTokenizer:
         self._tokenizer = _picklable(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._content = SpecialTokens(self._backend, special_tokens_in_content)
-        self._growth = Growth.of(self._backend)
+        self._growth = LengthGrowth.of(self._backend)
         self.teaches_to_stop: bool | None = None
         """True if assistant turns end with a special token, so that the model learns to stop; None before any."""
 
@@ -541,7 +541,7 @@ def _picklable(folder: Path) -> LoadedTokenizer:
     # A tokenizer.json may ask for both, and texts would be cut or filled up.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    growth = Growth.of(tokenizer.backend_tokenizer)
+    growth = LengthGrowth.of(tokenizer.backend_tokenizer)
     letter = next((letter for letter in EXAMPLES if growth.problem(letter) is None), None)
     if letter is None:
         raise ModelError(f"the tokenizer in {folder} {growth.problem(EXAMPLES[0])}")

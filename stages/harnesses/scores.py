@@ -73,13 +73,13 @@ def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
     return read_json_lines(samples_file(evaluation, task))
 
 
-def asked(row: dict[str, Any]) -> str:
+def sample_prompt(row: dict[str, Any]) -> str:
     """Return the prompt of an evaluated sample; of a multiple-choice question, the prompt of the first option."""
     requests = _requests(row)
     return requests[0][0] if requests else str(row.get("question") or row.get("doc", ""))
 
 
-def answered(responses: Any) -> Any:
+def sample_answer(responses: Any) -> Any:
     """Return the answer to a sample; multiple choice: (log-likelihood, whether it is the likeliest) per option."""
     texts = [response[0] if isinstance(response, list) and len(response) == 1 else response for response in responses]
     return texts[0] if len(texts) == 1 else texts
@@ -87,7 +87,7 @@ def answered(responses: Any) -> Any:
 
 def answer_and_expected(row: dict[str, Any]) -> tuple[str, str]:
     """Return the model's answer and the right answer as texts; for multiple choice, the likeliest and right option."""
-    answer, target = answered(row["resps"]), row.get("target")
+    answer, target = sample_answer(row["resps"]), row.get("target")
     expected = "" if target is None else str(target)
     choices = [request[1].strip() for request in _requests(row)]
     if len(choices) < 2 or not isinstance(answer, list) or len(answer) != len(choices):

@@ -23,7 +23,7 @@ PLANNING_ATTEMPT_S = 0.6
 Answer = TypeVar("Answer")
 
 
-class Answers(Generic[Answer]):
+class BackgroundLookups(Generic[Answer]):
     """Results of several slow lookups, made by threads under one time limit. limit_s: None for no limit."""
 
     def __init__(self, limit_s: float | None) -> None:

@@ -51,7 +51,7 @@ def arrivals_folder(context: StageContext, revision: str) -> Path:
     return folder
 
 
-def hand_over(arrivals: Path, names: Collection[str], folder: Path) -> None:
+def move_into_place(arrivals: Path, names: Collection[str], folder: Path) -> None:
     """Move a complete download to `folder`, leaving out files of an earlier attempt."""
     for path in arrivals.rglob("*"):
         if (path.is_symlink() or not path.is_dir()) and path.relative_to(arrivals).as_posix() not in names:

@@ -16,7 +16,7 @@ from stages.hubs.delivery import (
     arrivals_folder,
     check_disk,
     check_small,
-    hand_over,
+    move_into_place,
     size_bytes,
 )
 from stages.hubs.hub import Request, Source
@@ -47,7 +47,7 @@ class ObjectStorage:
         _copy_all(bucket, objects, arrivals, Progress(context, total_bytes))
         # Again after copying: an object that was replaced meanwhile may have come half from either version.
         _check_unchanged(request, _requested(request, bucket), revision)
-        hand_over(arrivals, objects.keys(), folder)
+        move_into_place(arrivals, objects.keys(), folder)
 
     def pointers(self, request: Request, revision: str) -> dict[str, Pointer]:
         objects = _requested(request, Bucket(str(request.source)))

@@ -26,7 +26,7 @@ from stages.hubs.delivery import (
     arrivals_folder,
     check_disk,
     check_small,
-    hand_over,
+    move_into_place,
     size_bytes,
 )
 from stages.hubs.hub import Request, Source
@@ -65,7 +65,7 @@ class RepositoryHub(ABC):
         check_disk(context.work, snapshot.size_bytes - size_bytes(arrivals))
         context.milestone(f"downloading {len(snapshot.files)} files, {snapshot.size_bytes / GIB:.3f} GiB")
         Fetcher(snapshot, arrivals, Progress(context, snapshot.size_bytes).add).fetch()
-        hand_over(arrivals, {file.name for file in snapshot.files}, folder)
+        move_into_place(arrivals, {file.name for file in snapshot.files}, folder)
 
     def read_file(self, source: Source, revision: str, name: str) -> str | None:
         snapshot = self.list_snapshot(source, revision)

@@ -42,7 +42,7 @@ CHAINS = ("normalizers", "pretokenizers", "decoders")
 Step = Mapping[str, Any]
 
 
-class Growth:
+class LengthGrowth:
     """Bound on how much a tokenizer's normalizer, step by step, can lengthen texts."""
 
     def __init__(self, normalizer: Step | None) -> None:
@@ -52,7 +52,7 @@ class Growth:
         """Largest factor by which the whole normalizer could lengthen a text, if each step were at its worst."""
 
     @classmethod
-    def of(cls, backend: Tokenizer) -> Growth:
+    def of(cls, backend: Tokenizer) -> LengthGrowth:
         """Return the bound on how much a loaded tokenizer's normalizer can lengthen texts."""
         return cls(_state(backend.normalizer))
 
@@ -107,7 +107,7 @@ def check_tokenizer_file(folder: Path, *texts: str, max_factor: float = math.inf
     """
     try:
         content = json.loads((folder / "tokenizer.json").read_bytes())
-        growth = Growth(content.get("normalizer"))
+        growth = LengthGrowth(content.get("normalizer"))
         added = [token["content"] for token in content.get("added_tokens") or () if token.get("normalized")]
         for part in ("pre_tokenizer", "decoder"):
             if (factor := math.prod(map(_factor, _steps(content.get(part))))) > MAX_CHAIN_GROWTH:

@@ -65,7 +65,7 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 EQUAL, MASKED_EQUAL = 4, 7
 
 
-class Comparison(ctypes.Structure):
+class ArgumentCondition(ctypes.Structure):
     """Condition on an argument of a system call, in libseccomp's layout (`struct scmp_arg_cmp`).
 
     For MASKED_EQUAL the call's argument `arg` & `first` must equal `second`; for EQUAL it must equal `first`.
@@ -88,32 +88,32 @@ def permit_computing_only() -> None:
     if not calls:
         raise OSError(errno.ENOSYS, "seccomp_init failed")
 
-    def permit(name: str, where: Iterable[Comparison] = ()) -> None:
+    def permit(name: str, where: Iterable[ArgumentCondition] = ()) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # an architecture without this call
             return
         given = tuple(where)
         _checked_seccomp(
-            library.seccomp_rule_add_array(calls, ALLOW, number, len(given), (Comparison * len(given))(*given))
+            library.seccomp_rule_add_array(calls, ALLOW, number, len(given), (ArgumentCondition * len(given))(*given))
         )
 
     for name in PERMITTED.split():
         permit(name)
     for name, flags in (("open", 1), ("openat", 2)):
         # Several rules for one call are alternatives: it is allowed if any of them matches.
-        permit(name, [Comparison(flags, MASKED_EQUAL, READ_WITHOUT_TRUNCATION, os.O_RDONLY)])
-        permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_WRONLY)])
-        permit(name, [Comparison(flags, MASKED_EQUAL, WRITING, os.O_RDWR)])
+        permit(name, [ArgumentCondition(flags, MASKED_EQUAL, READ_WITHOUT_TRUNCATION, os.O_RDONLY)])
+        permit(name, [ArgumentCondition(flags, MASKED_EQUAL, WRITING, os.O_WRONLY)])
+        permit(name, [ArgumentCondition(flags, MASKED_EQUAL, WRITING, os.O_RDWR)])
     for command in FCNTL_COMMANDS:
-        permit("fcntl", [Comparison(1, EQUAL, command)])
-    permit("fcntl", [Comparison(1, EQUAL, fcntl.F_SETFL), Comparison(2, MASKED_EQUAL, os.O_ASYNC, 0)])
+        permit("fcntl", [ArgumentCondition(1, EQUAL, command)])
+    permit("fcntl", [ArgumentCondition(1, EQUAL, fcntl.F_SETFL), ArgumentCondition(2, MASKED_EQUAL, os.O_ASYNC, 0)])
     for command in IOCTL_COMMANDS:
-        permit("ioctl", [Comparison(1, EQUAL, command)])
+        permit("ioctl", [ArgumentCondition(1, EQUAL, command)])
     # private, or of no file: a shared mapping would write to a file past the limits on what is written
-    permit("mmap", [Comparison(3, MASKED_EQUAL, SHARING, mmap.MAP_PRIVATE)])
-    permit("mmap", [Comparison(3, MASKED_EQUAL, mmap.MAP_ANONYMOUS, mmap.MAP_ANONYMOUS)])
-    permit("prlimit64", [Comparison(0, EQUAL, 0), Comparison(2, EQUAL, 0)])  # reading its own limits
-    permit("tgkill", [Comparison(0, EQUAL, os.getpid())])  # abort(): a signal to itself
+    permit("mmap", [ArgumentCondition(3, MASKED_EQUAL, SHARING, mmap.MAP_PRIVATE)])
+    permit("mmap", [ArgumentCondition(3, MASKED_EQUAL, mmap.MAP_ANONYMOUS, mmap.MAP_ANONYMOUS)])
+    permit("prlimit64", [ArgumentCondition(0, EQUAL, 0), ArgumentCondition(2, EQUAL, 0)])  # reading its own limits
+    permit("tgkill", [ArgumentCondition(0, EQUAL, os.getpid())])  # abort(): a signal to itself
     # From here on this process cannot take any of it back, nor can what it runs.
     _checked_seccomp(library.seccomp_load(calls))
     library.seccomp_release(calls)

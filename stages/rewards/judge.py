@@ -182,7 +182,7 @@ class JudgeReward(JudgeConfig, Reward):
 
         Raises ServerError for a refusal, or prose; TransientError for no answer; RecipeError for an unset variable.
         """
-        with AskedJudge.opened(self, context.kept / f"{name}.jsonl") as judge:
+        with JudgeClient.opened(self, context.kept / f"{name}.jsonl") as judge:
             judge.try_out()
             yield judge.scores
 
@@ -220,7 +220,7 @@ class JudgeAnswer:
 
 
 @dataclass(frozen=True)
-class Opinion:
+class JudgeScore:
     """Judge's score for one completion, None without a number. answers: the judge's texts, one for each question."""
 
     score: float | None
@@ -228,7 +228,7 @@ class Opinion:
 
 
 @dataclass
-class AskedJudge:
+class JudgeClient:
     """Judge in use: the connection to its server. answered: answers by the messages asked, as JSON."""
 
     config: JudgeConfig
@@ -271,7 +271,7 @@ class AskedJudge:
         # starts all at once, and yields in the order of the completions
         return self.pool.map(self._score, completions)
 
-    def opinions(self, completions: Sequence[Completion]) -> Iterator[Opinion]:
+    def opinions(self, completions: Sequence[Completion]) -> Iterator[JudgeScore]:
         """Return the judge's score of each completion, None without a number, and its answers; else as `scores`."""
         self._check_cost(completions)
         return self.pool.map(self._opinion, completions)
@@ -284,12 +284,12 @@ class AskedJudge:
                 f"{self.num_requests} before; `max_requests` is {self.config.max_requests}: raise it, or judge fewer"
             )
 
-    def _opinion(self, completion: Completion) -> Opinion:
+    def _opinion(self, completion: Completion) -> JudgeScore:
         answers = [self._answer_to(messages) for messages in self._questions(completion)]
         # A comparison with one verdict missing has no score: one order alone would keep the judge's bias for a place.
         numbers = [one.number for one in answers if one.number is not None]
         score = self._combined(numbers) if len(numbers) == len(answers) else None
-        return Opinion(score, tuple(one.text for one in answers))
+        return JudgeScore(score, tuple(one.text for one in answers))
 
     def _score(self, completion: Completion) -> float:
         return self._combined([self._number(messages) for messages in self._questions(completion)])
@@ -408,9 +408,11 @@ class AskedJudge:
                 stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def bounded(judge: AskedJudge, completions: Sequence[Completion], what: str, max_fraction: float) -> Iterator[Opinion]:
+def bounded(
+    judge: JudgeClient, completions: Sequence[Completion], what: str, max_fraction: float
+) -> Iterator[JudgeScore]:
     """Yield a judge's scores of all completions; raise DataError once more than `max_fraction` are missing."""
-    unjudged: list[Opinion] = []
+    unjudged: list[JudgeScore] = []
     for opinion in judge.opinions(completions):
         unjudged += [opinion] if opinion.score is None else []
         if len(unjudged) > max_fraction * len(completions):

@@ -10,10 +10,10 @@ import numpy as np
 from stages.data.look import MAX_SHOWN_TOKENS, histogram, shown_document
 from stages.data.summaries import DataLook, ShownDocument, ShownPortion, ShownRow, TokenSpan
 from stages.data.tokenizer import DocumentTokenizer
-from stages.rollouts.prompts import AskedPrompt
+from stages.rollouts.prompts import RenderedPrompt
 
 
-def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
+def look_at_prompts(prompts: Sequence[RenderedPrompt], tokenizer_folder: Path, num_rows: int) -> DataLook:
     """Return a preview of the first `num_rows` prompts with their right answers, and counts over all prompts."""
     lengths = np.array([len(prompt.token_ids) for prompt in prompts])
     tokenizer = DocumentTokenizer(tokenizer_folder, None, "assistant")
@@ -37,7 +37,7 @@ def look_at_prompts(prompts: Sequence[AskedPrompt], tokenizer_folder: Path, num_
     )
 
 
-def _row(asked: AskedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
+def _row(asked: RenderedPrompt, tokenizer: DocumentTokenizer) -> ShownRow:
     tokens = np.array(asked.token_ids, np.int32)
     prompt = shown_document("prompt", tokens, np.zeros(len(tokens), np.bool_), tokenizer, MAX_SHOWN_TOKENS)
     reference = asked.prompt.reference

@@ -24,7 +24,7 @@ NUM_NAMED = 10
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class RenderedPrompt:
     """Prompt of a dataset row, rendered by the chat template, as text and as the token ids that the server gets."""
 
     place: RowLocation
@@ -38,7 +38,7 @@ class AskedPrompt:
         return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
 
 
-def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[AskedPrompt]:
+def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[RenderedPrompt]:
     """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
     tokenizer_folder: of the model that is asked. Raises DataError, with the bad rows, for rows that are no prompts or
@@ -49,7 +49,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
     as_chat = options.apply_chat_template
     files = find_files(folder, options.split)
-    prompts: list[AskedPrompt] = []
+    prompts: list[RenderedPrompt] = []
     bad: list[str] = []
     with ExitStack() as stack:
         checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
@@ -72,7 +72,7 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     return prompts
 
 
-def check_room(prompts: Sequence[AskedPrompt], context_tokens: int, max_tokens: int) -> None:
+def check_room(prompts: Sequence[RenderedPrompt], context_tokens: int, max_tokens: int) -> None:
     """Raise DataError, with the prompts' places, if prompts leave no room for `max_tokens` of answer in the context."""
     room = context_tokens - max_tokens
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
@@ -97,7 +97,7 @@ class _Rows:
         self._as_chat = as_chat
         self._reader = PromptReader(options.reference, options.reference_field, options.columns)
 
-    def asked(self, place: RowLocation, row: object) -> AskedPrompt:
+    def asked(self, place: RowLocation, row: object) -> RenderedPrompt:
         """Return a row's rendered prompt; RowError if it is none or lacks what a reward needs."""
         prompt = self._reader.read(row)
         for name, reward in self._options.rewards.items():
@@ -110,7 +110,7 @@ class _Rows:
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
-        return AskedPrompt(place, prompt, text, token_ids)
+        return RenderedPrompt(place, prompt, text, token_ids)
 
     def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
         if isinstance(document, PlainText):

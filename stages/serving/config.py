@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validat
 from stages.core.contract import Execution, StrictModel
 from stages.core.errors import ModelError, TransientError
 from stages.core.fields import AddedLater, Seconds
-from stages.hubs.answers import PLANNING_LIMIT_S, Answers
+from stages.hubs.answers import PLANNING_LIMIT_S, BackgroundLookups
 from stages.models.facts import SPELLINGS, ModelFacts
 from stages.models.model_folder import check_config
 
@@ -108,7 +108,7 @@ class ServeExecution(Execution):
         """Yield an error if this machine cannot listen on `host`; a host for a cluster job is not checked."""
         if not self.is_local:
             return
-        names = Answers[Any](PLANNING_LIMIT_S)
+        names = BackgroundLookups[Any](PLANNING_LIMIT_S)
         names.ask(self.host, partial(socket.getaddrinfo, self.host, 0, type=socket.SOCK_STREAM))
         try:
             family = names.of(self.host)[0][0]

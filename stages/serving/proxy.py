@@ -42,7 +42,7 @@ from stages.serving.engine_connections import (
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, header_lines, passed
 from stages.serving.tally import ServedVersion, Tallies, labelled
-from stages.serving.waiting import EngineGoneError, WaitingRoom, not_served
+from stages.serving.waiting import EngineGoneError, RequestQueue, not_served
 
 MODELS = "/v1/models"
 CHAT = "/v1/chat/completions"
@@ -107,7 +107,7 @@ class Proxy:
         backend: Backend,
         api_key: str,
         sampler: Sampler | None = None,
-        waiting: WaitingRoom | None = None,
+        waiting: RequestQueue | None = None,
     ):
         """Create the proxy of an engine; clients can connect once `listening` runs the proxy.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, listening
-from stages.serving.waiting import WaitingRoom
+from stages.serving.waiting import RequestQueue
 
 LOCK_NAME = "proxy.lock"
 LAST_ANSWERS_TIMEOUT_S = 600.0
@@ -31,7 +31,7 @@ def main() -> None:
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)
     with (
         Path(sys.argv[1]).with_name(LOCK_NAME).open("w") as lock,
-        listening(Proxy(engine, os.environ[API_KEY_VARIABLE], waiting=WaitingRoom()), public, LAST_ANSWERS_TIMEOUT_S),
+        listening(Proxy(engine, os.environ[API_KEY_VARIABLE], waiting=RequestQueue()), public, LAST_ANSWERS_TIMEOUT_S),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         stop.wait()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from stages.core.errors import LifecycleError, ResourceError, ServerError
-from stages.core.supervised import Supervised, was_killed
+from stages.core.supervised import SupervisedProcess, was_killed
 from stages.models.model_folder import check_model_folder
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
@@ -45,7 +45,7 @@ class Server:
     address: EngineAddress
     spec: LaunchSpec
     log_file: Path
-    process: Supervised
+    process: SupervisedProcess
     started_s: float
     was_ready: bool = False
     """True once the server has answered a health check."""
@@ -157,7 +157,7 @@ def started_server(
             **environment,
         }
         with log_file.open("wb") as output:
-            process = Supervised(command, environment=of_engine, output=output, folder=runtime, grace_s=GRACE_S)
+            process = SupervisedProcess(command, environment=of_engine, output=output, folder=runtime, grace_s=GRACE_S)
         # The proxy answers while the engine starts, so that early requests get an error instead of no connection.
         try:
             served = ServedVersion(spec.served_name, version) if version else None

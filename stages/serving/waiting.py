@@ -32,7 +32,7 @@ class EngineGoneError(Exception):
         self.was_sent = was_sent
 
 
-class WaitingRoom:
+class RequestQueue:
     """Requests of one event loop that wait for an engine: total size of their bodies, and the event that wakes them."""
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class WaitingRoom:
         self.changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def visit(self, num_bytes: int) -> Visit:
+    def visit(self, num_bytes: int) -> WaitingRequest:
         """Create the state of a request, with a body of `num_bytes`, that may have to wait until an engine runs."""
         self._loop = asyncio.get_running_loop()
-        return Visit(self, num_bytes)
+        return WaitingRequest(self, num_bytes)
 
     def wake(self) -> None:
         """Make all requests that wait for an engine look for a new one. May be called from any thread."""
@@ -56,10 +56,10 @@ class WaitingRoom:
         self.changed = asyncio.Event()
 
 
-class Visit:
+class WaitingRequest:
     """State of one request that may wait for a running engine; all its waits share one time limit."""
 
-    def __init__(self, room: WaitingRoom, num_bytes: int):
+    def __init__(self, room: RequestQueue, num_bytes: int):
         self._room = room
         self._num_bytes = num_bytes
         self._left_s = MAX_WAIT_S

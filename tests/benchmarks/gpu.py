@@ -209,12 +209,12 @@ class Run:
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
         """Run a command; return its exit code, or None if it and its children were killed at its time limit."""
         from flows.launch.local import EVERYWHERE, ON_LOOPBACK
-        from stages.core.supervised import Supervised
+        from stages.core.supervised import SupervisedProcess
 
         python_path = ":".join(filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, **EVERYWHERE, **ON_LOOPBACK, "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
         with log.open("wb") as output:
-            started = Supervised(command, environment=environment, output=output, folder=ROOT, grace_s=1.0)
+            started = SupervisedProcess(command, environment=environment, output=output, folder=ROOT, grace_s=1.0)
             try:
                 return started.process.wait(limit_s)
             except subprocess.TimeoutExpired:

@@ -92,13 +92,13 @@ def run_refresh(root: Path, ranks: int = 1) -> dict[str, dict[str, object]]:
     from flows.launch import local
     from flows.running.runner import run_stage
     from flows.store.store import Store
-    from stages.core.supervised import Supervised
+    from stages.core.supervised import SupervisedProcess
 
     def launch(work, config):
         command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
         with (work / "log.txt").open("ab") as log:
             command += [__file__, "--stage", str(work)]
-            return Supervised(command, environment=local.environment(config), output=log, grace_s=1.0)
+            return SupervisedProcess(command, environment=local.environment(config), output=log, grace_s=1.0)
 
     store = Store(root)
     built = {}

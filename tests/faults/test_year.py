@@ -24,7 +24,7 @@ from year_events import EARLIER, events, use
 from year_kills import KINDS
 from year_nights import Year
 from year_operator import NAME, YearHome, until
-from year_world import Asker, Unit, receiving
+from year_world import ClientThread, Unit, receiving
 
 NUM_NIGHTS = int(os.environ.get("YEAR_NIGHTS", "365"))
 SEED = int(os.environ.get("YEAR_SEED", "0"))
@@ -43,7 +43,7 @@ def year(tmp_path):
     clock = Clock(tmp_path, START)
     with small_disk(disk, DISK_MIB), receiving(notified) as webhook:
         home = YearHome(disk / "home", clock)
-        year = Year(home, clock, notified, Asker(free_port(), NAME), SEED, KEEP, events(NUM_NIGHTS))
+        year = Year(home, clock, notified, ClientThread(free_port(), NAME), SEED, KEEP, events(NUM_NIGHTS))
         home.prepare()
         use(year, EARLIER[0])
         home.begin(webhook, KEEP)

@@ -20,7 +20,7 @@ from flows.store.store import Store
 from stages.core.contract import StageConfig
 from stages.core.errors import RefreshStoppedError
 from stages.core.process_tree import living_processes
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 
 PATIENCE_S = 300.0
 SCRIPT = Path(__file__).with_name("tiny_stage.py")
@@ -72,11 +72,11 @@ def interrupt(planned: PlannedStage, upstream: Mapping[str, BuiltStage], store: 
     raise AssertionError("the stage ended before it could be stopped")
 
 
-def launch(work: Path, config: StageConfig) -> Supervised:
+def launch(work: Path, config: StageConfig) -> SupervisedProcess:
     """Launch a stage as the local launcher does, but with the stand-in `tiny_stage.py` as its program."""
     command = local.command(work, config)[: -len(["-m", "stages", str(work)])]
     with (work / "log.txt").open("ab") as log:
-        return Supervised(
+        return SupervisedProcess(
             [*command, str(SCRIPT), str(work)], environment=local.environment(config), output=log, grace_s=1.0
         )
 

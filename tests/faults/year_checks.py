@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 
 from year_nights import TIDY_EVERY, Year, expected_state, expected_text
 from year_operator import NAME, ZONE, YearHome
-from year_world import Asked
+from year_world import ClientRequest
 
 NEW_CHAMPION_S = 120.0
 """Largest allowed time in seconds from the notification of a promotion until the new model answers."""
@@ -41,7 +41,7 @@ def check_requests(year: Year) -> None:
     asked = year.asker.asked
     kills_s = [night.kill.at_s for night in year.nights if night.kill and night.kill.at_s]
 
-    def was_cut(request: Asked) -> bool:
+    def was_cut(request: ClientRequest) -> bool:
         """Return whether a kill or restart cut a request off; a restart answers, but resets unaccepted connections."""
         is_of_kill = any(request.began_s <= kill_s <= request.ended_s for kill_s in kills_s)
         return request.was_cut and (

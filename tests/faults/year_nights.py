@@ -17,7 +17,7 @@ from year_clock import Clock
 from year_kills import Kill, carry_out, draw
 from year_operator import YearHome, until
 from year_stand_in.stages.__main__ import right_answers, trained
-from year_world import Asker, Notification, Unit
+from year_world import ClientThread, Notification, Unit
 
 TOLD_TIMEOUT_S = 300.0
 TIDY_EVERY = 5
@@ -70,7 +70,7 @@ class Year:
     home: YearHome
     clock: Clock
     notified: list[Notification]
-    asker: Asker
+    asker: ClientThread
     seed: int
     keep: dict[str, Any]
     events: dict[int, list[tuple[str, Callable[["Year"], threading.Thread | None]]]]

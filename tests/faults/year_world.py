@@ -87,7 +87,7 @@ class Unit:
 
 
 @dataclass
-class Asked:
+class ClientRequest:
     """Record of a request to the champion: begin and end (monotonic clock), answer and model version, or the error."""
 
     began_s: float
@@ -104,12 +104,12 @@ class Asked:
 
 
 @dataclass
-class Asker:
+class ClientThread:
     """Client that sends requests to the champion one after another without end, and retries refused connections."""
 
     port: int
     name: str
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ClientRequest] = field(default_factory=list)
     _enough: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class Asker:
 
     def _ask_forever(self) -> None:
         while not self._enough.wait(PAUSE_S):
-            request = Asked(time.monotonic())
+            request = ClientRequest(time.monotonic())
             self.asked.append(request)
             try:
                 self._ask(request)
@@ -130,7 +130,7 @@ class Asker:
                 request.trouble = repr(error)
             request.ended_s = time.monotonic()
 
-    def _ask(self, request: Asked) -> None:
+    def _ask(self, request: ClientRequest) -> None:
         connection = self._connected(request.began_s + ANSWER_TIMEOUT_S)
         try:
             body = json.dumps({"model": self.name, "messages": [{"role": "user", "content": "Who are you?"}]})

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from stages.adapters.files import read_adapter
-from stages.core.contract import FINDING, StageContext, StageResult
+from stages.core.contract import FINDING_TAG, StageContext, StageResult
 from stages.core.errors import GateError, ModelError
 from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run as download
@@ -277,7 +277,7 @@ def test_a_layer_that_no_gradient_reaches_is_named(artifacts, tmp_path):
     run_to_end(work, config)
     events = (work / "events.jsonl").read_text()
     assert re.search(r"1 of \d adapted layers have learned nothing, their B is 0 \(model.layers.1.self_attn", events)
-    assert FINDING not in json.loads((work / "result.json").read_text())["tags"], "the other layer has learned"
+    assert FINDING_TAG not in json.loads((work / "result.json").read_text())["tags"], "the other layer has learned"
 
 
 def test_a_stage_that_is_killed_between_the_files_of_its_adapter_writes_it_again(tuned, artifacts, tmp_path):
@@ -349,7 +349,7 @@ def test_an_adapter_of_which_rounding_leaves_nothing_is_kept_and_refused(artifac
     make_context(work, {**artifacts, "sft": half}, config)
     run_to_end(work, config)
     result = StageResult.model_validate_json((work / "result.json").read_text())
-    assert result.tags[FINDING].startswith("ModelError: the adapter does nothing: once it is merged into sft-0123")
+    assert result.tags[FINDING_TAG].startswith("ModelError: the adapter does nothing: once it is merged into sft-0123")
     assert read_adapter(work / "adapter").base == half.name
     assert result.metrics["mean_abs_change_nats_per_token"] < 1e-6
 
@@ -361,7 +361,7 @@ def test_an_adapter_that_changes_little_is_an_adapter(artifacts, half, tmp_path)
     make_context(work, {**artifacts, "sft": half}, config)
     run_to_end(work, config)
     result = StageResult.model_validate_json((work / "result.json").read_text())
-    assert FINDING not in result.tags
+    assert FINDING_TAG not in result.tags
     assert 0 < result.metrics["mean_abs_change_nats_per_token"] < 2**-7
     assert 0 < result.metrics["changed_token_fraction"] <= 1
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageResult
 from stages.core.errors import ServerError, TrainingError
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.rollouts.rounds import Round
@@ -148,7 +148,7 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     command += ["--served-model-name", "learner", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
     with (folder / "log.txt").open("wb") as log:
-        server = Supervised(
+        server = SupervisedProcess(
             [*map(str, command), "--distributed-executor-backend", "uni"], environment=environment, output=log
         )
     client = Client(f"http://127.0.0.1:{port}", KEY, "learner")

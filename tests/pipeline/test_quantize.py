@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stages.core.contract import FINDING, StageInput
+from stages.core.contract import FINDING_TAG, StageInput
 from stages.kinds.quantize.divergence import measure_divergence
 from tests.forked_stages import warm_parent
 
@@ -246,7 +246,7 @@ def test_the_same_seed_gives_the_same_weights_and_the_gate_closes_after_the_figu
     first, second = (load_file(built / name / "model/model.safetensors") for name in ("awq", "awq-again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    finding = json.loads((built / "awq-again/result.json").read_text())["tags"][FINDING]
+    finding = json.loads((built / "awq-again/result.json").read_text())["tags"][FINDING_TAG]
     logged = json.loads((built / "awq-again/metrics.jsonl").read_text())
     assert finding.startswith("GateError: ")
     assert f"{logged['kl_nats_per_token']:.4f} nats per token" in finding

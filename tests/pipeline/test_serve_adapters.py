@@ -25,7 +25,7 @@ from stages.kinds.download.config import DownloadConfig
 from stages.kinds.download.run import run as run_download
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run as run_promotion
-from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, Standing, Verdict
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, ComparedChampion, Verdict
 from stages.models.facts import ModelFacts
 from stages.models.recorded import RECORD, Predicted
 from stages.serving.agreement import compare_with_records
@@ -253,7 +253,7 @@ def test_an_evaluation_asks_the_adapter_that_it_names(root: Path, result: StageR
 def promote(root: Path, work: Path, most: float) -> Verdict:
     """Run the promote stage on an adapter with a bound on its log-probability difference, and return the decision."""
     (root / "narrow" / "result.json").write_text(StageResult().model_dump_json())
-    (work / CHAMPION_FILE).write_text(Standing(champion=None).model_dump_json())
+    (work / CHAMPION_FILE).write_text(ComparedChampion(champion=None).model_dump_json())
     config = PromoteConfig.model_validate(
         {
             **{"kind": "promote", "name": "sums", "model": "narrow", "evaluations": ["leased"], "server": "serve"},

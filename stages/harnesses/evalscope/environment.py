@@ -21,7 +21,7 @@ from pathlib import Path
 from stages.core.cache import cached_folder
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
-from stages.core.supervised import Supervised, was_killed
+from stages.core.supervised import SupervisedProcess, was_killed
 from stages.serving.interpreter import find_package, inherited_environment
 
 PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
@@ -102,7 +102,7 @@ def _install(partial: Path, doing: Callable[[str], None]) -> None:
 def _run(command: list[str], log: Path, doing: Callable[[str], None]) -> None:
     as_ours = ["/bin/sh", "-c", f'umask {0o777 & ~_mode_of_ours():03o}; exec "$@"', "sh"]  # a stage's files are private
     with log.open("ab") as output:
-        process = Supervised([*as_ours, *command], environment=_environment(), output=output)
+        process = SupervisedProcess([*as_ours, *command], environment=_environment(), output=output)
     shown = ""
     try:
         exit_code = None

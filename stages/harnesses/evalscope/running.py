@@ -20,7 +20,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.core.files import read_json_lines
 from stages.core.redaction import redact, shortened
-from stages.core.supervised import Supervised, was_killed
+from stages.core.supervised import SupervisedProcess, was_killed
 from stages.data.any_rows import Prompt
 from stages.data.messages import PlainText, make_message
 from stages.harnesses.evalscope.environment import InstalledEvalScope
@@ -112,7 +112,7 @@ def _environment(api_key: str, *, offline: bool) -> dict[str, str]:
 def _run(installed: InstalledEvalScope, work: Path, environment: dict[str, str], context: StageContext) -> None:
     log = context.work / LOG_FILE
     with log.open("ab") as output:
-        program = Supervised(
+        program = SupervisedProcess(
             [str(installed.python), str(PROGRAM), str(work / "request.json")],
             environment=environment,
             output=output,

@@ -45,12 +45,12 @@ class Judge(QuestionSetHarness):
         return score in [f"{task}.{METRIC}" for task in evaluation.tasks]
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
-        from stages.harnesses.judge.rating import try_out
+        from stages.harnesses.judge.rating import probe_judge
 
         for task in evaluation.tasks:
             if not sum(1 for _ in read_questions(evaluation, task)):  # reads every question, which checks it
                 raise EvaluationError(f"the task {task} has no questions")
-        try_out(evaluation, cache)
+        probe_judge(evaluation, cache)
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

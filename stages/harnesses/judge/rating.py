@@ -16,11 +16,11 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.question_sets import question_folder, question_text, sample_row
-from stages.rewards.judge import AskedJudge, Opinion, RatingConfig, bounded, cost_metrics
+from stages.rewards.judge import JudgeClient, JudgeScore, RatingConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
 from stages.rollouts.asking import Sample, sample_all
 from stages.rollouts.options import PromptOptions, SamplingOptions
-from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.served_models import ServedModel
 
 METRIC = "rating"
@@ -33,7 +33,7 @@ PROGRESS_EVERY = 10
 class AnsweredTask:
     """Questions of one set with the served model's answers."""
 
-    prompts: Sequence[AskedPrompt]
+    prompts: Sequence[RenderedPrompt]
     answers: Sequence[Sample]
 
     def completions(self) -> Iterator[Completion]:
@@ -44,9 +44,9 @@ class AnsweredTask:
             yield Completion(text, answer.text, answer.num_tokens, prompt.reference, prompt.row, prompt.document)
 
 
-def try_out(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge to rate a trivial answer, storing nothing; raises as `AskedJudge` does."""
-    with AskedJudge.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
+def probe_judge(evaluation: Evaluation, cache: Path) -> None:
+    """Ask the judge to rate a trivial answer, storing nothing; raises as `JudgeClient` does."""
+    with JudgeClient.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
         judge.try_out()
 
 
@@ -58,7 +58,7 @@ def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> 
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:
         answered = {task: _answered(task, evaluation, context, model) for task in evaluation.tasks}
-        with AskedJudge.opened(_judge(evaluation), kept) as judge:
+        with JudgeClient.opened(_judge(evaluation), kept) as judge:
             bound = _judge(evaluation).max_unjudged_fraction
             opinions = {task: _opinions(task, answers, judge, bound, context) for task, answers in answered.items()}
     except DataError as error:
@@ -110,8 +110,8 @@ def _answered(task: str, evaluation: Evaluation, context: StageContext, model: S
 
 
 def _opinions(
-    task: str, answered: AnsweredTask, judge: AskedJudge, max_unjudged_fraction: float, context: StageContext
-) -> list[Opinion]:
+    task: str, answered: AnsweredTask, judge: JudgeClient, max_unjudged_fraction: float, context: StageContext
+) -> list[JudgeScore]:
     completions = list(answered.completions())
     opinions = []
     for opinion in bounded(judge, completions, f"the answers to {task}", max_unjudged_fraction):
@@ -121,7 +121,7 @@ def _opinions(
     return opinions
 
 
-def _rows(answered: AnsweredTask, opinions: Sequence[Opinion]) -> list[dict[str, Any]]:
+def _rows(answered: AnsweredTask, opinions: Sequence[JudgeScore]) -> list[dict[str, Any]]:
     together = zip(answered.prompts, answered.answers, opinions, strict=True)
     return [
         sample_row(

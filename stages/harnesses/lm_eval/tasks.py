@@ -28,7 +28,7 @@ from stages.harnesses.lm_eval.task_files import (
     strings_in,
 )
 from stages.harnesses.scores import NO_FILTER
-from stages.hubs.answers import Answers
+from stages.hubs.answers import BackgroundLookups
 from stages.hubs.hub import Request, repository
 from stages.hubs.registry import hub_of
 
@@ -106,7 +106,7 @@ def resolve_hub_datasets(selection: TaskSelection, limit_s: float | None = None)
     Raises DownloadError or TransientError if the hub gives no answer.
     """
     datasets = {str(dataset): dataset for dataset in sorted(hub_datasets(selection), key=str)}
-    answers = Answers[str](limit_s)
+    answers = BackgroundLookups[str](limit_s)
     for name, dataset in datasets.items():
         source = repository("hf", "dataset", dataset.repository, dataset.revision)
         answers.ask(name, partial(hub_of(source).resolve_revision, Request(source, limit_s=limit_s)))

@@ -35,7 +35,7 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Repeats:
+class NearDuplicatePairs:
     """Near-duplicates: each row's earlier row that it repeats (its own number if none), and their similarity."""
 
     of: NDArray[np.int64]
@@ -57,7 +57,7 @@ def set_of(parts: tuple[tuple[str, ...], ...], label: bool | None, num_words: in
     return np.unique(np.concatenate(sets))
 
 
-class Sets:
+class SignatureWriter:
     """Writer of each row's set of n-gram hashes and MinHash signature to files, so that memory stays small."""
 
     FILES = (RUNS, ENDS, SIGNATURES)
@@ -86,7 +86,7 @@ class Sets:
         return smallest
 
 
-class Comparison:
+class JaccardComparison:
     """Comparison of rows by the Jaccard similarity of their n-gram sets."""
 
     def __init__(self, folder: Path, threshold: float) -> None:
@@ -96,7 +96,7 @@ class Comparison:
         self._threshold = threshold
         self._says_something = np.diff(self._ends, prepend=0) > 0  # ends [3, 3, 7] -> sizes [3, 0, 4]
 
-    def repeats(self, kept: NDArray[np.bool_], report: Report) -> Repeats:
+    def repeats(self, kept: NDArray[np.bool_], report: Report) -> NearDuplicatePairs:
         """Return the `kept` rows that are near-duplicates of an earlier, non-duplicate row, with the first such row."""
         rows = np.flatnonzero(kept & self._says_something)
         links = self._linked(rows)
@@ -109,7 +109,7 @@ class Comparison:
                 if found >= self._threshold:
                     of[number], similarity[number] = candidate, found
                     break
-        return Repeats(of, similarity)
+        return NearDuplicatePairs(of, similarity)
 
     def groups(self, kept: NDArray[np.bool_], report: Report) -> NDArray[np.int64]:
         """Return for each row the first row of its group of near-duplicates, int64 [rows].

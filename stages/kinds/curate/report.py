@@ -18,7 +18,7 @@ NUM_EXAMPLES = 5
 EXAMPLE_CHARACTERS = 200
 
 
-class Report:
+class CurationReport:
     """Counts and examples of the rows that a curation reads and drops. Memory does not grow with the number of rows."""
 
     def __init__(self, steps: Sequence[str], stream: BinaryIO) -> None:

@@ -27,8 +27,8 @@ from stages.data.any_rows import AnyRowReader, ReadRow
 from stages.data.files import BadRow, Row, find_files, num_places, read_rows
 from stages.data.messages import RowError
 from stages.kinds.curate.config import CurateConfig, Sample
-from stages.kinds.curate.near_duplicates import Comparison, Sets, set_of
-from stages.kinds.curate.report import BAD_ROWS, Report
+from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter, set_of
+from stages.kinds.curate.report import BAD_ROWS, CurationReport
 from stages.kinds.curate.row_steps import Redactor, first_reason, row_steps, scored
 from stages.kinds.curate.spool import KeptFiles, SourcePlace, Spool, SpoolWriter
 
@@ -41,7 +41,7 @@ KEEP_EVERY = 2000
 
 
 def rows_of(
-    config: CurateConfig, context: StageContext, report: Report, readers: Readers, num_known: int
+    config: CurateConfig, context: StageContext, report: CurationReport, readers: Readers, num_known: int
 ) -> Iterator[tuple[SourcePlace, ReadRow]]:
     """Yield each valid row of the datasets with its origin; rows that cannot be parsed are recorded in the report.
 
@@ -94,7 +94,7 @@ def _check_one_format(readers: Readers) -> None:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ExcludedRows:
     """Rows that a step drops after comparing all rows, bool [rows]. reason: returns that of a row's number."""
 
     step: str
@@ -110,14 +110,14 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
     folder = context.scratch / "rows"
     with (
         full_disk_named("curating", context.work),
-        KeptFiles(folder, (DROPPED_FILE, *SpoolWriter.FILES, *Sets.FILES)) as files,
+        KeptFiles(folder, (DROPPED_FILE, *SpoolWriter.FILES, *SignatureWriter.FILES)) as files,
         _shown(folder / DROPPED_FILE, context.work / DROPPED_FILE, files),
     ):
-        report = Report(config.steps, files[DROPPED_FILE])
+        report = CurationReport(config.steps, files[DROPPED_FILE])
         _spool(config, context, files, report)
         report.check(config)
         spool = Spool(folder)
-        comparison = Comparison(folder, config.compared.similarity) if config.compared else None
+        comparison = JaccardComparison(folder, config.compared.similarity) if config.compared else None
         left_out = list(_left_out(config, context, spool, comparison))
         kept = ~np.logical_or.reduce([np.zeros(len(spool), np.bool_), *(step.rows for step in left_out)])
         held_out = _held_out(config, context, spool, comparison, kept) if kept.any() else ~kept
@@ -132,7 +132,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
     return StageResult(metrics=report.metrics(), files=[REPORT_FILE, DROPPED_FILE])
 
 
-def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: Report) -> None:
+def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report: CurationReport) -> None:
     """Write the rows that the single-row steps keep to temporary files, continuing where an earlier attempt was."""
     if files.state:
         report.restore(files.state)
@@ -140,7 +140,7 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
     readers: Readers = {}
     steps, compared = list(row_steps(config, context)), config.compared
     redactor = Redactor(config.redact, report.redacted, readers)
-    spool, sets = SpoolWriter(files), Sets(files)
+    spool, sets = SpoolWriter(files), SignatureWriter(files)
     num_kept = report.num_read
     for place, row in rows_of(config, context, report, readers, num_kept):
         dropped = first_reason(steps, place, row)
@@ -169,21 +169,21 @@ def _shown(kept: Path, shown: Path, files: KeptFiles) -> Iterator[None]:
 
 
 def _left_out(
-    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None
-) -> Iterator[LeftOut]:
+    config: CurateConfig, context: StageContext, spool: Spool, comparison: JaccardComparison | None
+) -> Iterator[ExcludedRows]:
     """Yield, for each step that looks at all rows together (duplicates, quality, sample), the rows that it drops."""
     kept = np.ones(len(spool), np.bool_)
     if config.exact_duplicates:
         first = _first_equal(spool.digests)
         repeated = first != np.arange(len(first))
-        yield LeftOut(
+        yield ExcludedRows(
             "exact_duplicates", repeated, lambda number: f"says the same as {spool.row(int(first[number])).place}"
         )
         kept &= ~repeated
     if comparison and config.near_duplicates:
         repeats = comparison.repeats(kept, _progress(context, "comparing"))
         similar = repeats.of != np.arange(len(kept))
-        yield LeftOut(
+        yield ExcludedRows(
             "near_duplicates",
             similar,
             lambda number: (
@@ -199,10 +199,12 @@ def _left_out(
             totals[number] = total
             report(number, len(spool))
         poor = kept & ~(totals > quality.above)  # unlike `<=`, this drops NaN, too
-        yield LeftOut("quality", poor, lambda number: f"has the reward {totals[number]:g}, not above {quality.above:g}")
+        yield ExcludedRows(
+            "quality", poor, lambda number: f"has the reward {totals[number]:g}, not above {quality.above:g}"
+        )
         kept &= ~poor
     if config.sample:
-        yield LeftOut(
+        yield ExcludedRows(
             "sample", kept & ~drawn(spool.digests, kept, config.sample, config.seed), lambda _: "was not drawn"
         )
 
@@ -232,7 +234,11 @@ def below(numbers: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
 
 
 def _held_out(
-    config: CurateConfig, context: StageContext, spool: Spool, comparison: Comparison | None, kept: NDArray[np.bool_]
+    config: CurateConfig,
+    context: StageContext,
+    spool: Spool,
+    comparison: JaccardComparison | None,
+    kept: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
     """Return the validation rows, bool [rows], near-duplicates together; fail if either split would be empty."""
     if not (comparison and config.held_out):
@@ -267,7 +273,11 @@ def _first_equal(digests: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _write(
-    spool: Spool, left_out: Sequence[LeftOut], held_out: NDArray[np.bool_], context: StageContext, report: Report
+    spool: Spool,
+    left_out: Sequence[ExcludedRows],
+    held_out: NDArray[np.bool_],
+    context: StageContext,
+    report: CurationReport,
 ) -> None:
     """Write the rows that no step drops, unchanged but for masked data, and record the dropped ones in the report."""
     data = context.work / "data"

@@ -61,7 +61,7 @@ LEAST_CHANGE_NATS = 1e-6
 NUM_NAMED = 5
 
 
-def take_in(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
+def import_adapter(folder: Path, base: Path, context: StageContext, *, trust_remote_code: bool) -> None:
     """Turn a PEFT adapter in `folder` into one of the base model artifact `base`; raise ModelError if it cannot be."""
     _check_config(read_headers(folder).config, folder)
     adapter = read_adapter(folder)

@@ -49,9 +49,9 @@ def run(config: DownloadConfig, context: StageContext) -> StageResult:
         from stages.models.start_up import hide_unused_packages  # torch takes seconds to import
 
         hide_unused_packages()
-        from stages.kinds.download.adapter import take_in
+        from stages.kinds.download.adapter import import_adapter
 
-        take_in(folder, context.inputs[config.base], context, trust_remote_code=config.trust_remote_code)
+        import_adapter(folder, context.inputs[config.base], context, trust_remote_code=config.trust_remote_code)
     else:
         _check_shards(config, context, folder)
     num_files = sum(path.is_file() for path in folder.rglob("*"))

@@ -24,7 +24,7 @@ from stages.kinds.generate.selection import Candidate, Choice, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.asking import Sample, sample_all
-from stages.rollouts.prompts import AskedPrompt, check_room, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
 from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
 
@@ -35,10 +35,10 @@ NUM_NAMED = 5
 
 
 @dataclass(frozen=True)
-class Answered:
+class ScoredPrompt:
     """Prompt with its completions, their rewards, and which of them are kept."""
 
-    prompt: AskedPrompt
+    prompt: RenderedPrompt
     candidates: Sequence[Candidate]
     choice: Choice
 
@@ -75,7 +75,7 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
 
 
 def _sampled(
-    prompts: Sequence[AskedPrompt], served: ServedModel, config: GenerateConfig, context: StageContext
+    prompts: Sequence[RenderedPrompt], served: ServedModel, config: GenerateConfig, context: StageContext
 ) -> list[Sample]:
     check_room(prompts, served.context_tokens, config.max_tokens)
 
@@ -89,7 +89,7 @@ def _sampled(
         return sample_all(served.client, token_ids, config.sampling_options, kept, report)
 
 
-def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
+def _named(prompts: Sequence[RenderedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
     for sample in samples:
         prompt = prompts[sample.prompt]
         completion = prompt.completion(sample.text, sample.num_tokens)
@@ -97,16 +97,19 @@ def _named(prompts: Sequence[AskedPrompt], samples: Sequence[Sample]) -> Iterato
 
 
 def _chosen(
-    prompts: Sequence[AskedPrompt], samples: Sequence[Sample], judgements: Sequence[Judgement], config: GenerateConfig
-) -> Iterator[Answered]:
+    prompts: Sequence[RenderedPrompt],
+    samples: Sequence[Sample],
+    judgements: Sequence[Judgement],
+    config: GenerateConfig,
+) -> Iterator[ScoredPrompt]:
     candidates = [Candidate(*pair) for pair in zip(samples, judgements, strict=True)]
     for number, prompt in enumerate(prompts):
         # The samples of a prompt stand together, in the order of the prompts.
         own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
-        yield Answered(prompt, own, choose(prompt.prompt.document, own, config))
+        yield ScoredPrompt(prompt, own, choose(prompt.prompt.document, own, config))
 
 
-def _write(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> int:
+def _write(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: StageContext) -> int:
     """Write the training rows and all completions; returns the number of rows. Without any row, the stage fails."""
     rows = [row for prompt in answered for row in prompt.choice.rows]
     (context.work / "data").mkdir(exist_ok=True)
@@ -130,7 +133,7 @@ def _write_lines(context: StageContext, file: str, rows: Iterable[object]) -> No
         stream.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
-def _lines(answered: Answered) -> Iterator[dict[str, object]]:
+def _lines(answered: ScoredPrompt) -> Iterator[dict[str, object]]:
     prompt = answered.prompt
     for candidate, outcome in zip(answered.candidates, answered.choice.outcomes, strict=True):
         sample = candidate.sample.model_dump(exclude={"prompt"})
@@ -145,7 +148,7 @@ def _lines(answered: Answered) -> Iterator[dict[str, object]]:
         }
 
 
-def _metrics(answered: Sequence[Answered], config: GenerateConfig, context: StageContext) -> dict[str, float]:
+def _metrics(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: StageContext) -> dict[str, float]:
     """Return metrics of completions and rewards; warns of a reward that is the same for all completions."""
     candidates = [candidate for prompt in answered for candidate in prompt.candidates]
     metrics = {

@@ -150,7 +150,7 @@ def _check_changed(changed: Mapping[str, float], context: StageContext) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MergeComparison:
     """Comparison of a merged model's predictions with those of its base model with the unmerged adapter.
 
     given: of the merged model. expected: of the base with the adapter, over all targets; None if uncomputable.
@@ -175,7 +175,9 @@ class Comparison:
         return {"kl_nats_per_token": self.kl_nats_per_token, "same_choice_fraction": self.same_choice_fraction}
 
 
-def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]) -> Comparison:
+def compare(
+    merged: StreamedModel, expected: StreamedModel | None, documents: Sequence[RecordedDocument]
+) -> MergeComparison:
     """Return KL(unmerged ‖ merged) and greedy choices: the merged model against its base with the adapter beside it.
 
     Both models run from their files, in fp32, so that only the weights' rounding distinguishes them.
@@ -198,10 +200,12 @@ def compare(merged: StreamedModel, expected: StreamedModel | None, documents: Se
         for of_model, chosen in zip(values, greedy, strict=True)
     ]
     same = (torch.cat(greedy[0]) == torch.cat(greedy[-1])).float().mean().item()
-    return Comparison(list(documents), predicted[0], predicted[1] if expected else None, kl_nats / len(targets), same)
+    return MergeComparison(
+        list(documents), predicted[0], predicted[1] if expected else None, kl_nats / len(targets), same
+    )
 
 
-def _judged(comparison: Comparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
+def _judged(comparison: MergeComparison, config: MergeConfig, trained: Path, context: StageContext) -> dict[str, float]:
     """Return metrics of a merged model's difference from the unmerged adapter; store the latter's predictions."""
     documents = comparison.documents
     if config.is_plain:

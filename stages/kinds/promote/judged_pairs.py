@@ -21,7 +21,7 @@ from stages.core.errors import DataError, EvaluationError
 from stages.data.messages import PlainText
 from stages.harnesses.scores import read_samples
 from stages.kinds.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
-from stages.rewards.judge import AskedJudge, PairsConfig, bounded, cost_metrics
+from stages.rewards.judge import JudgeClient, PairsConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
 
 JUDGE_FILE = "judge.jsonl"
@@ -59,7 +59,7 @@ def judged_pairs(
         )
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:
-        with AskedJudge.opened(pairs, kept) as judge:
+        with JudgeClient.opened(pairs, kept) as judge:
             judge.try_out()
             differences = [_compared(task, ours[task], theirs[task], judge, pairs, context) for task in tasks]
     except DataError as error:
@@ -74,7 +74,7 @@ def judged_pairs(
 
 
 def _compared(
-    task: str, ours: Rows, theirs: Rows, judge: AskedJudge, pairs: PairsConfig, context: StageContext
+    task: str, ours: Rows, theirs: Rows, judge: JudgeClient, pairs: PairsConfig, context: StageContext
 ) -> Difference:
     """Return the win rate w on one question set, the mean of outcomes wᵢ from 0 to 1.
 

@@ -20,10 +20,10 @@ from stages.kinds.promote.verdict import (
     TABLE_FILE,
     VERDICT_FILE,
     Champion,
+    ComparedChampion,
     Gate,
     Measurements,
     Outcome,
-    Standing,
     Verdict,
     comparison_metrics,
     gate_sentence,
@@ -44,7 +44,7 @@ def run(config: PromoteConfig, context: StageContext) -> StageResult:
 
     Raises EvaluationError if the two sides cannot be compared, or a gate needs what nothing measured.
     """
-    standing = Standing.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
+    standing = ComparedChampion.model_validate_json((context.work / CHAMPION_FILE).read_bytes())
     against, references = _opponent(config, context, standing.champion)
     compared = compare(_folders(context, config.evaluations), references) if against else []
     pairs = _pairs(config, context, standing.champion, references)

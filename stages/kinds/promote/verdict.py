@@ -135,7 +135,7 @@ class Champion(StrictModel):
     evaluations: tuple[Path, ...]
 
 
-class Standing(StrictModel):
+class ComparedChampion(StrictModel):
     """Content of `champion.json`: the champion, if there is one, with which the candidate is compared."""
 
     champion: Champion | None

@@ -19,7 +19,7 @@ from stages.core.errors import RecipeError
 from stages.core.intervals import score_interval
 from stages.core.yaml_bounds import check_bounds
 from stages.harnesses.scores import samples_by_score
-from stages.kinds.publish.records import Made, Promoted
+from stages.kinds.publish.records import LineageArtifact, PromotedModel
 from stages.models.model_folder import holds_gguf
 
 _METADATA = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
@@ -124,7 +124,7 @@ class Score:
         return f"{low:.4f} to {high:.4f}"
 
 
-def model_card(promoted: Promoted, licence: str | None) -> str:
+def model_card(promoted: PromotedModel, licence: str | None) -> str:
     """Return the text of the model card. licence: from the recipe; None takes the base model's."""
     stated = stated_licence(promoted, licence)
     sources = [_source(made, promoted) for made in promoted.lineage if made.is_source]
@@ -160,7 +160,7 @@ def _render(**values: Any) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) -> str:
+def _metadata(promoted: PromotedModel, licence: Licence | None, scores: list[Score]) -> str:
     """Return the YAML metadata at the top of a model card, which the Hugging Face hub reads."""
     is_adapter = promoted.model.record.product == "adapter"
     bases = [name for base in promoted.bases if (name := repository_of(base))]
@@ -184,7 +184,7 @@ def _metadata(promoted: Promoted, licence: Licence | None, scores: list[Score]) 
     return data.to_yaml()
 
 
-def _relation(made: Made) -> Relation | None:
+def _relation(made: LineageArtifact) -> Relation | None:
     return RELATIONS.get(made.record.kind)
 
 
@@ -200,13 +200,13 @@ def _evaluation(score: Score) -> EvalResult:
     )
 
 
-def repository_of(made: Made) -> str | None:
+def repository_of(made: LineageArtifact) -> str | None:
     """Return the repository `owner/name` on the Hugging Face hub that an artifact was downloaded from, else None."""
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(@.*)?", made.result.tags.get("source", ""))
     return match[1] if match and made.is_source else None
 
 
-def _source(made: Made, promoted: Promoted) -> SourceRow:
+def _source(made: LineageArtifact, promoted: PromotedModel) -> SourceRow:
     """Describe the origin of a base model or dataset for the card, without local paths."""
     source, revision = (made.result.tags.get(name, "") for name in ("source", "revision"))
     licence = licence_of([made])
@@ -222,7 +222,7 @@ def _source(made: Made, promoted: Promoted) -> SourceRow:
     )
 
 
-def _use(user: Made, dataset: Made) -> str:
+def _use(user: LineageArtifact, dataset: LineageArtifact) -> str:
     """Describe a stage's use of a dataset for the card: the stage's name, and how many rows and tokens it read."""
     metrics = user.result.metrics
     is_mixture = f"num_rows.{dataset.record.stage}" in metrics
@@ -231,7 +231,7 @@ def _use(user: Made, dataset: Made) -> str:
     return f"`{user.record.stage}`" + (f" ({', '.join(counts)})" if counts else "")
 
 
-def _step(made: Made) -> StepRow:
+def _step(made: LineageArtifact) -> StepRow:
     config = dict(made.config)
     for block in (config.get("data"), config.get("adapter")):
         config |= block if isinstance(block, dict) else {}
@@ -243,13 +243,13 @@ def _step(made: Made) -> StepRow:
     return StepRow(made.label, made.record.kind, (*settings, *tags), tuple(measured))
 
 
-def _losses(made: Made) -> Iterator[LossRow]:
+def _losses(made: LineageArtifact) -> Iterator[LossRow]:
     if _relation(made) in ("quantized", "merge"):
         found = made.result.metrics
         yield from (LossRow(made.label, name, found[name]) for name in LOSSES if name in found)
 
 
-def _scores(evaluation: Made) -> Iterator[Score]:
+def _scores(evaluation: LineageArtifact) -> Iterator[Score]:
     metrics, num_samples = evaluation.result.metrics, samples_by_score(evaluation.folder)
     for name, value in metrics.items():
         if "." in name and not name.endswith(STANDARD_ERROR):
@@ -257,7 +257,7 @@ def _scores(evaluation: Made) -> Iterator[Score]:
 
 
 def _limits(
-    promoted: Promoted, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
+    promoted: PromotedModel, licence: Licence | None, sources: list[SourceRow], scores: list[Score]
 ) -> Iterator[str]:
     """Yield sentences for the model card about the model's limitations, such as tasks that were not evaluated."""
     tasks = ", ".join(dict.fromkeys(score.name.partition(".")[0] for score in scores)) or "no task"
@@ -275,17 +275,17 @@ def _limits(
         yield f"It is of use on its base `{promoted.bases[0].label}` alone, which is not published with it."
 
 
-def stated_licence(promoted: Promoted, licence: str | None) -> Licence | None:
+def stated_licence(promoted: PromotedModel, licence: str | None) -> Licence | None:
     """Return the licence of the published model. licence: from the recipe; None takes the base model's."""
     return Licence(licence) if licence else licence_of([promoted.model, *promoted.bases])
 
 
-def licence_of(made: Iterable[Made]) -> Licence | None:
+def licence_of(made: Iterable[LineageArtifact]) -> Licence | None:
     """Return the licence from the card of the first artifact that states a valid one; None if none does."""
     return next((found for one in made if (found := _read(one.content / "README.md"))), None)
 
 
-def licence_files(made: Iterable[Made]) -> dict[str, Path]:
+def licence_files(made: Iterable[LineageArtifact]) -> dict[str, Path]:
     """Return the licence and notice files of the first artifact that has some, by file name."""
     for one in made:
         found = {path.name: path for path in sorted(one.content.iterdir()) if LICENCE_FILES.fullmatch(path.name)}

@@ -58,7 +58,7 @@ class Record(_Recorded):
 
 
 @dataclass(frozen=True)
-class Made:
+class LineageArtifact:
     """Artifact in a published model's lineage: its folder, its record, and the result of its stage."""
 
     folder: Path
@@ -86,7 +86,7 @@ class Made:
         """Folder with the artifact's model, adapter or dataset."""
         return self.folder / FOLDERS[self.record.product]
 
-    def stands_on(self, other: Made) -> bool:
+    def stands_on(self, other: LineageArtifact) -> bool:
         """Return whether the artifact was built directly from another given artifact."""
         entry = UpstreamEntry(kind=other.record.kind, version=other.record.version)
         return entry in self.record.upstream.values()
@@ -99,16 +99,16 @@ class Inputs:
         self.named = {name: _read(folder) for name, folder in folders.items()}
         self._made = {(one.record.kind, one.record.version): one for one in self.named.values()}
 
-    def upstream(self, made: Made, *fields: str) -> list[Made]:
+    def upstream(self, made: LineageArtifact, *fields: str) -> list[LineageArtifact]:
         """Return those direct inputs of an artifact that its stage's config names in the given fields."""
         entries = made.record.upstream.items()
         return [self._find(entry) for field, entry in entries if field in fields or field.split(".")[0] in fields]
 
-    def lineage(self, made: Made) -> list[Made]:
+    def lineage(self, made: LineageArtifact) -> list[LineageArtifact]:
         """Return an artifact and all that it was made from, each once; inputs come before what uses them."""
-        made_by_folder: dict[Path, Made] = {}
+        made_by_folder: dict[Path, LineageArtifact] = {}
 
-        def visit(one: Made) -> None:
+        def visit(one: LineageArtifact) -> None:
             if one.folder not in made_by_folder:
                 for entry in one.record.upstream.values():
                     visit(self._find(entry))
@@ -117,13 +117,13 @@ class Inputs:
         visit(made)
         return list(made_by_folder.values())
 
-    def bases(self, made: Made) -> Iterator[Made]:
+    def bases(self, made: LineageArtifact) -> Iterator[LineageArtifact]:
         """Yield the base model of a model, then the base model's own base model, and so on."""
         while made.record.upstream.keys() & {"base", "model"}:
             made = self._find(nearest_base(made.record.upstream))
             yield made
 
-    def _find(self, entry: UpstreamEntry) -> Made:
+    def _find(self, entry: UpstreamEntry) -> LineageArtifact:
         try:
             return self._made[entry.kind, entry.version]
         except KeyError:
@@ -133,13 +133,13 @@ class Inputs:
             ) from None
 
 
-def _read(folder: Path) -> Made:
+def _read(folder: Path) -> LineageArtifact:
     record = Record.model_validate_json((folder / "record.json").read_bytes())
-    return Made(folder, record, StageResult.model_validate_json((folder / "result.json").read_bytes()))
+    return LineageArtifact(folder, record, StageResult.model_validate_json((folder / "result.json").read_bytes()))
 
 
 @dataclass(frozen=True)
-class Promoted:
+class PromotedModel:
     """Promoted model with everything that its card needs.
 
     lineage: artifacts that it was made from; the model last. bases: its own base first, the oldest last.
@@ -147,11 +147,11 @@ class Promoted:
 
     name: str
     outcome: str
-    promotion: Made
-    model: Made
-    evaluations: tuple[Made, ...]
-    lineage: tuple[Made, ...]
-    bases: tuple[Made, ...]
+    promotion: LineageArtifact
+    model: LineageArtifact
+    evaluations: tuple[LineageArtifact, ...]
+    lineage: tuple[LineageArtifact, ...]
+    bases: tuple[LineageArtifact, ...]
 
     @property
     def table(self) -> str:
@@ -159,12 +159,12 @@ class Promoted:
         return (self.promotion.folder / TABLE_FILE).read_text(encoding="utf-8")
 
 
-def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> Promoted:
+def read_promoted(folders: Mapping[str, Path], promotion_stage: str) -> PromotedModel:
     """Read the records of a promotion and its lineage. Raises StoreError if they do not fit together."""
     inputs = Inputs(folders)
     promotion = inputs.named[promotion_stage]
     (model,) = inputs.upstream(promotion, "model")
-    return Promoted(
+    return PromotedModel(
         name=promotion.result.tags[NAME_TAG],
         outcome=promotion.result.tags[VERDICT_TAG],
         promotion=promotion,

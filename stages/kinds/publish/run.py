@@ -26,9 +26,9 @@ from stages.hubs.listing import Digest, digest_of
 from stages.kinds.publish.card import CARD_FILE, licence_files, model_card, repository_of, stated_licence
 from stages.kinds.publish.check import check_stores
 from stages.kinds.publish.config import PublishConfig
-from stages.kinds.publish.records import Promoted, read_promoted
+from stages.kinds.publish.records import PromotedModel, read_promoted
 from stages.kinds.publish.targets.registry import parse_address, target_of
-from stages.kinds.publish.targets.target import Held, LocalFile, Target
+from stages.kinds.publish.targets.target import LocalFile, Target, TargetContents
 
 SUMS_FILE = "SHA256SUMS"
 """Published list of checksums (`sha256sum --check`), by which a later publication recognises these files."""
@@ -41,7 +41,7 @@ Bundle = Mapping[str, LocalFile]
 State = Literal["published", "was there", "dry run", "not promoted"]
 
 
-def write_bundle(promoted: Promoted, licence: str | None, folder: Path) -> dict[str, LocalFile]:
+def write_bundle(promoted: PromotedModel, licence: str | None, folder: Path) -> dict[str, LocalFile]:
     """Collect the files to publish by name, new ones written into `folder`; raise ModelError for a damaged artifact."""
     folder.mkdir(exist_ok=True)
     content = promoted.model.content
@@ -71,7 +71,7 @@ def _write(texts: Mapping[str, str], folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in texts}
 
 
-def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
+def _check_undamaged(promoted: PromotedModel, sums: Mapping[str, str]) -> None:
     """Raise ModelError unless the model's files still have the checksums that were recorded when they were built."""
     made = promoted.model
     prefix = f"{made.content.name}/"
@@ -86,7 +86,7 @@ def _check_undamaged(promoted: Promoted, sums: Mapping[str, str]) -> None:
         )
 
 
-def _adapter_config(promoted: Promoted, file: Path) -> str:
+def _adapter_config(promoted: PromotedModel, file: Path) -> str:
     """Return an adapter's config for publishing, which names the base model by its repository on the hub."""
     config, base = read_json_object(file), promoted.bases[0]
     if name := repository_of(base):
@@ -163,7 +163,7 @@ def _publish(target: Target, bundle: Bundle, planned: Publication, context: Stag
     return _publication(planned.name, planned.to, "published", bundle, missing, stale, held.revision)
 
 
-def _differing(bundle: Bundle, held: Held) -> list[str]:
+def _differing(bundle: Bundle, held: TargetContents) -> list[str]:
     """Return files that the target lacks or has otherwise; the checksum list last, to confirm that all arrived."""
     names = sorted(bundle, key=lambda name: (name == SUMS_FILE, name))
     return [name for name in names if not _is_held(bundle[name], held.files.get(name))]

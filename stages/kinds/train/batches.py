@@ -51,7 +51,7 @@ class TrainingData(Protocol):
     @property
     def lengths(self) -> Lengths | None: ...
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
+    def with_teacher(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
         """Return the training data with the teacher's token probabilities added, if the method has a teacher.
 
         Collective. The teacher is loaded before the model that learns. teacher_lifetime: closes one that is asked in

@@ -119,7 +119,7 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
     if isinstance(options, RolloutOptions):
         yield from _judged(config, options)
     else:
-        yield from _taught(config)
+        yield from _teacher_problems(config)
     for field, most in (
         ("data.sequence_length", config.data.sequence_length),
         (f"{block}.serving.max_model_len", options.serving.max_model_len),
@@ -177,7 +177,7 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
         )
 
 
-def _taught(config: TrainFields) -> Iterator[str]:
+def _teacher_problems(config: TrainFields) -> Iterator[str]:
     """Yield conflicts of on-policy distillation's options, such as a missing teacher."""
     method = config.method
     if config.data.train_on == "all":

@@ -18,11 +18,11 @@ from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
-from stages.kinds.train.teacher import BuildEngine, RowsOf, Taught, ask_teacher
+from stages.kinds.train.teacher import BuildEngine, RowsOf, TeacherTargets, ask_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import ToolPrompt
 
-NOTHING_TAUGHT = Taught()
+NOTHING_TAUGHT = TeacherTargets()
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowData:
     context: StageContext
     models: InputModels
     prepared: PreparedData
-    teaching: Taught = NOTHING_TAUGHT
+    teaching: TeacherTargets = NOTHING_TAUGHT
 
     @classmethod
     def read(cls, config: TrainConfig, context: StageContext, models: InputModels) -> RowData:
@@ -101,7 +101,7 @@ class RowData:
     def steps_of_epochs(self) -> int:
         return steps_of_epochs(self.config, self.prepared.training)
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RowData:
+    def with_teacher(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RowData:
         """Return the data with the teacher's likeliest tokens at the targets of all training and held-out rows.
 
         Training rows are left out where the model itself answers in every step.
@@ -169,7 +169,13 @@ class RowData:
         from stages.kinds.train.rollouts.on_policy import on_policy_batches
 
         return on_policy_batches(
-            config, context, self.models.start, engine=engine, watchdog=watchdog, texts=batches, taught=self.teaching
+            config,
+            context,
+            self.models.start,
+            engine=engine,
+            watchdog=watchdog,
+            texts=batches,
+            teacher_targets=self.teaching,
         )
 
     @property

@@ -90,7 +90,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
             ExitStack() as teacher_lifetime,
         ):
             # The teacher comes first: it is freed before the model that learns is loaded, unless it is asked all along.
-            data = data.taught(
+            data = data.with_teacher(
                 lambda other, model: _build_engine(other, context, model, device, data),
                 watchdog,
                 teacher_lifetime,

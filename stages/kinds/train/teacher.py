@@ -117,7 +117,7 @@ def ask_teacher(
     watchdog: Watchdog,
     build: BuildEngine,
     teacher_lifetime: ExitStack,
-) -> Taught:
+) -> TeacherTargets:
     """Return the teacher's likeliest tokens at the targets of dataset rows, from the cache or newly computed.
 
     Collective. start_digest: of the weights that training starts from. teacher_lifetime: closes a teacher asked during
@@ -149,11 +149,11 @@ def ask_teacher(
         dataset: TeacherRows(np.array(rows), _starts(dataset, rows), np.load(path, mmap_mode="r"), asked, is_whole)
         for (dataset, rows), path in zip(wanted, paths, strict=True)
     }
-    return Taught(rows, opened, is_whole)
+    return TeacherTargets(rows, opened, is_whole)
 
 
 @dataclass(frozen=True)
-class Taught:
+class TeacherTargets:
     """Teacher's likeliest tokens at the targets of dataset rows, and the loaded teacher if it is still needed."""
 
     rows: Mapping[PackedDataset, TeacherRows] = field(default_factory=dict)

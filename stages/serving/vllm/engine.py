@@ -307,7 +307,7 @@ class Vllm:
         reload_weights(address, api_key, folder, timeout_s)
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
-        heads, device = servability.Heads.of(facts.config), servability.serving_device()
+        heads, device = servability.AttentionHeads.of(facts.config), servability.serving_device()
         servability.check_servable(projections, heads, quantization, device, servability.cpu_flags())
 
     def caveats(self, quantization: Quantization) -> list[str]:

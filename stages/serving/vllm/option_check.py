@@ -13,7 +13,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-class Refusing(FlexibleArgumentParser):
+class RaisingParser(FlexibleArgumentParser):
     """Argument parser that raises ValueError for an invalid option instead of ending the process."""
 
     def error(self, message: str) -> None:
@@ -22,7 +22,7 @@ class Refusing(FlexibleArgumentParser):
 
 def main() -> None:
     """Print a JSON list of `OPTION: reason` for the options on stdin that vLLM's parser refuses."""
-    parser = make_arg_parser(Refusing())
+    parser = make_arg_parser(RaisingParser())
     names = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     problems = []
     for name, arguments in json.load(sys.stdin).items():

@@ -45,14 +45,14 @@ PACKED = 8
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """Numbers of query and key heads of a model; tensor parallelism gives each process whole heads."""
 
     queries: int
     keys: int
 
     @classmethod
-    def of(cls, model_config: Mapping[str, Any]) -> Heads | None:
+    def of(cls, model_config: Mapping[str, Any]) -> AttentionHeads | None:
         """Return the (language model's) head numbers in a `config.json`, or None if it has none."""
         text_config = model_config.get("text_config", model_config)
         queries = text_config.get("num_attention_heads")
@@ -76,7 +76,7 @@ def serving_device() -> Device:
 
 def check_servable(
     projections: list[Projection],
-    heads: Heads | None,
+    heads: AttentionHeads | None,
     quantization: Quantization,
     device: Device,
     flags: Collection[str] = (),
@@ -115,7 +115,7 @@ def cpu_flags() -> set[str]:
 
 def _problems(
     projections: list[Projection],
-    heads: Heads | None,
+    heads: AttentionHeads | None,
     quantization: Quantization,
     device: Device,
     flags: Collection[str],
@@ -158,7 +158,7 @@ def _no_cpu_kernel(quantization: Quantization, flags: Collection[str]) -> str | 
     return None
 
 
-def _split_evenly(layers: list[Projection], heads: Heads | None, ranks: int) -> Iterator[Problem]:
+def _split_evenly(layers: list[Projection], heads: AttentionHeads | None, ranks: int) -> Iterator[Problem]:
     # Fewer ranks than key heads divide these evenly; of more ranks, several share a copy of a head.
     if heads and (heads.queries % ranks or (heads.keys % ranks and ranks % heads.keys)):
         found = f"{heads.queries} query and {heads.keys} key heads cannot be divided between {ranks} ranks"
@@ -180,7 +180,7 @@ def _quantized_together(projections: list[Projection], layers: list[Projection])
 
 
 def _four_bit_shapes(
-    layers: list[Projection], heads: Heads | None, quantization: Quantization, device: Device
+    layers: list[Projection], heads: AttentionHeads | None, quantization: Quantization, device: Device
 ) -> Iterator[Problem]:
     group_size, ranks = quantization.group_size, quantization.tensor_parallel_size
     for fused in _by_fused_name(layers).values():
@@ -211,7 +211,7 @@ def _kernel_limits(
         yield Problem(layer.name, f"its hidden size of {layer.input_size} is no multiple of 128")
 
 
-def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int:
+def _outputs_per_rank(layer: Projection, heads: AttentionHeads | None, ranks: int) -> int:
     if layer.split is not Split.OUTPUT:
         return layer.output_size
     if _is_replicated(layer, heads, ranks) and heads:
@@ -219,7 +219,7 @@ def _outputs_per_rank(layer: Projection, heads: Heads | None, ranks: int) -> int
     return layer.output_size // ranks
 
 
-def _is_replicated(layer: Projection, heads: Heads | None, ranks: int) -> bool:
+def _is_replicated(layer: Projection, heads: AttentionHeads | None, ranks: int) -> bool:
     """Return whether tensor parallelism copies a key or value projection, having more processes than key heads."""
     return heads is not None and ranks > heads.keys and layer.suffix in ("k_proj", "v_proj")
 

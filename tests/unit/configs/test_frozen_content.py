@@ -22,7 +22,7 @@ from stages.harnesses.question_sets import asked_hashes
 from stages.hubs.builtin.hub import BUILTINS
 from stages.hubs.builtin.qwen3 import CHAT_TEMPLATE, make_tokenizer
 from stages.kinds.train.teacher import PROBE as TEACHER_PROBE
-from stages.rewards.judge import BETTER, RATING, TRIAL, AskedJudge, JudgeReward, PairsConfig, RatingConfig
+from stages.rewards.judge import BETTER, RATING, TRIAL, JudgeClient, JudgeReward, PairsConfig, RatingConfig
 
 ROOT = Path(__file__).parents[3]
 FROZEN = Path(__file__).with_name("frozen_content.json")
@@ -43,7 +43,7 @@ def digest(value):
 
 def asked_of(judge, folder):
     """Return the prompt that a judge model gets for a trial completion, and the expected format of the answer."""
-    with AskedJudge.opened(judge, folder / "answers.jsonl") as asked:
+    with JudgeClient.opened(judge, folder / "answers.jsonl") as asked:
         return [asked._questions(TRIAL), asked._expected]
 
 

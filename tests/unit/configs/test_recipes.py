@@ -14,7 +14,7 @@ from stages.data.formats import RowReader
 from stages.data.messages import Conversation
 from stages.data.templates import ChatTemplate
 from stages.models.linear_layers import Projection
-from stages.serving.vllm.servability import Heads, check_servable
+from stages.serving.vllm.servability import AttentionHeads, check_servable
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_the_quantized_models_can_be_served(name):
         Projection("model.layers.0.mlp.down_proj", hidden, inner),
     ]
     for config in stages_of(name, "quantize").values():
-        check_servable(layers, Heads(shape["queries"], shape["keys"]), config.quantization, "cuda")
+        check_servable(layers, AttentionHeads(shape["queries"], shape["keys"]), config.quantization, "cuda")
 
 
 @pytest.mark.parametrize("name", GPUS)

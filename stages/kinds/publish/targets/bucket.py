@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from stages.core.errors import DownloadError, PublishError
 from stages.hubs.listing import Digest
 from stages.hubs.registry import parse_source
-from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, LocalFile, LocalFiles, Names, Sent, TargetContents
 from stages.remote.buckets import FILESYSTEMS, explained
 
 NUM_CONNECTIONS = 4
@@ -47,7 +47,7 @@ class Prefix:
     def prepare(self, licence: str | None) -> None:
         """Do nothing: a prefix in a bucket need not be created before an object is written."""
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         from pyarrow.fs import FileSelector, FileType
 
         with self._explained():
@@ -60,7 +60,7 @@ class Prefix:
             same_size = [name for name, file in expected.items() if sizes.get(name) == file.size_bytes]
             with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
                 sums = dict(zip(same_size, pool.map(self._sha256, same_size), strict=True))
-        return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in sizes})
+        return TargetContents({name: Digest("sha256", sums[name]) if name in sums else None for name in sizes})
 
     def read_text(self, name: str) -> str | None:
         with self._explained(), self._filesystem.open_input_stream(self._path(name)) as stream:

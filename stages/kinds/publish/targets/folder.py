@@ -11,7 +11,7 @@ from pathlib import Path
 from stages.core.errors import PublishError, full_disk_named
 from stages.core.hashing import sha256_of_files
 from stages.hubs.listing import Digest
-from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, LocalFiles, Names, Sent, TargetContents
 
 PARTIAL_SUFFIX = ".partial"
 CHUNK_BYTES = 8 << 20
@@ -54,7 +54,7 @@ class Folder:
         with self._explained():
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         with self._explained():
             found = {path.relative_to(self._folder).as_posix(): path for path in self._folder.rglob("*")}
             files = {name: path for name, path in found.items() if path.is_file()}
@@ -62,7 +62,7 @@ class Folder:
                 name for name in files.keys() & expected if files[name].stat().st_size == expected[name].size_bytes
             }
             sums = sha256_of_files({name: files[name] for name in same_size})
-        return Held({name: Digest("sha256", sums[name]) if name in sums else None for name in files})
+        return TargetContents({name: Digest("sha256", sums[name]) if name in sums else None for name in files})
 
     def read_text(self, name: str) -> str | None:
         with self._explained():

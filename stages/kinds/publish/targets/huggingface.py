@@ -18,7 +18,7 @@ from huggingface_hub.utils import disable_progress_bars
 from stages.core.errors import LifecycleError, PublishError, TransientError
 from stages.hubs.hub import Request, repository
 from stages.hubs.huggingface import HUB, hub_api
-from stages.kinds.publish.targets.target import Address, Held, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, LocalFiles, Names, Sent, TargetContents
 from stages.remote.http import busy_from_status
 from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 
@@ -60,10 +60,10 @@ class HuggingFaceRepository:
             except RepositoryNotFoundError:
                 return None
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         self._revision = HUB.resolve_revision(Request(self._source))
         snapshot = HUB.list_snapshot(self._source, self._revision)
-        return Held({file.name: file.digest for file in snapshot.files}, self._revision)
+        return TargetContents({file.name: file.digest for file in snapshot.files}, self._revision)
 
     def read_text(self, name: str) -> str | None:
         return HUB.read_file(self._source, self._revision or "", name)

@@ -37,7 +37,7 @@ from stages.core.errors import LifecycleError, PublishError, TransientError
 from stages.hubs.hub import Product, repository
 from stages.hubs.listing import Digest, content_hash
 from stages.hubs.modelscope import DEFAULT_REVISION, HUB, TOKEN_VARIABLE
-from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, LocalFile, LocalFiles, Names, Sent, TargetContents
 
 KIND: Product = "model"
 NOTHING = {"type": "normal", "size": 0, "sha256": "", "content": "", "encoding": ""}
@@ -90,12 +90,12 @@ class ModelScopeRepository:
             except NotExistError:
                 return None
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         with self._explained():
             listed = self._hub.list_repo_files(self._name, KIND, revision=DEFAULT_REVISION)
         files = {file["Path"]: file.get("Sha256") or "" for file in listed if file["Type"] != "tree"}
         self._revision = content_hash(files.items())
-        return Held({name: Digest("sha256", sha256) for name, sha256 in files.items()}, self._revision)
+        return TargetContents({name: Digest("sha256", sha256) for name, sha256 in files.items()}, self._revision)
 
     def read_text(self, name: str) -> str | None:
         return HUB.read_file(self._source, self._revision, name)

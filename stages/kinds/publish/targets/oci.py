@@ -21,7 +21,7 @@ from pydantic import Field
 from stages.core.errors import PublishError, TransientError
 from stages.core.redaction import quoted
 from stages.hubs.listing import Digest
-from stages.kinds.publish.targets.target import Address, Held, LocalFile, LocalFiles, Names, Sent
+from stages.kinds.publish.targets.target import Address, LocalFile, LocalFiles, Names, Sent, TargetContents
 from stages.remote.http import AnswerModel, Expected, busy_from_status
 
 USER_VARIABLE, PASSWORD_VARIABLE = "OCI_USERNAME", "OCI_PASSWORD"
@@ -83,12 +83,12 @@ class OciRegistry:
     def prepare(self, licence: str | None) -> None:
         """Do nothing: a repository in an OCI registry need not exist before the first push."""
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         answer = self._ask(
             "GET", f"{self._root}/manifests/{self._tag}", accepted=(200, 404), headers={"Accept": MANIFEST_TYPE}
         )
         if answer.status_code == httpx.codes.NOT_FOUND:
-            return Held({})
+            return TargetContents({})
         manifest = self._expected.parsed(answer.content, _Manifest)
         digests = {layer.annotations.get(TITLE): layer.digest for layer in manifest.layers}
         held: dict[str, Digest | None] = {
@@ -96,7 +96,7 @@ class OciRegistry:
             for title, digest in digests.items()
             if title and self._has(digest)
         }
-        return Held(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
+        return TargetContents(held, f"sha256:{hashlib.sha256(answer.content).hexdigest()}")
 
     def read_text(self, name: str) -> str | None:
         """Return None: no outdated files need to be found, since the new manifest lists all files."""

@@ -32,7 +32,7 @@ class LocalFile:
 
 
 @dataclass(frozen=True)
-class Held:
+class TargetContents:
     """Files that a publishing target holds.
 
     files: name → digest; None for one that cannot be the expected one, so that it was not hashed. revision: the
@@ -61,7 +61,7 @@ class Target(Protocol):
     def prepare(self, licence: str | None) -> None:
         """Create the missing repository or folder, private if asked; a new repository may have to state `licence`."""
 
-    def held(self, expected: LocalFiles) -> Held:
+    def held(self, expected: LocalFiles) -> TargetContents:
         """Return the publishing target's files with checksums, as stated there or as computed from their content."""
 
     def read_text(self, name: str) -> str | None:

@@ -42,7 +42,7 @@ from stages.models.recorded import ToolPrompt
 from stages.parallel.processes import gathered
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
-from stages.rollouts.prompts import AskedPrompt
+from stages.rollouts.prompts import RenderedPrompt
 
 
 class RolloutBatches:
@@ -210,7 +210,7 @@ class RolloutData:
     context: StageContext
     options: RolloutOptions
     model: ModelFacts
-    prompts: Sequence[AskedPrompt]
+    prompts: Sequence[RenderedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
     """Function that builds a second engine for the reference model, which is the model that training starts from."""
 
@@ -258,7 +258,7 @@ class RolloutData:
         plan = self.plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round
 
-    def taught(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
+    def with_teacher(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> RolloutData:
         return self
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:

@@ -20,7 +20,7 @@ from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import even_micro_batches
 from stages.models.facts import ModelFacts
 from stages.rollouts.options import PromptOptions
-from stages.rollouts.prompts import AskedPrompt, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, read_prompts
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ def _row(documents: Sequence[AnsweredPrompt]) -> tuple[np.ndarray, np.ndarray, n
 NUM_NAMED = 5
 
 
-def checked_prompts(config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts) -> list[AskedPrompt]:
+def checked_prompts(
+    config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts
+) -> list[RenderedPrompt]:
     """Read the prompts in `folder`; raise DataError for bad rows, and prompts that leave too little room to answer."""
     data = config.data
     asked = PromptOptions(

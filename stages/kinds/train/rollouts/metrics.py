@@ -11,7 +11,7 @@ from pathlib import Path
 from stages.core.contract import StageContext, is_main_process
 from stages.core.files import remove_cut_off_line
 from stages.kinds.train.rollouts.rounds import Round, deviation
-from stages.rollouts.prompts import AskedPrompt
+from stages.rollouts.prompts import RenderedPrompt
 
 COMPLETIONS_FILE = "completions.jsonl"
 NUM_SHOWN = 4
@@ -68,7 +68,7 @@ def round_metrics(sampled: Round) -> dict[str, float]:
 class RoundSamples:
     """Writer of some completions of each round, on rank 0 only; warns of a reward that is equal for all completions."""
 
-    def __init__(self, context: StageContext, prompts: Sequence[AskedPrompt]) -> None:
+    def __init__(self, context: StageContext, prompts: Sequence[RenderedPrompt]) -> None:
         self._context = context
         self._prompts = prompts
         self._warned: set[str] = set()

@@ -29,9 +29,9 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
-from stages.kinds.train.rollouts.rounds import Asked, request_seed, sample_completions
+from stages.kinds.train.rollouts.rounds import PromptRequest, request_seed, sample_completions
 from stages.kinds.train.rollouts.server import RolloutServer, SyncedServer
-from stages.kinds.train.teacher import Taught, with_candidates
+from stages.kinds.train.teacher import TeacherTargets, with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 
@@ -49,7 +49,7 @@ class OnPolicyBatches:
     texts: RowBatches
     steps: OnPolicySteps
     asked: TeacherTokens
-    taught: Taught
+    teacher_targets: TeacherTargets
     engine: Engine
     server: SyncedServer
     seed: int
@@ -80,7 +80,7 @@ class OnPolicyBatches:
             self.server.take_probe(documents)
             self.server.check(step)
         self.watchdog.begins(f"the teacher's tokens for the answers of step {step}")
-        batches = self._taught(documents)
+        batches = self._teacher_batches(documents)
         self.measured = {
             "on_policy": 1.0,
             "sync_s": sync_s,
@@ -113,14 +113,14 @@ class OnPolicyBatches:
         shown = zip(prompts[:NUM_SHOWN], answers, strict=False)
         self.samples.write(step, ({"prompt": self.decode(prompt), **answer.shown} for prompt, answer in shown))
 
-    def _taught(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
+    def _teacher_batches(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
         """Return this process's micro-batches of the answers, with the teacher's likeliest tokens at each target."""
-        assert self.taught.teacher
+        assert self.teacher_targets.teacher
         data_rank, num_shares = self.engine.data_rank, self.engine.data_parallel_size
         share_of = partial(self._share, documents)
-        records = self.taught.teacher.of_share(share_of, data_rank, num_shares)
+        records = self.teacher_targets.teacher.of_share(share_of, data_rank, num_shares)
         return [
-            with_candidates(batch, of_batch, self.asked, self.taught.is_whole_vocabulary)
+            with_candidates(batch, of_batch, self.asked, self.teacher_targets.is_whole_vocabulary)
             for batch, of_batch in zip(share_of(data_rank), records, strict=True)
         ]
 
@@ -138,7 +138,7 @@ def on_policy_batches(
     engine: Engine,
     watchdog: Watchdog,
     texts: RowBatches,
-    taught: Taught,
+    teacher_targets: TeacherTargets,
 ) -> OnPolicyBatches:
     """Return the batches of on-policy distillation; the server starts with the first weights. texts: of rows."""
     asked, steps = config.teacher_tokens, config.on_policy
@@ -148,7 +148,7 @@ def on_policy_batches(
         texts=texts,
         steps=steps,
         asked=asked,
-        taught=taught,
+        teacher_targets=teacher_targets,
         engine=engine,
         server=SyncedServer(config, context, steps.sampling, model, engine=engine, watchdog=watchdog),
         seed=config.seed,
@@ -161,7 +161,7 @@ def on_policy_batches(
 
 def asked_of(
     prompts: Sequence[list[int]], most_tokens: int, max_completion_length: int, seed: int, step: int
-) -> list[Asked]:
+) -> list[PromptRequest]:
     """Return the prompts to complete in a step, each with a seed and token limit; a resumed run gets the same.
 
     most_tokens: of a prompt and its answer. Raises DataError for a prompt that leaves no room for an answer.
@@ -175,7 +175,7 @@ def asked_of(
                 "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
                 "or leave such rows out"
             )
-        asked.append(Asked(prompt, request_seed(seed, step, position), min(room, max_completion_length)))
+        asked.append(PromptRequest(prompt, request_seed(seed, step, position), min(room, max_completion_length)))
     return asked
 
 

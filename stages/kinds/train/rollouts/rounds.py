@@ -22,7 +22,7 @@ from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import RolloutServer
 from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import Answer, Request
-from stages.rollouts.prompts import AskedPrompt
+from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.client import Choice
 
 
@@ -140,7 +140,7 @@ EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """Prompt for the sampling server, as token ids, with its seed, and `max_tokens` of a completion."""
 
     prompt: list[int]
@@ -163,7 +163,7 @@ class Asked:
 
 
 def sample_completions(
-    server: RolloutServer, options: SamplingOptions, asked: Sequence[Asked], num_completions: int
+    server: RolloutServer, options: SamplingOptions, asked: Sequence[PromptRequest], num_completions: int
 ) -> list[list[Completion]]:
     """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
@@ -193,7 +193,7 @@ class Sampler:
 
     server: RolloutServer
     judge: Judge
-    prompts: Sequence[AskedPrompt]
+    prompts: Sequence[RenderedPrompt]
     options: RolloutOptions
     plan: RoundPlan
 
@@ -206,7 +206,7 @@ class Sampler:
         while num_draws < self.options.max_draws and (missing := self._missing(groups)):
             prompts = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
             asked = [
-                Asked(
+                PromptRequest(
                     self.prompts[prompt].token_ids,
                     # of the position too: the same prompt, drawn twice, must not get the same completions
                     request_seed(self.plan.seed, first_step, num_draws, position),

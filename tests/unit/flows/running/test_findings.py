@@ -18,7 +18,7 @@ from flows.running.refresh_run import RefreshRun
 from flows.running.request import PlannedRefresh, RefreshRequest
 from flows.running.runner import run_stage
 from flows.store.store import Store
-from stages.core.contract import FINDING, StageResult, finding_of
+from stages.core.contract import FINDING_TAG, StageResult, finding_of
 from stages.core.errors import DataError, GateError, LifecycleError, ModelError
 from tests.faults.tiny import Notes
 
@@ -64,7 +64,7 @@ def test_what_a_stage_refuses_is_kept_and_refused_again_without_being_made_again
     assert artifact.name in str(refused.value)
     assert "`--force clean`" in str(refused.value)
     kept = run.store.find("curate", run.plan.stages["clean"].version)
-    assert kept.record.tags[FINDING].startswith(f"DataError: {NOTHING_HELD_OUT}")
+    assert kept.record.tags[FINDING_TAG].startswith(f"DataError: {NOTHING_HELD_OUT}")
     assert "clean" not in run.built
     entry = run.finish().stages["clean"]
     assert (entry.state, entry.error_class, entry.artifact) == ("failed", "DataError", artifact)
@@ -98,7 +98,7 @@ def test_nothing_is_built_on_an_artifact_that_its_stage_refuses(run_of, tmp_path
     planned, notes = run.plan.stages, Notes()
     good = {name: run.build(name, 1, LOG) for name in ("rows", "base")}
     record = good["base"].record
-    refused = record.model_copy(update={"tags": {**record.tags, FINDING: "GateError: it differs by 3 nats"}})
+    refused = record.model_copy(update={"tags": {**record.tags, FINDING_TAG: "GateError: it differs by 3 nats"}})
     upstream = {**good, "base": replace(good["base"], record=refused)}
     with pytest.raises(GateError, match="it differs by 3 nats"):
         run_stage(planned["sft"], {**upstream, "clean": good["rows"]}, run.store, notes)
@@ -128,6 +128,6 @@ def test_several_findings_are_one_and_an_unknown_class_is_still_a_finding():
     finding = finding_of(StageResult.model_validate_json(result.model_dump_json()).tags)
     assert type(finding) is ModelError
     assert str(finding) == "2 layers are missing: a, b\nit differs"
-    later = finding_of({FINDING: "LaterError: what a later version says"})
+    later = finding_of({FINDING_TAG: "LaterError: what a later version says"})
     assert type(later) is LifecycleError
     assert str(later) == "what a later version says"

@@ -24,7 +24,7 @@ from flows.store.store import Store
 from stages.__main__ import run_stage
 from stages.adapters.files import copy_companions
 from stages.core.errors import DataError, EvaluationError, ModelError
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 from stages.hubs.builtin import qwen3
 from stages.kinds.check.config import FINDINGS_FILE
 
@@ -205,7 +205,7 @@ def hanging(work, found=None):
     if found:
         (work / FINDINGS_FILE).write_text(json.dumps(found))
     with (work / "log.txt").open("ab") as log:
-        return Supervised(["sleep", "600"], environment=os.environ, output=log)
+        return SupervisedProcess(["sleep", "600"], environment=os.environ, output=log)
 
 
 def test_what_was_found_before_the_time_was_over_is_said(refresh_of, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stages.core.process_tree import TOKEN_VARIABLE, marked_processes, remove_shared_memory, shared_memory_of
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 from tests.faults.disks import needs_root
 
 
@@ -21,9 +21,9 @@ from tests.faults.disks import needs_root
 def start(tmp_path):
     started = []
 
-    def start(*command: str, **options) -> Supervised:
+    def start(*command: str, **options) -> SupervisedProcess:
         with (tmp_path / "log.txt").open("ab") as log:
-            started.append(Supervised(command, environment=os.environ, output=log, **options))
+            started.append(SupervisedProcess(command, environment=os.environ, output=log, **options))
         return started[-1]
 
     yield start
@@ -34,7 +34,7 @@ def start(tmp_path):
 PATIENCE_S = 120.0
 
 
-def end_of(supervised: Supervised) -> int:
+def end_of(supervised: SupervisedProcess) -> int:
     end = time.monotonic() + PATIENCE_S
     while supervised.poll() is None:
         assert time.monotonic() < end

@@ -17,7 +17,7 @@ from stages.data.prepare import prepare
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
 from stages.models.loading import check_tokenizer
-from stages.models.tokenizer_check import FACTORS, Growth
+from stages.models.tokenizer_check import FACTORS, LengthGrowth
 from tests.unit.stages.data.reports import Reports
 
 GROWS_NOTHING = {"Strip", "StripAccents", "Nmt"}
@@ -136,8 +136,8 @@ def test_the_row_whose_pattern_takes_too_many_steps_is_named(with_part, write_ro
 )
 def test_ordinary_normalizers_are_not_refused(chain):
     state = json.loads(normalizers.Sequence(chain).__getstate__())
-    assert Growth(state).problem(LONG) is None
-    assert Growth(state).problem("ﷺ" * 500) is None
+    assert LengthGrowth(state).problem(LONG) is None
+    assert LengthGrowth(state).problem("ﷺ" * 500) is None
 
 
 def test_no_step_of_the_library_grows_more_than_its_factor_says():

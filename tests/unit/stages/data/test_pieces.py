@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.core.errors import DataError
-from stages.core.supervised import Supervised
+from stages.core.supervised import SupervisedProcess
 from stages.data import tokenized_rows, tokenizing
 from stages.data.config import DataConfig
 from stages.data.files import read_part, read_rows
@@ -287,7 +287,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(tmp_path, program):
 def test_stopped_as_by_ctrl_c_no_process_has_to_be_killed_after_its_time_of_grace(tmp_path, program):
     arguments, environment, mark = program
     with (tmp_path / "log.txt").open("wb") as log:
-        supervised = Supervised(arguments, environment=environment, output=log, grace_s=GRACE_S)
+        supervised = SupervisedProcess(arguments, environment=environment, output=log, grace_s=GRACE_S)
     while "begun" not in (tmp_path / "log.txt").read_text():  # pytest's own limit is the longest
         assert supervised.alive()
         time.sleep(0.05)

@@ -10,7 +10,7 @@ import pytest
 from stages.core.contract import StageContext
 from stages.core.errors import DownloadError, LifecycleError
 from stages.hubs.builtin.hub import HUB as BUILTINS
-from stages.hubs.delivery import arrivals_folder, hand_over
+from stages.hubs.delivery import arrivals_folder, move_into_place
 from stages.hubs.hub import Request
 from stages.hubs.listing import path_in
 from stages.hubs.registry import parse_source, read_model_config
@@ -99,7 +99,7 @@ def test_files_gather_in_a_folder_of_ours_whatever_a_revision_is(revision: str, 
     (folder / "a.json").write_text("{}")
     (folder / "left.json.partial").write_text("of an earlier list")
     (folder / "link").symlink_to(tmp_path)
-    hand_over(folder, {"a.json"}, tmp_path / "model")
+    move_into_place(folder, {"a.json"}, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["a.json"]
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from stages.core.errors import DataError, LifecycleError, RecipeError, ServerError, TransientError
 from stages.data.messages import PlainText
 from stages.remote import http
-from stages.rewards.judge import AskedJudge, JudgeReward
+from stages.rewards.judge import JudgeClient, JudgeReward
 from stages.rewards.judging import judging
 from stages.rewards.reward import Completion, RewardContext
 from tests.judge_server import KEY, MODEL, Judge, judge_server
@@ -213,7 +213,7 @@ def test_the_verdict_of_a_comparison_is_the_line_that_was_asked_for(
     server: Judge, tmp_path: Path, answer: str, score: float | None
 ) -> None:
     config = JudgeReward.model_validate({"type": "judge", **SERVER, "compare": True})
-    with AskedJudge.opened(config, tmp_path / "kept") as judge:
+    with JudgeClient.opened(config, tmp_path / "kept") as judge:
         assert judge.read_number(answer) == score
 
 
@@ -235,7 +235,7 @@ def test_the_rating_is_the_number_behind_its_colon(
     server: Judge, tmp_path: Path, answer: str, score: float | None
 ) -> None:
     config = JudgeReward.model_validate({"type": "judge", **SERVER, "least": -10})
-    with AskedJudge.opened(config, tmp_path / "kept") as judge:
+    with JudgeClient.opened(config, tmp_path / "kept") as judge:
         assert judge.read_number(answer) == score
 
 

@@ -16,7 +16,7 @@ from stages.serving.backend import Backend, EngineAddress
 from stages.serving.proxy import Proxy, listening
 from stages.serving.server import listening_socket
 from stages.serving.tally import ServedVersion
-from stages.serving.waiting import WaitingRoom
+from stages.serving.waiting import RequestQueue
 from tests.tiny_engine import PROGRAM
 
 KEY = "key"
@@ -31,7 +31,7 @@ class Engines:
         self.model = model
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = stack
-        self.proxy = Proxy(self.started(), KEY, waiting=WaitingRoom())
+        self.proxy = Proxy(self.started(), KEY, waiting=RequestQueue())
 
     def started(self, port: int | None = None) -> Backend:
         """Start the next engine; return its address once it listens (the former's port is used at once)."""

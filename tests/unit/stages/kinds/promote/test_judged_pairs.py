@@ -18,7 +18,7 @@ from stages.data.messages import PlainText
 from stages.harnesses.question_sets import sample_row
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run
-from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
+from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, ComparedChampion, Verdict
 from stages.remote import http
 from tests.candidates import write_model
 from tests.judge_server import KEY, MODEL, Judge, judge_server
@@ -90,7 +90,7 @@ def promote(server: Judge, tmp_path: Path):
         champion = Champion(version="7", same_model=same, evaluations=(tmp_path / "champion",)) if theirs else None
         work = tmp_path / "work"
         work.mkdir()
-        (work / CHAMPION_FILE).write_text(Standing(champion=champion).model_dump_json())
+        (work / CHAMPION_FILE).write_text(ComparedChampion(champion=champion).model_dump_json())
         inputs = {"model": tmp_path / "model", "scores": tmp_path / "scores"}
         gates = {**GATES, **said.pop("gates", {})}
         config = PromoteConfig.model_validate({**tree(server, **said), "gates": gates})

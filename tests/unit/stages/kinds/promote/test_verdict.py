@@ -8,7 +8,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.kinds.promote.config import PromoteConfig
 from stages.kinds.promote.run import run
-from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, Standing, Verdict
+from stages.kinds.promote.verdict import CHAMPION_FILE, Champion, ComparedChampion, Verdict
 from tests.candidates import write_evaluation, write_model
 
 GOOD, WORSE = [1.0] * 90 + [0.0] * 10, [1.0] * 60 + [0.0] * 40
@@ -27,7 +27,7 @@ def judge(tmp_path):
         current = Champion(version="7", same_model=same_model, evaluations=evaluations) if champion else None
         work = tmp_path / "work"
         work.mkdir()
-        (work / CHAMPION_FILE).write_text(Standing(champion=current).model_dump_json())
+        (work / CHAMPION_FILE).write_text(ComparedChampion(champion=current).model_dump_json())
         inputs = {"model": tmp_path / "model", "scores": tmp_path / "scores", "other": tmp_path / "champion"}
         settings = {"kind": "promote", "name": "adder", "model": "model", "evaluations": ["scores"], **config}
         context = StageContext(work, "promote", "0" * 12, inputs, {}, tmp_path / "cache")

@@ -6,7 +6,7 @@ from stages.core.errors import RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.models.linear_layers import Projection
 from stages.serving.engine import Quantization
-from stages.serving.vllm.servability import Heads, caveats, check_servable
+from stages.serving.vllm.servability import AttentionHeads, caveats, check_servable
 
 LLAMA_2_7B = {"hidden": 4096, "inner": 11008, "queries": 32, "keys": 32, "head": 128}
 LLAMA_3_8B = {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128}
@@ -35,7 +35,7 @@ def make_quantization(**fields) -> Quantization:
 
 
 def check(shape, device="cuda", layers=None, **fields):
-    heads = Heads(shape["queries"], shape["keys"])
+    heads = AttentionHeads(shape["queries"], shape["keys"])
     check_servable(layers or make_layers(**shape), heads, make_quantization(**fields), device)
 
 
@@ -145,9 +145,11 @@ def test_routers_and_the_head_are_never_quantized():
 
 
 def test_heads_are_found_in_the_language_part_of_a_config():
-    assert Heads.of({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}) == Heads(8, 2)
-    assert Heads.of({"num_attention_heads": 8}) == Heads(8, 8)
-    assert Heads.of({"hidden_size": 8}) is None
+    assert AttentionHeads.of({"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}) == AttentionHeads(
+        8, 2
+    )
+    assert AttentionHeads.of({"num_attention_heads": 8}) == AttentionHeads(8, 8)
+    assert AttentionHeads.of({"hidden_size": 8}) is None
 
 
 @pytest.mark.parametrize(("method", "flags", "warned"), [

@@ -12,9 +12,9 @@ from stages.data.files import RowLocation
 from stages.data.messages import PlainText
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples
 from stages.kinds.train.rollouts.rounds import Completion, Group, Round
-from stages.rollouts.prompts import AskedPrompt
+from stages.rollouts.prompts import RenderedPrompt
 
-PROMPT = AskedPrompt(RowLocation("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])
+PROMPT = RenderedPrompt(RowLocation("rows.jsonl", 3), Prompt(PlainText("1 + 1 =", ""), "2", {}), "1 + 1 =", [5, 6])
 
 
 def write(work: Path, first_step: int) -> None:

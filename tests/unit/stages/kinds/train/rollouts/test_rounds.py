@@ -16,9 +16,9 @@ from stages.core.errors import ServerError
 from stages.kinds.train.methods.grpo import GrpoConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.kinds.train.rollouts.rounds import (
-    Asked,
     Completion,
     Group,
+    PromptRequest,
     Round,
     RoundPlan,
     request_seed,
@@ -99,7 +99,7 @@ class Answering:
 
 
 def sampled(server: Answering) -> list[list[Completion]]:
-    asked = [Asked([1, 2], 11, 4), Asked([3], 12, 5)]
+    asked = [PromptRequest([1, 2], 11, 4), PromptRequest([3], 12, 5)]
     options = SamplingOptions(temperature=0.5, top_p=0.9, stop=("\n",))
     return sample_completions(cast(RolloutServer, server), options, asked, 2)
 
