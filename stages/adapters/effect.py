@@ -89,7 +89,7 @@ def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:
 
 
 def has_effect(trained: Changing, start: Changing, base: Path) -> bool:
-    """Return whether merging the trained adapter changes other weights than the start one; reads up to a difference."""
+    """Return whether merging the trained adapter gives other weights than the start one, up to the first difference."""
     for path in weight_paths(base):
         with safe_open(path, framework="pt") as file:
             for name in {*trained, *start} & set(file.keys()):

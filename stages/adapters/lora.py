@@ -273,7 +273,7 @@ def _check(causal_lm: Any, config: AdapterConfig) -> None:
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Return whether a layer's output is one tensor, to add an adapter's to; not of Llama 4's router, though linear."""
+    """Return whether a layer's output is one tensor, to which an adapter's can be added (Llama 4's router: not)."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True
     with torch.no_grad():

@@ -185,5 +185,5 @@ def error_classes() -> dict[str, type[LifecycleError]]:
 
 
 def class_name(error: Exception) -> str:
-    """Return the name of an error's nearest class with an exit code, the only ones that other processes know."""
+    """Return the name of an error's nearest class that has an exit code; other processes know no other classes."""
     return next((one.__name__ for one in type(error).__mro__ if "exit_code" in vars(one)), type(error).__name__)

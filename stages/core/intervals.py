@@ -79,7 +79,7 @@ NUM_CUT = "num_answers_cut"
 
 
 def zero_score_warning(name: str, evaluation: str, num_samples: int, num_cut: int) -> str:
-    """Return advice for a score of 0, most often due to unlike prompts. num_cut: answers at the token limit."""
+    """Return advice for a score of 0: most often prompts differ from training's. num_cut: answers at the limit."""
     cut = f" ({num_cut} answers reached max_gen_toks and were cut there)" if num_cut else ""
     return (
         f"{name} is 0: of {num_samples} answers none was right{cut}. Read them: `lifecycle show {evaluation} "

@@ -57,10 +57,10 @@ class ProgramEndedError(Exception):
 
 
 class Program:
-    """Client of a helper process for untrusted input, for one thread; begins at the first request, ends with `with`."""
+    """Client of a helper process for untrusted input, which starts at the first request; for one thread at a time."""
 
     def __init__(self, module: str, *arguments: str, needs_home: bool = False) -> None:
-        """Create the client. needs_home: the process gets an empty folder, removed when this one ends normally."""
+        """Create the client. needs_home: the process gets an empty home folder, removed when this one ends normally."""
         self._needs_home = needs_home
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None

@@ -34,7 +34,7 @@ class _Collection:
     """Current position in the YAML mapping or list, for error messages: the last key, or the number of items read."""
 
     def add(self, num_values: int, height: int, text: str | None) -> None:
-        """Count one more key or value of this mapping or list. text: of a scalar; else None."""
+        """Count one more key or value of this YAML mapping or list. text: of a scalar; else None."""
         self.num_children += 1
         # In a mapping, keys and values come by turns.
         is_key = self.is_mapping and self.num_children % 2 == 1

@@ -180,7 +180,7 @@ class Portion:
     fraction: float | None = None
 
     def select(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """Yield the chosen rows, equal ones always together; unreadable rows count as training data."""
+        """Yield the rows chosen for training or evaluation, equal ones together; unreadable rows count as training."""
         if self.fraction is None:
             yield from rows
             return

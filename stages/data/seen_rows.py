@@ -144,7 +144,7 @@ class _Found:
 
 
 def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple[_Found, _Found]:
-    """Return counts of rows that repeat an earlier row, and that contradict another, from uint64 [rows] or []."""
+    """Return counts of rows that repeat an earlier row, and of rows that contradict another; uint64 [rows]."""
     repeated, contradicting = _Found(), _Found()
     for share in range(num_shares := -(-len(digests) // SHARE_ROWS)):  # rounded up
         rows, values = _share(digests, share, num_shares)
@@ -169,7 +169,7 @@ def _compared(digests: NDArray[np.uint64], swapped: NDArray[np.uint64]) -> tuple
 
 
 def _share(digests: NDArray[np.uint64], share: int, num_shares: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return one share of the rows, those of one remainder, for limited memory: row numbers int64, digests uint64."""
+    """Return the rows whose digests have one remainder, to bound memory: row numbers int64, digests uint64."""
     blocks = range(0, len(digests), SHARE_ROWS)
     rows = [
         begin + np.flatnonzero(digests[begin : begin + SHARE_ROWS] % np.uint64(num_shares) == share) for begin in blocks

@@ -36,7 +36,7 @@ with indents and escapes is several times as long as its content."""
 CPU_S_PER_MESSAGE = 3e-5
 """CPU seconds per rendered message on a slow core, beyond the fixed limit; messages grow with the turns squared."""
 GRACE_CPU_S = 1
-"""CPU seconds between the limit that raises an error in Python and the one that kills, which long calls in C notice."""
+"""CPU seconds between the limit that raises an error in Python and the one that ends long calls in C by a kill."""
 
 Answered = TypeVar("Answered")
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 PART_BYTES = 2 << 20
 """Size in bytes of parts of local files: JSON Lines up to the next line end, Parquet (uncompressed) a row group's."""
 PART_BYTES_ELSEWHERE = 8 * PART_BYTES
-"""Size in bytes of parts of remote JSON Lines, larger as up to one more buffer is fetched for a last line's end."""
+"""Size in bytes of parts of remote JSON Lines; larger, since a part's last line may fetch one more buffer."""
 MAX_PROCESSES = 64
 BYTES_PER_PROCESS = 4 << 20
 """Smallest number of bytes to tokenize for which a further process is started, since starting takes a while."""

@@ -16,9 +16,9 @@ from stages.core.errors import TransientError
 PLANNING_LIMIT_S = 0.8
 """Time limit in seconds for all requests to hubs while a refresh is planned, so that a plan takes at most 2 s."""
 PLANNING_OFFLINE_LIMIT_S = 10.0
-"""Time limit in seconds for checks without network in a plan; only a busy machine or a dead disk needs it."""
+"""Time limit in seconds for a plan's checks without network, which only a busy machine or a dead disk reaches."""
 PLANNING_ATTEMPT_S = 0.6
-"""Time limit in seconds for one request in a plan, less than for all, so that it fails with its own message."""
+"""Time limit in seconds for one request to a hub in a plan; shorter than for all, to fail with its own message."""
 
 Answer = TypeVar("Answer")
 

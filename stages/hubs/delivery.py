@@ -42,7 +42,7 @@ class Progress:
 
 
 def arrivals_folder(context: StageContext, revision: str) -> Path:
-    """Return the scratch folder for one revision's incomplete files, so that two cannot mix.
+    """Return the scratch folder for one revision's incomplete files, so that revisions cannot mix.
 
     Its name is a hash: a revision is the hub's own word, and may be a path.
     """

@@ -36,11 +36,11 @@ class ModelFlops:
     """Sizes of a model from which its FLOPs are computed."""
 
     layer_parameters: float
-    """Parameters outside the head that a token is multiplied by; routed experts count by its share of them."""
+    """Number of parameters outside the head that a token is multiplied by; of routed experts, the share it uses."""
     head_parameters: int
     attention: tuple[AttentionWork, ...]
     frozen_layer_parameters: float = 0
-    """Frozen ones of `layer_parameters`, of which training computes no gradient."""
+    """Number of frozen parameters outside the head that a token is multiplied by; training skips their gradients."""
     is_head_frozen: bool = False
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:

@@ -62,7 +62,7 @@ def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
 
 
 def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
-    """Return a model on the meta device, without weights; raises what Transformers raises. options: its own."""
+    """Return a model on the meta device, without weights; raises what Transformers does. options: Transformers' own."""
     import torch
 
     with torch.device("meta"):
@@ -128,5 +128,5 @@ def _problem(tokenizer: Any, once: list[int], often: list[int], size: int | None
 
 
 def _letters(text: str) -> str:
-    """Return a text's letters and digits in one case, the only one that some tokenizers know, to compare texts."""
+    """Return a text's letters and digits in one case, to compare texts: some tokenizers know one case only."""
     return "".join(filter(str.isalnum, text)).casefold()

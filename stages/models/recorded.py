@@ -22,7 +22,7 @@ from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
 RESOLUTION_NATS = 1e-6
-"""Smallest distance of a log-probability from 0, in nats, that is no rounding; used for nearer ones."""
+"""Smallest distance of a log-probability from 0, in nats, that is no rounding; nearer ones count as this far."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def differences(predicted: Sequence[Predicted], documents: Sequence[RecordedDocu
 
 
 def _kl_nats(recorded: float, given: float) -> float:
-    """Return the KL divergence, in nats, of a token and all other tokens. recorded, given: ln p of the former."""
+    """Return the KL divergence, in nats, over a token and all others together. recorded, given: ln p of the token."""
     p, q = min(recorded, -RESOLUTION_NATS), min(given, -RESOLUTION_NATS)
     # -expm1(p) = 1 - exp(p), the probability of all other tokens, without cancellation near 0.
     return math.exp(p) * (p - q) - math.expm1(p) * math.log(math.expm1(p) / math.expm1(q))

@@ -25,7 +25,7 @@ PAUSE_S = 0.1
 
 
 class EngineGoneError(Exception):
-    """Error for an engine that ended before its answer began, so that another may get it. was_sent: perhaps."""
+    """Error for an engine that ended before its answer began. was_sent: whether it may have got the request."""
 
     def __init__(self, message: str, *, was_sent: bool = True):
         super().__init__(message)

@@ -149,7 +149,7 @@ class _ShardSlice:
 
 
 def _buckets(pieces: Iterable[_ShardSlice], size: int) -> Iterator[list[_ShardSlice]]:
-    """Group parameters' elements into buckets of `size` elements (the last: fewer) for the same kernels."""
+    """Group parameters' elements into buckets of `size` elements (last: fewer), each updated by the same kernels."""
     bucket: list[_ShardSlice] = []
     free = size
     for whole in pieces:
@@ -223,7 +223,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class MuonAndAdamW(torch.optim.AdamW):
-    """Optimizer of groups marked `is_muon`, of matrices or stacks of them, by Muon, and of others by AdamW."""
+    """Optimizer that updates groups marked `is_muon` (matrices or stacks of them) by Muon, and others by AdamW."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], muon: MuonSettings, dtype: torch.dtype, **adamw: Any) -> None:
         """Create Muon for the groups marked `is_muon` and AdamW for the others. dtype: of Muon's iterations."""

@@ -97,7 +97,7 @@ class MegatronState:
 
     @cached_property
     def _owned(self) -> set[Identity]:
-        """Shards of optimizer state that this process writes, as the first that holds them."""
+        """Shards of optimizer state that this process writes: those that no process before it holds."""
         mine = [_identity(shard) for shard in self._shards if not shard.part.is_copy]
         everyones: list[list[Identity]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)

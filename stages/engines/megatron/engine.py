@@ -214,7 +214,7 @@ class MegatronEngine:
         return totals_of(loss, micro_batches, self.sum_over_data)
 
     def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return the global batch's mean loss and metrics. parts: own ones, [] but on the last pipeline stage."""
+        """Return the global batch's mean loss and metrics. parts: this process's, [] but on the last stage."""
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
         return means(self._over_shares(total), loss)

@@ -81,7 +81,7 @@ def transformer_config(
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Return the layers of consecutive pipeline stages; uneven: one more in the first, as the last have the head."""
+    """Return the number of layers in each pipeline stage; the first have one more if the division is uneven."""
     least, rest = divmod(num_layers, num_stages)
     return [least + (stage < rest) for stage in range(num_stages)]
 

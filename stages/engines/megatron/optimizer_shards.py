@@ -199,7 +199,7 @@ def _as_in_transformers(block: WeightBlock, model: ModelShape) -> WeightBlock:
 
 
 def _of_all_experts(block: WeightBlock, weight: str, expert: int, model: ModelShape) -> WeightBlock:
-    """Convert a block of one expert's LoRA factor to its block in all experts' factor.
+    """Convert a block of one expert's LoRA factor to its block in the factor that holds all experts.
 
     A is [experts × rank, in], as PEFT has it; B [experts, out, rank], as the FSDP engine keeps it.
     """

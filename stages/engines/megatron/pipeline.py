@@ -32,7 +32,7 @@ FP8_ROWS = 16
 """Number that must divide the tokens of a process for matrix products in 8 bits."""
 
 OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""Function that computes values of each token, [rows, tokens, values], the same on every rank, from split logits.
+"""Function from logits split over ranks to values of each token, [rows, tokens, values], equal on every rank.
 
 Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the vocabulary's
 size."""

@@ -24,7 +24,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Training rows of one prompt's completions. outcomes: per completion `kept`, `chosen`, `rejected`, or why not."""
+    """Training rows chosen among a prompt's completions. outcomes: `kept`, `chosen`, `rejected`, or why dropped."""
 
     rows: tuple[Row, ...]
     outcomes: tuple[str, ...]

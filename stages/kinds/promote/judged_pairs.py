@@ -107,7 +107,7 @@ def _compared(
 
 
 def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Return a question with both answers, the other's as reference; raise EvaluationError if questions differ."""
+    """Return a question with both models' answers, the other's as reference; EvaluationError if questions differ."""
     if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
         raise EvaluationError(
             f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"

@@ -70,7 +70,7 @@ class Gate:
 
 
 def judge(gates: GatesConfig, measured: Measurements) -> list[Gate]:
-    """Return every gate that the recipe sets with its value; raise EvaluationError for one not measured."""
+    """Return every gate that the recipe sets with its measured value; raise EvaluationError for a missing one."""
     return [
         *_score_gates(gates, measured.scores),
         *_regression_gates(gates, measured),

@@ -205,7 +205,7 @@ def _evaluate_if_due(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | None:
-    """Load the best step's weights with `keep: best`, else warn of a risen loss; return the remaining one's loss."""
+    """Load the best step's weights with `keep: best`, else warn of a risen loss; return the kept ones' evaluation."""
     lowest, step = run.journal.lowest_evaluation(run.last_step)
     # `lowest` is inf without an evaluation on the way. All follow rank 0, since loading a checkpoint is collective.
     if final is None or run.trial or not run.engine.broadcast_from_rank0(final.loss > lowest):

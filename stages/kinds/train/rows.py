@@ -130,7 +130,7 @@ class RowData:
         return replace(self, teaching=teaching)
 
     def first_batches(self, least_targets: int) -> list[Batch]:
-        """Return the first micro-batches, the same on all processes, for EVA; raise as the function of this name."""
+        """Return the first micro-batches for EVA, equal on all processes; raises as the function of this name does."""
         training, order = self.prepared.training, self._order(0, 1)  # whole global batches, whatever the layout
         rows = chain.from_iterable(map(order.global_batch, count(1)))
         return first_batches(training, islice(rows, len(training)), least_targets)

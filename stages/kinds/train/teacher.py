@@ -381,7 +381,7 @@ class OpenServer:
         return np.split(own, np.cumsum([_num_targets(batch) for batch in share_of(data_rank)])[:-1])
 
     def _of_batches(self, batches: Sequence[Batch]) -> NDArray[np.void]:
-        """Return the teacher's likeliest tokens at all targets of the batches, in order, from one enquiry."""
+        """Return the teacher's likeliest tokens at all targets of the batches, in order, asked for together."""
         asked = [document for batch in batches for document in _documents(batch)]
         records = self.teacher.likeliest([tokens for tokens, _ in asked])
         nothing = np.zeros(0, record_dtype(self.teacher.number))

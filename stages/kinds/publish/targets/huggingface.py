@@ -24,7 +24,7 @@ from stages.remote.hub_file import TOKEN_VARIABLE, endpoint
 
 
 class HuggingFaceRepository:
-    """Model repository `owner/name` on the Hugging Face hub. private: for a new one; required of an existing one."""
+    """Model repository on the Hugging Face hub. private: visibility of a new one, required of an existing one."""
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._name = name

@@ -42,7 +42,7 @@ class RewardLoss:
         return {"pairs": signal.documents.count // 2}
 
     def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return contributions to the mean loss and metrics, from scores: a document's at one token, else 0."""
+        """Return contributions to the mean loss and metrics, from scores: each document's at one token, 0 elsewhere."""
         from torch.nn.functional import logsigmoid
 
         rewards = signal.documents.sums(token_log_probabilities)

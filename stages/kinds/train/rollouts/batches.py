@@ -223,7 +223,7 @@ class RolloutData:
         model: ModelFacts,
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
-        """Read the dataset's prompts; raise DataError for unfit ones or too long ones, or ModelError."""
+        """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
         return cls(config, context, options, model, prompts, build_reference)
 

@@ -285,7 +285,7 @@ class Probe:
 
     @classmethod
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
-        """Choose completions to compare by, the same on all processes, with log-probabilities so far. Collective."""
+        """Choose completions to compare by, with log-probabilities before training; all pass the same. Collective."""
         # at least one document, whatever its length; the others only as they fit into the same row
         chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[1:NUM_DOCUMENTS]:
@@ -502,7 +502,7 @@ class SyncedServer:
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
-        """Check the server by the probe's completions, if already chosen.
+        """Compare server and engine by the fixed completions (`Probe`), if already chosen.
 
         Collective. Raises TrainingError when it answers with other weights than the engine's.
         """
@@ -516,7 +516,7 @@ class SyncedServer:
         return self._probe is not None
 
     def take_probe(self, documents: Sequence[AnsweredPrompt]) -> None:
-        """Take or load the probe, once, from the first of these documents. Collective."""
+        """Choose, once, or load the completions by which server and engine are compared (`Probe`). Collective."""
         if self._probe:
             return
         # An earlier attempt's: its `untrained` are of the model before training, which this engine no longer has.
