@@ -25,7 +25,7 @@ BACKLOG = 1024
 
 
 def collective_timeout(hang_timeout_s: float) -> timedelta:
-    """Return the timeout of collectives: 30 minutes, or a minute more than the watchdog's, which logs what went on."""
+    """Return the timeout of collectives: 30 minutes or more, above the watchdog's, which logs what went on."""
     return max(USUAL_TIMEOUT, timedelta(seconds=hang_timeout_s) + MARGIN)
 
 

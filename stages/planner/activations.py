@@ -112,7 +112,7 @@ def _merged_experts(case: StepCase) -> tuple[int, ...]:
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[LayerRole, float]:
-    """Return by place the share of layers that keep linear inputs for backward; 0 with adapter dropout.
+    """Return by place the share of layers that keep linear layers' inputs for backward; 0 with adapter dropout.
 
     Adapters then keep their own dropped-out inputs.
     """

@@ -84,7 +84,7 @@ class SearchResult:
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """Rank all legal layouts by predicted step time; if none is, LayoutError names the nearest number of devices."""
+    """Rank all legal layouts by predicted step time; without one, LayoutError names the nearest number of devices."""
     found = _search(request, NEAR_MISS)
     # Nothing comes near the memory: all are estimated, for the answer which needs least.
     return found if found.fitting or found.too_large else _search(request, math.inf)

@@ -151,7 +151,7 @@ def _pipeline(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
 
 
 def _sequence(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
-    """Yield an error if a packed row cannot be divided into equal parts.
+    """Yield an error if context and sequence parallelism cannot divide a packed row into equal parts.
 
     Each context-parallel process has two chunks (zigzag), which sequence parallelism cuts once more.
     """
