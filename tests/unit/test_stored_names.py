@@ -53,7 +53,7 @@ LaunchSpec: adapters base_name engine engine_version for_training model num_trie
 Lengths: bin_tokens counts
 Verdict: against champion_version differences gates missed name outcome warnings
 Champion: evaluations same_model version
-Standing: champion
+ComparedChampion: champion
 Difference: candidate difference higher_is_better interval largest name num_samples num_unpaired reference
   standard_error
 Gate: bound found least name
@@ -65,7 +65,7 @@ ServerRecord: deaths home port process settings token
 ServerRecords: home is_copy servers
 ProcessIdentity: boot host pid pid_namespace started_ticks
 Registration: base data description digest evaluations mlflow_run_id model name scores server
-Keep: champions days refreshes
+RetentionLimits: champions days refreshes
 Policy: keep
 Shipped: attempts done experiment_id ledger_bytes parent_run_id trouble
 ShippedAttempt: done next_byte run_id
@@ -81,8 +81,8 @@ KubernetesOptions: cpus_per_node gpu_resource gpus_per_node image job memory_gib
 # caches and scratch folders
 Description: bytes_per_token conversations has_margins num_bad_rows num_documents num_good num_over_long num_rows
   num_source_rows num_target_tokens num_tokens packing padding_token sequence_length tool_prompts warnings
-PieceNotes: bad_rows longest_tokens num_earlier num_kept num_over_long num_source_rows num_text_bytes num_text_tokens
-  num_tokenized_rows over_long remarkable tokenizer tool_prompt unread
+TokenizationNotes: bad_rows longest_tokens num_earlier num_kept num_over_long num_source_rows num_text_bytes
+  num_text_tokens num_tokenized_rows over_long remarkable tokenizer tool_prompt unread
 TokenizerNotes: learned_after_turns num_dropped_thoughts special_tokens teaches_to_stop wrote_date
 ToolPrompt: messages token_ids tools variables
 Round: first_step groups measured
@@ -97,7 +97,7 @@ StageReport: built_by error error_class kind log_tail metrics name reason second
 Lineage: evaluations name registered tree
 Node: config counts damage digest files finished folder git_commit kind mlflow_run_id product rebuilt recipe refresh
   revision source stage upstream version
-Scored: scores stage version
+ScoredEvaluation: scores stage version
 Score: interval name stage standard_error value
 Promotion: against differences missed name outcome stage tables
 """
