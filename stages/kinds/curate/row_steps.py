@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import regex
@@ -47,7 +47,7 @@ def row_steps(config: CurateConfig, context: StageContext) -> Iterator[tuple[str
     if patterns := config.patterns:
         yield "patterns", lambda row: found_or_not(row, patterns)
     if language := config.language:
-        yield "language", LanguageFilter(language).reason
+        yield "language", language_filter(language)
     if decontaminate := config.decontaminate:
         yield "decontaminate", benchmarks_of(decontaminate, context).reason
 
@@ -120,46 +120,41 @@ def _searched(pattern: str, text: str) -> regex.Match[str] | None:
         ) from error
 
 
-class LanguageFilter:
-    """Curation step that drops rows by language, which py3langid identifies."""
+def language_filter(config: Language) -> RowStep:
+    """Return the curation step that drops rows by language, which py3langid identifies."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier  # takes a second
 
-    def __init__(self, config: Language) -> None:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier  # takes a second
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
-        self._config = config
-        self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
-    def reason(self, row: ReadRow) -> str | None:
-        """Return why the language filter drops a row, or None; one with too few letters to tell is kept."""
+    def reason(row: ReadRow) -> str | None:
         text = "\n".join(text for texts in row.parts for text in texts)[:LONGEST_CHARACTERS]
         if len("".join(filter(str.isalpha, text)).encode()) < FEWEST_LETTER_BYTES:
-            return None
-        ranked = self._identifier.rank(text)
-        probability_kept = sum(probability for language, probability in ranked if language in self._config.keep)
-        if probability_kept >= self._config.min_probability:
+            return None  # too few letters to tell
+        ranked = identifier.rank(text)
+        probability_kept = sum(probability for language, probability in ranked if language in config.keep)
+        if probability_kept >= config.min_probability:
             return None
         language, probability = ranked[0]
         return (
-            f"is {language} with probability {probability:.2f}, and {' or '.join(self._config.keep)} with "
-            f"{probability_kept:.2f}, less than {self._config.min_probability:g}"
+            f"is {language} with probability {probability:.2f}, and {' or '.join(config.keep)} with "
+            f"{probability_kept:.2f}, less than {config.min_probability:g}"
         )
 
+    return reason
 
-class Redactor:
-    """Curation step that masks personal data in rows and counts it. readers: the reader of each dataset's rows."""
 
-    def __init__(self, kinds: Collection[str], counts: Counter[str], readers: Mapping[str, AnyRowReader]) -> None:
-        self._kinds = kinds
-        self._counts = counts
-        self._readers = readers
+def redacted_row(
+    row: ReadRow, kinds: Collection[str], counts: Counter[str], reader: AnyRowReader
+) -> tuple[ReadRow, tuple[str, str] | None]:
+    """Return a row with its personal data masked, and step and reason to drop it if that makes it invalid.
 
-    def redacted(self, dataset: str, row: ReadRow) -> tuple[ReadRow, tuple[str, str] | None]:
-        """Return the row with its personal data masked, and step and reason to drop it if that makes it invalid."""
-        content = redacted(row.content, self._kinds, self._counts)
-        try:
-            return self._readers[dataset].read(content), None
-        except RowError as error:
-            return row, ("redact", f"{error}, once personal data are written over")
+    counts: of what was masked, which it adds to. reader: of the dataset's rows.
+    """
+    content = redacted(row.content, kinds, counts)
+    try:
+        return reader.read(content), None
+    except RowError as error:
+        return row, ("redact", f"{error}, once personal data are written over")
 
 
 def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -> Iterator[tuple[int, float]]:

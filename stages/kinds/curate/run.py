@@ -29,8 +29,8 @@ from stages.data.messages import RowError
 from stages.kinds.curate.config import CurateConfig, Sample
 from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter, set_of
 from stages.kinds.curate.report import BAD_ROWS, CurationReport
-from stages.kinds.curate.row_steps import Redactor, first_reason, row_steps, scored
-from stages.kinds.curate.spool import KeptFiles, SourcePlace, Spool, SpoolWriter
+from stages.kinds.curate.row_steps import first_reason, redacted_row, row_steps, scored
+from stages.kinds.curate.spool import SPOOL_FILES, KeptFiles, SourcePlace, Spool, spool_row
 
 Readers = dict[str, AnyRowReader]
 DROPPED_FILE = "dropped.jsonl"
@@ -110,7 +110,7 @@ def run(config: CurateConfig, context: StageContext) -> StageResult:
     folder = context.scratch / "rows"
     with (
         full_disk_named("curating", context.work),
-        KeptFiles(folder, (DROPPED_FILE, *SpoolWriter.FILES, *SignatureWriter.FILES)) as files,
+        KeptFiles(folder, (DROPPED_FILE, *SPOOL_FILES, *SignatureWriter.FILES)) as files,
         _shown(folder / DROPPED_FILE, context.work / DROPPED_FILE, files),
     ):
         report = CurationReport(config.steps, files[DROPPED_FILE])
@@ -139,17 +139,16 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
         context.milestone(f"continuing after {report.num_read} rows")
     readers: Readers = {}
     steps, compared = list(row_steps(config, context)), config.compared
-    redactor = Redactor(config.redact, report.redacted, readers)
-    spool, sets = SpoolWriter(files), SignatureWriter(files)
+    sets = SignatureWriter(files)
     num_kept = report.num_read
     for place, row in rows_of(config, context, report, readers, num_kept):
         dropped = first_reason(steps, place, row)
         if not dropped and config.redact:
-            row, dropped = redactor.redacted(place.dataset, row)
+            row, dropped = redacted_row(row, config.redact, report.redacted, readers[place.dataset])
         if dropped:
             report.drop(place, *dropped, row.content)
         else:
-            spool.add(place, row.content, row.canonical())
+            spool_row(files, place, row.content, row.canonical())
             if compared:
                 sets.add(set_of(row.parts, row.label, compared.words))
         if report.num_read - num_kept >= KEEP_EVERY:

@@ -20,7 +20,7 @@ from stages.core.files import write_atomically
 from stages.data.files import RowLocation
 
 NOTE = "kept.json"
-ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
+SPOOL_FILES = ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,13 @@ class KeptFiles:
             stream.close()
 
 
-class SpoolWriter:
-    """Writer of temporary files for the rows that curation's single-row steps keep."""
-
-    FILES = (ROWS, OFFSETS, DIGESTS)
-
-    def __init__(self, files: KeptFiles) -> None:
-        self._files = files
-
-    def add(self, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-        """Append a row to curation's files. canonical: text that is equal for exact duplicates."""
-        self._files[OFFSETS].write(self._files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
-        self._files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
-        at = place.place
-        row = [place.dataset, at.file, at.number, at.counts, content]
-        self._files[ROWS].write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+def spool_row(files: KeptFiles, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
+    """Append a row that the single-row steps keep to the files. canonical: text that is equal for exact duplicates."""
+    files[OFFSETS].write(files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
+    files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
+    at = place.place
+    row = [place.dataset, at.file, at.number, at.counts, content]
+    files[ROWS].write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 class Spool:
