@@ -2,7 +2,6 @@
 
 import pytest
 from click.testing import CliRunner
-from mlflow import MlflowClient
 
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHALLENGER, CHAMPION, PREVIOUS, Registry
@@ -30,6 +29,8 @@ def make_champion(registry, mark, former=None, **scores):
 
 def test_scores_may_have_names_that_mlflow_would_refuse(registry):
     make_champion(registry, "a" * 12, **{"human_eval.pass@1": 0.5, "mmlu.acc,strict-match (5 shots)": 0.25})
+    from mlflow import MlflowClient  # a second that each pytest worker would take to collect tests
+
     tags = MlflowClient().get_model_version_by_alias(NAME, CHAMPION).tags
     scores = {tag: value for tag, value in tags.items() if tag.startswith("lifecycle.score.")}
     assert scores == {

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from stages.core.errors import DataError, EvaluationError
 from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
-from stages.harnesses.lm_eval.scoring import LmEvalModel
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.recorded import note_trained_on
 from stages.serving.client import Client
@@ -65,8 +64,10 @@ def with_template(model: Path, tmp_path: Path) -> Callable[[str], Path]:
     return change
 
 
-def asking(folder: Path) -> LmEvalModel:
+def asking(folder: Path):
     """Return our model class for lm-eval, for rendering prompts only: the server that it names does not exist."""
+    from stages.harnesses.lm_eval.scoring import LmEvalModel
+
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["none"], "apply_chat_template": True}
     client = Client("http://127.0.0.1:9", "key", "tiny")
     served = ServedModel(client, folder, CONTEXT_TOKENS, trust_remote_code=False)

@@ -13,15 +13,11 @@ from typing import Any
 import jinja2
 import pytest
 import torch
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.lm_eval.harness import LmEval
-from stages.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.serving.client import Client
@@ -143,6 +139,9 @@ def evaluation(folder: Path, task: str, **fields: Any) -> Evaluation:
 
 
 def evaluate(folder: Path, server: Asked, asked: Evaluation, *, takes_tokens: bool = True) -> dict[str, Any]:
+    # Here, since each pytest worker would take a second to import lm-eval when it collects tests.
+    from stages.harnesses.lm_eval.scoring import LmEvalModel, evaluate_tasks, load_tasks
+
     tasks = load_tasks(select_tasks(asked.tasks, asked.task_folder), asked)
     client = Client(f"http://127.0.0.1:{server.server_port}", "key", "tiny")
     served = ServedModel(client, folder / "model", CONTEXT_TOKENS, False, takes_tokens)
@@ -157,6 +156,9 @@ def prompts(server: Asked, folder: Path) -> list[str]:
 
 def of_lm_eval(folder: Path, server: Asked, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
     """Return the prompts that lm-eval's own program sends for a task."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     server.bodies.clear()
     monkeypatch.chdir(folder / "tasks")
     simple_evaluate(
@@ -230,6 +232,10 @@ def test_a_seed_of_the_recipe_chooses_the_examples(folder, server, monkeypatch) 
 
 @pytest.mark.parametrize("as_chat", [False, True])
 def test_whole_texts_are_scored_as_lm_eval_scores_them_with_transformers(folder, server, causal_lm, as_chat) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from stages.harnesses.lm_eval.scoring import load_tasks
+
     asked = evaluation(folder, "texts", apply_chat_template=as_chat)
 
     ours = evaluate(folder, server, asked)
@@ -279,6 +285,8 @@ def test_jinja_that_hides_what_it_does_is_stopped_by_a_sandbox(folder, own_tasks
 
 
 def test_answers_that_reach_their_most_tokens_are_counted(folder: Path) -> None:
+    from stages.harnesses.lm_eval.scoring import LmEvalModel
+
     client = Client("http://127.0.0.1:9", "key", "model")
     model = LmEvalModel(
         ServedModel(client, folder / "model", CONTEXT_TOKENS, False, True), Evaluation("lm_eval", (), None)

@@ -7,7 +7,6 @@ import torch
 from datasets import Dataset
 from pydantic import ValidationError
 from trl import GRPOConfig as TrlConfig
-from trl import GRPOTrainer
 
 from stages.data.batch import IGNORED, Batch, Documents, Rollouts
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss, group_advantages
@@ -59,6 +58,8 @@ COMBINATIONS = [
 
 def make_trainer(folder, config):
     """Return TRL's GRPO trainer on the recorded completions, with a server's slightly different log-probabilities."""
+    from trl import GRPOTrainer  # which imports MLflow: a second that each pytest worker would take to collect tests
+
     names = set(GrpoConfig.model_fields) & set(TrlConfig.__dataclass_fields__) - {"num_generations"}
     arguments = TrlConfig(
         output_dir=str(folder),
