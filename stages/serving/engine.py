@@ -361,38 +361,21 @@ class FixedWeights:
     def program_in_image(self, *, on_cpu: bool) -> NoReturn:
         raise RecipeError(f"serving with {self.title} in Kubernetes: there is no image of it; serve with vllm")
 
-    def check_adapters(self, spec: LaunchSpec) -> None:
-        self._refuse_adapters()
-
     def has_room(self, spec: LaunchSpec, adapter: Path) -> bool:
         return False
 
-    def load_adapter(self, address: EngineAddress, api_key: str, name: str, folder: Path, timeout_s: float) -> None:
-        self._refuse_adapters()
+    def _refuse_adapters(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(f"{self.title} serves no adapters; merge them (`kind: merge`), and serve the merged model")
 
-    def unload_adapter(self, address: EngineAddress, api_key: str, name: str, timeout_s: float) -> None:
-        self._refuse_adapters()
+    check_adapters = load_adapter = unload_adapter = _refuse_adapters
 
-    def check_takes_weights(self, client: Client, num_tokens: int, dtype: str) -> None:
-        self._refuse_reloads()
+    def _refuse_reloads(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
 
-    def check_reads(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        self._refuse_reloads()
-
-    def prepare_reloads(self, folder: Path, client: Client | None = None) -> None:
-        self._refuse_reloads()
-
-    def reload_weights(self, address: EngineAddress, api_key: str, folder: Path, timeout_s: float) -> None:
-        self._refuse_reloads()
+    check_takes_weights = check_reads = prepare_reloads = reload_weights = _refuse_reloads
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Accept every quantized model; engines that can serve only some override this check."""
 
     def caveats(self, quantization: Quantization) -> list[str]:
         return []
-
-    def _refuse_adapters(self) -> NoReturn:
-        raise ModelError(f"{self.title} serves no adapters; merge them (`kind: merge`), and serve the merged model")
-
-    def _refuse_reloads(self) -> NoReturn:
-        raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
