@@ -8,12 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.costs import (
-    pytest_runtest_protocol,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_testnodedown,
-)
+from tests.costs import pytest_runtest_protocol, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 from tests.sweeper import pytest_configure, pytest_unconfigure
 
 __all__ = [

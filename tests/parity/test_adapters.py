@@ -17,14 +17,7 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import ChangedParameters
 from stages.adapters.files import read_adapter
 from stages.adapters.quantized import Int8Linear, Nf4Linear
-from tests.parity.test_fsdp import (
-    LEARNING_RATE,
-    learn_plainly,
-    make_config,
-    make_data,
-    models,
-    negative_log_likelihood,
-)
+from tests.parity.test_fsdp import LEARNING_RATE, learn_plainly, make_config, make_data, models, negative_log_likelihood
 
 __all__ = ["models"]
 

@@ -27,16 +27,7 @@ from stages.adapters.headers import WEIGHTS_FILE, write_idle_adapter
 from stages.serving.engine import LaunchSpec
 from tests.promotion import NAME, commit, own_mlflow, planned_stages
 from tests.served_adapters import adapted, greedy, make_adapter
-from tests.serving import (
-    API_KEY,
-    SERVING,
-    engine_processes,
-    is_port_free,
-    kill,
-    make_model,
-    served_processes,
-    wait_for,
-)
+from tests.serving import API_KEY, SERVING, engine_processes, is_port_free, kill, make_model, served_processes, wait_for
 
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
 QUESTION = {"model": NAME, "prompt": "What is 12 + 34?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
