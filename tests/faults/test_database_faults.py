@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from postgresql import MISSING, database_environment, postgresql
-from refreshes import Home, check_nothing_was_lost, disturb_every_stage
+from refreshes import ForkedHome, check_nothing_was_lost, disturb_every_stage
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
@@ -20,7 +20,7 @@ def database():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, database):
-    home = Home(tmp_path_factory.mktemp("database") / "home")
+    home = ForkedHome(tmp_path_factory.mktemp("database") / "home")
     home.folder.mkdir()
     home.environment |= database_environment(database)
     started = home.lifecycle("up")

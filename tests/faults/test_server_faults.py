@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from refreshes import (
     LIFECYCLE,
     PATIENCE_S,
+    ForkedHome,
     Home,
     check_nothing_was_lost,
     disturb_every_stage,
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """Provide the lifecycle home that all tests of this file share, without making sure that its servers are up."""
-    home = Home(tmp_path_factory.mktemp("faults") / "home")
+    home = ForkedHome(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
     yield home
     assert home.lifecycle("down").returncode == 0
@@ -177,7 +178,7 @@ def test_a_copy_of_a_running_home_leaves_the_original_alone(home, tmp_path, faul
     fault.name, fault.stage = "home copied while it runs", "download"
     refresh = home.start(home.recipe("copied", rows=stage("pause", "copied")))
     release = home.work("rows", "scratch/ready").with_name("release")
-    copy = Home(tmp_path / "copy")
+    copy = ForkedHome(tmp_path / "copy")
     subprocess.run(["cp", "-a", home.folder, copy.folder], check=True)
     assert copy.lifecycle("down").stdout == "nothing to stop\n"
     assert copy.lifecycle("rollback", "adder").returncode == ServerError.exit_code

@@ -6,7 +6,7 @@ By night, the evaluation warns which of two models may have seen its test questi
 import json
 
 import pytest
-from refreshes import ROOT, Home, states
+from refreshes import ROOT, ForkedHome, states
 
 from stages.hubs.builtin import addition_crawled as crawled
 
@@ -31,7 +31,7 @@ def run(home, command):
 @pytest.fixture(scope="module")
 def refreshed(lent_home):
     """Provide the lifecycle home of a refresh that trained on curated rows, and the refresh's JSON output."""
-    home = Home(lent_home)
+    home = ForkedHome(lent_home)
     return home, run(home, TO_TRAINING)
 
 

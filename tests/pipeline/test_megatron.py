@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from refreshes import ROOT, Home, states
+from refreshes import ROOT, ForkedHome, states
 from safetensors import safe_open
 
 NUM_STEPS = 3
@@ -12,7 +12,7 @@ NOT_FOR_NUMBERS = {"execution": {"threads": 1, "measure_matmul_rate": False}}
 
 @pytest.fixture(scope="module")
 def home(lent_home):
-    home = Home(lent_home)
+    home = ForkedHome(lent_home)
     yield home
     assert home.processes() == []
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refreshes import LIFECYCLE, Home, states
+from refreshes import LIFECYCLE, ForkedHome, states
 
 from flows.champion import champions
 from flows.champion.registry import CHAMPION, PREVIOUS
 from flows.cli.model_commands import canary, rollback
 from stages.core.errors import NotPromotedError, StoreError, TransientError
+from tests.forked import run_forked
 from tests.promotion import NAME, candidate_tree
 from tests.serving import write_tasks
 
@@ -28,16 +29,14 @@ PROGRAM = Path(__file__).with_name("candidate_refresh.py")
 NOWHERE = "http://127.0.0.1:9"
 
 
-class Nights(Home):
+class Nights(ForkedHome):
     """A lifecycle home in which one recipe is refreshed repeatedly, each time with another model."""
 
     def night(self, model: str, right: int, *options: str) -> subprocess.CompletedProcess[str]:
         tree = candidate_tree(model, min_scores={"sums.exact_match": 0.5})
         tree["scores"] |= {"limit": right, "task_folder": str(self.folder.parent / "tasks")}
         recipe = self.recipe("nightly", **tree)
-        return subprocess.run(
-            [sys.executable, PROGRAM, recipe, *options], env=self.environment, text=True, capture_output=True
-        )
+        return run_forked(PROGRAM, recipe, *options, environment=self.environment)
 
     def refresh(self, model: str, right: int) -> dict[str, Any]:
         done = self.night(model, right, "--json")
@@ -196,7 +195,8 @@ def test_the_same_model_evaluated_anew_is_already_champion(nights, better):
 def test_collection_keeps_what_an_alias_points_to_and_all_that_was_registered_while_mlflow_is_away(nights, better):
     nights.refresh("d", right=10)
     away = {**nights.environment, "MLFLOW_TRACKING_URI": NOWHERE}
-    collected = subprocess.run([LIFECYCLE, "gc"], env=away, text=True, capture_output=True, check=True)
+    collected = run_forked(LIFECYCLE, "gc", environment=away)
+    assert collected.returncode == 0
     assert "keeping every model that was ever registered" in collected.stderr
     assert all(nights.artifact_of(model) for model in "abcd")
     assert nights.lifecycle("gc").returncode == 0
@@ -251,6 +251,6 @@ def test_a_rollback_of_an_unknown_name_makes_no_folder(nights, first, name):
 
 def test_without_mlflow_the_registry_is_told_to_be_away(nights, first):
     away = {**nights.environment, "MLFLOW_TRACKING_URI": NOWHERE}
-    done = subprocess.run([LIFECYCLE, "champion", NAME], env=away, text=True, capture_output=True)
+    done = run_forked(LIFECYCLE, "champion", NAME, environment=away)
     assert done.returncode == TransientError.exit_code
     assert NOWHERE in done.stderr and "Traceback" not in done.stderr
