@@ -27,6 +27,7 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 """Variable with the URL of MLflow's database (default: an SQLite file); no argument, since URLs contain passwords."""
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 MLFLOW_FILE = "mlflow.db"
+QUERY_SECONDS = "PREFECT_WORKER_QUERY_SECONDS"
 KEY_VARIABLE = "LIFECYCLE_SERVERS_KEY"
 """Environment variable by which a local server gets its password."""
 SERVICES = {
@@ -116,7 +117,7 @@ def _mlflow_environment(folder: Path, _: int) -> dict[str, str]:
 def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
-        "PREFECT_WORKER_QUERY_SECONDS": "5",
+        QUERY_SECONDS: os.environ.get(QUERY_SECONDS) or "5",
         # Else Prefect's client starts a server of its own where it finds none.
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     }

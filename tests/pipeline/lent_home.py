@@ -10,6 +10,8 @@ from contextlib import closing
 
 from refreshes import ForkedHome, eventually
 
+from flows.servers.programs import QUERY_SECONDS
+
 DATABASES = ("prefect/prefect.db", "mlflow/mlflow.db")
 OF_SERVERS = ("prefect", "mlflow", "worker", "servers.json", "servers.key", "servers.lock", "supervisor")
 
@@ -19,6 +21,7 @@ class LentHome(ForkedHome):
 
     def begin(self) -> None:
         self.folder.mkdir()
+        self.environment[QUERY_SECONDS] = "2"  # tests wait for what they ask the worker to start
         self._up()
         self._new = {name: sqlite3.connect(":memory:") for name in DATABASES}
         for name, copy in self._new.items():

@@ -14,6 +14,16 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
+def worker_home(worker_home):
+    """Provide the shared lifecycle home; refreshes that its worker starts on request are forks of a warm process.
+
+    Those that Prefect's scheduler planned, and those that are begun again, are processes of their own.
+    """
+    worker_home.forks_refreshes = True
+    return worker_home
+
+
+@pytest.fixture(scope="module")
 def nightly(worker_home):
     """Provide a scheduled recipe with two branches, one of which downloads a local folder of rows."""
     rows = worker_home.folder.parent / "rows"

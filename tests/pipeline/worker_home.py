@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import sqlite3
 import urllib.error
@@ -14,7 +15,7 @@ from refreshes import ForkedHome, eventually, request
 
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import Ledger
-from tests.forked import run_forked
+from tests.forked import forked_command, run_forked
 
 STAND_IN = Path(__file__).with_name("stand_in")
 NIGHTLY = "0 3 * * *"
@@ -23,6 +24,9 @@ POLL_S = 0.25
 
 
 class WorkerHome(ForkedHome):
+    forks_refreshes = False
+    """Whether the refreshes that `start_now` starts are forks of a process that has imported what they need."""
+
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
         """Write a recipe whose stages run as the stand-in `tiny_stage.py`, also when the worker starts them."""
         for stage in stages.values():
@@ -55,7 +59,9 @@ class WorkerHome(ForkedHome):
     def start_now(self, name: str, state: str = "SCHEDULED", **parameters: Any) -> str:
         """Start a scheduled recipe now with other parameters, as Prefect's UI can, and return the flow run's id."""
         deployment = self.deployment(name)
-        body = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
+        body: dict[str, Any] = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
+        if self.forks_refreshes:
+            body["job_variables"] = {"command": shlex.join(forked_command("prefect.engine"))}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def planned(self, name: str) -> list[dict[str, Any]]:
