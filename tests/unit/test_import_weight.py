@@ -138,6 +138,7 @@ def imports():
     return found
 
 
+@cache
 def ways_from(module):
     """Return all modules loaded by importing a module, each with the chain of imports that leads there."""
     ways, todo = {}, [(module, (module,))]
