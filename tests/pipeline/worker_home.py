@@ -25,7 +25,7 @@ POLL_S = 0.25
 
 class WorkerHome(ForkedHome):
     forks_refreshes = False
-    """Whether the refreshes that `start_now` starts are forks of a process that has imported what they need."""
+    """True when refreshes that `start_now` starts are forks of a process that has imported what they need."""
 
     def write(self, name: str, stages: dict[str, dict[str, Any]], **fields: Any) -> Path:
         """Write a recipe whose stages run as the stand-in `tiny_stage.py`, also when the worker starts them."""
