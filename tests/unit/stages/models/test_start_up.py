@@ -81,7 +81,7 @@ print(peft.peft_model.dispatch_model is accelerate.dispatch_model)
 
 
 FORKS = """
-import os, sys, torch, transformers
+import os, sys, torch, stages.models.start_up
 for number, program in enumerate(sys.argv[1:4]):
     if os.fork():
         print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
