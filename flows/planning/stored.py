@@ -56,7 +56,7 @@ def find_stored(
 
 
 def _find(source: Source, product: Product, index: Index) -> Artifact:
-    artifacts = [one for one in index.artifacts if one.record.product == product and not one.damage]
+    artifacts = [one for one in index.of_product(product) if not one.damage]
     named = HUBS[source.hub].artifacts
     if named == "champions":
         key = _champion(str(source))

@@ -88,10 +88,8 @@ class LineageSubject:
 def artifact_subject(name: str, root: Artifact, index: Index) -> LineageSubject:
     """Return an artifact together with all evaluations of it, or of a server of it, newest first."""
     asked = {root.record.version}
-    asked |= {
-        one.record.version for one in index.artifacts if one.record.product == "server" and _stands_on(one, asked)
-    }
-    evaluations = [one for one in index.artifacts if one.record.product == "scores" and _stands_on(one, asked)]
+    asked |= {one.record.version for one in index.of_product("server") if _stands_on(one, asked)}
+    evaluations = [one for one in index.of_product("scores") if _stands_on(one, asked)]
     return LineageSubject(name, root, tuple(sorted(evaluations, key=lambda one: one.record.finished, reverse=True)))
 
 

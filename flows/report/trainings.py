@@ -78,7 +78,7 @@ def _earlier_champions(record: RefreshRecord, index: Index) -> Iterator[Artifact
     """Yield other refreshes' promotion artifacts that made a champion of the same model name, newest first."""
     own = {entry.version for entry in record.stages.values()}
     names = {entry.result.tags.get("registered_model") for entry in record.stages.values()} - {None}
-    promotions = [one for one in index.artifacts if one.record.product == "verdict" and one.record.version not in own]
+    promotions = [one for one in index.of_product("verdict") if one.record.version not in own]
     for artifact in sorted(promotions, key=lambda one: one.record.finished, reverse=True):
         tags = final_result(artifact.folder).tags
         if tags.get("verdict") == "promoted" and tags.get("registered_model") in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -116,6 +116,10 @@ class Index:
     def of_stage(self, kind: str, stage: str) -> Iterable[Artifact]:
         """Return all versions of a stage."""
         return [one for one in self.artifacts if (one.record.kind, one.record.stage) == (kind, stage)]
+
+    def of_product(self, product: Product) -> Sequence[Artifact]:
+        """Return all artifacts of one type, such as models, ordered by folder."""
+        return [one for one in self.artifacts if one.record.product == product]
 
     def closure(self, *roots: Artifact) -> Iterator[Artifact]:
         """Yield artifacts and all those in the store that they were made from, directly or not, each once."""

@@ -36,6 +36,7 @@ from flows.store.content import (
 )
 from flows.store.record import Artifact, Index, Record
 from stages.core.errors import StoreError, full_disk_named
+from stages.core.fields import Product
 from stages.core.files import write_atomically
 
 WRITABLE_FOLDER = 0o700
@@ -261,6 +262,12 @@ class _StoreIndex(Index):
 
     def of_stage(self, kind: str, stage: str) -> Iterator[Artifact]:
         return self._artifacts_in(self._by_stage[kind, stage])
+
+    def of_product(self, product: Product) -> list[Artifact]:
+        from stages.kinds.registry import makes  # the configs of all kinds; most users of a store need none
+
+        found = self._artifacts_in(folder for folder in self._folders if makes(folder.parent.name, product))
+        return [one for one in found if one.record.product == product]
 
     def _artifacts_in(self, folders: Iterable[Path]) -> Iterator[Artifact]:
         """Yield the artifacts in those of the folders that have a complete record; each record is read once."""

@@ -2,14 +2,17 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 
 import pytest
 
 from flows.ledger.record import StageEntry
 from flows.report.page import layouts_page, page
 from flows.report.reading import read_report
+from flows.store.content import RECORD_FILE
 from stages.data.summaries import LENGTHS_FILE
 from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
 
@@ -50,6 +53,23 @@ def test_earlier_champions_are_behind_the_curve_and_what_is_no_number_is_a_gap(n
     assert [one.behind for one in earlier] == [True, True]
     assert [one.values[0] for one in earlier] == [1.5, 3.0]  # the latest first
     assert all("champion of" in one.name for one in earlier)
+
+
+def test_a_report_reads_no_records_but_those_of_its_own_artifacts_and_of_champions(night, read):
+    """A report takes hardly longer after a year of nightly refreshes, which leave a thousand other artifacts."""
+    nights = [night.refresh() for _ in range(6)]
+    opened, is_listening = set(), True
+
+    def listen(event, arguments):
+        if is_listening and event == "open" and str(arguments[0]).endswith(RECORD_FILE):
+            opened.add(Path(arguments[0]).parent)
+
+    sys.addaudithook(listen)
+    read(nights[-1])
+    is_listening = False
+    promotions = {record.stages["promote"].artifact for record in nights}
+    shown = {entry.artifact for record in nights[-4:] for entry in record.stages.values()}
+    assert promotions < opened <= promotions | shown
 
 
 def test_what_a_method_measures_beside_its_loss_has_charts_of_its_own(night, read):
