@@ -30,7 +30,7 @@ from tests.serving import engine_processes, kill, wait_for
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 NUM_CLIENTS = 8
-PROCESSES = {"all of it": b"", "what answers": b"vllm", "what computes": b"EngineCor"}
+PROCESSES = {"all of it": b"", "what answers": b"forking_program.py", "what computes": b"EngineCor"}
 
 
 def load_of(url: str) -> Load:
@@ -79,10 +79,13 @@ def champion_processes(folder: Path, which: str) -> list[int]:
     """Return the ids of processes of one kind that belong to the champion's vLLM."""
     pids = engine_processes(folder)
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+    # The program alone: a supervisor has the command that it runs among its later arguments.
+    programs = {pid: b" ".join(command.split(b"\0")[:3]) for pid, command in commands.items()}
     model = str(Store(store_root()).find(*registration(seed=0).model.split("/")).folder).encode()
     (session,) = {os.getsid(pid) for pid in pids if model in commands[pid]}
-    names = {pid: Path(f"/proc/{pid}/comm").read_bytes() for pid in pids if os.getsid(pid) == session}
-    return [pid for pid in names if PROCESSES[which] in names[pid]]
+    found = [pid for pid in pids if os.getsid(pid) == session and PROCESSES[which] in programs[pid]]
+    assert found, f"no process is {which}"
+    return found
 
 
 def kill_and_time(folder: Path, which: str, load: Load) -> float:
