@@ -300,7 +300,7 @@ def _sampling(folder: Path, share: float, size_mib: int, stack: ExitStack) -> Sa
 def _keep_following(uri: str, host: str, port: int | None) -> NoReturn:
     """Turn this process into a supervisor that runs the same `serve` command in another process and restarts it."""
     from flows.champion import champions
-    from flows.champion.kept import serve_supervised
+    from flows.champion.supervised_serving import serve_supervised
 
     serve_supervised(*champions.parse(uri), host, port, sys.argv[1:])
 

@@ -211,15 +211,15 @@ def test_whatever_is_killed_while_a_server_starts_takes_it_along(root: Path, fau
     assert_nothing_left(runtime(root), None)
 
 
-@pytest.mark.parametrize(
-    "victims", [["engine"], pytest.param(["server", "engine", "lm-eval"], marks=pytest.mark.nightly)], ids="+".join
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("victims", [["engine"], ["server", "engine", "lm-eval"]], ids="+".join)
 def test_an_evaluation_goes_on_where_it_was_whoever_is_killed(
     root: Path, new_fault: Callable[..., Fault], victims: list[str]
 ) -> None:
     """An evaluation resumes after any of its processes was killed, without asking the answered questions again.
 
-    Kills of lm-eval itself are tested in `tests/pipeline/test_serve_evaluate.py`, which `make test` runs.
+    `make test` covers this by `test_a_killed_evaluation_continues_where_it_was` in
+    `tests/pipeline/test_serve_evaluate.py`, which kills the evaluation itself.
     """
     shutil.rmtree(root / "evaluate", ignore_errors=True)
     left = range(200, 201)

@@ -52,6 +52,7 @@ CASES = {
     ),
 }  # fmt: skip
 NIGHTLY = (
+    "base in fp32",
     "base in bf16, rank 64 on attention",
     "base in int8, rank 8 of half of the layers",
     "sharded over 2 processes",

@@ -188,7 +188,7 @@ def test_a_new_champion_takes_over_without_a_failed_request(environment: Path) -
 def test_a_champion_is_served_as_it_is_for_whoever_does_not_follow(environment: Path) -> None:
     """Without `--follow`, `lifecycle serve` serves the champion of its start until it is interrupted.
 
-    `make test`: `test_llama_cpp.py` (an artifact is served) and `test_kept.py` (a champion is served).
+    `make test`: `test_llama_cpp.py` (an artifact is served) and `test_supervised_serving.py` (a champion is served).
     """
     make_champion(registration(seed=2))
     command = [LIFECYCLE, "serve", f"models:/{NAME}@champion"]

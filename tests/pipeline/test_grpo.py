@@ -112,10 +112,15 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
     _check_rounds(config, make_context(tmp_path / "work", artifacts, config).work)
 
 
+@pytest.mark.nightly
 def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
 ) -> None:
-    """GRPO on two processes of Megatron samples each round, from the shared vLLM, with new weights."""
+    """GRPO on two processes of Megatron samples each round, from the shared vLLM, with new weights.
+
+    `make test` covers this by `test_on_two_processes_each_round_is_sampled_by_a_new_adapter`, and by
+    `tests/parity/test_megatron_weights.py`, which exports what Megatron trained.
+    """
     options = {**UNSERVED, "server": named_server}
     layout = {"tp": 2, "micro_batch_size": 2}
     config = make(4, learning_rate=1e-2, engine="megatron", layout=layout, grpo=options)
