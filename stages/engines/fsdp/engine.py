@@ -200,9 +200,11 @@ class FsdpEngine:
         if self._adapter:
             from stages.adapters.check import loading_problem
 
-            parameters = self._model.causal_lm.named_parameters()
-            # Collective, so before other ranks return.
-            learned = {name: _full_tensor(one.detach()).cpu() for name, one in parameters if one.requires_grad}
+            learning = {name for name, one in self._model.causal_lm.named_parameters() if one.requires_grad}
+            # A state dict, not parameters: those are still gathered after an evaluation, in the dtype of computation,
+            # where `reshard_after_forward` is false. Gathering is collective, so before other ranks return.
+            weights = self._model.causal_lm.state_dict()
+            learned = {name: _full_tensor(weights[name]).cpu() for name in sorted(learning)}
             if not is_main_process():
                 return []
             start = self._taken_out, self._merged

@@ -9,10 +9,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
+from stages.data.batch import Batch, Documents
 from stages.engines import export
 from stages.engines.export import export_model, weight_shapes
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.settings import AdamSettings, EngineSettings
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.parallel.layout import Layout
+from stages.parallel.processes import joined_processes
 
 SIZES = {
     "vocab_size": 32,
@@ -87,3 +94,22 @@ def test_a_lost_weight_is_an_error(source, tmp_path):
     weights = [(name, weight) for name, weight in model.state_dict().items() if "layers.1.self_attn.q_proj" not in name]
     with pytest.raises(ModelError, match=r"1 weights are lost .*layers\.1\.self_attn\.q_proj\.weight"):
         export_model(model, weights, source=ModelFacts(source), folder=tmp_path / "exported", dtype=torch.float32)
+
+
+def test_an_adapter_that_was_evaluated_is_exported_in_full_precision(source, tmp_path):
+    """An adapter's export is the same before and after an evaluation that leaves its bf16 copies gathered."""
+    tokens = torch.arange(13) % 32
+    documents = Documents(torch.zeros(1, 12, dtype=torch.int64), 1, [12])
+    batch = Batch.of(tokens[None, :-1], tokens[None, 1:], torch.arange(12)[None], documents)
+    layout = Layout(reshard_after_forward=False)
+    settings = EngineSettings(layout, "bf16", AdamSettings(1e-2), adapter=AdapterConfig(rank=2))
+    with joined_processes() as device:
+        engine = FsdpEngine(ModelFacts(source), settings, device)
+        engine.train_step([batch], SftLoss(), 1e-2, None)
+        engine.export(tmp_path / "trained", torch.float32)
+        engine.evaluate([batch], SftLoss())
+        engine.export(tmp_path / "evaluated", torch.float32)
+    trained, evaluated = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("trained", "evaluated"))
+    assert trained.keys() == evaluated.keys()
+    assert all(torch.equal(evaluated[name], weight) for name, weight in trained.items())
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in trained.values())
