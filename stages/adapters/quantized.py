@@ -6,6 +6,7 @@ as of floats. The weight itself is made for the moment of its use, once in the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ BLOCK = 64
 """Number of weights along a row that share a scale in NF4 quantization."""
 SMALLEST = 1e-12
 """Smallest quantization scale, which rows of zeros get."""
+CHUNK_WEIGHTS = 2**22
+"""Number of weights decoded at a time: what is computed on the way is 40 MB, which the cache of a large GPU holds."""
 NUM_NAMED = 5
 
 
@@ -40,6 +43,20 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        """Weight [out, in] in fp32, for which PEFT asks."""
+        return self.decoded(torch.float32)
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], computed in fp32 and rounded once to a dtype."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.codes.device)
+        decode, num_rows = self._decoder(), max(1, CHUNK_WEIGHTS // self.in_features)
+        for first in range(0, self.out_features, num_rows):
+            rows = slice(first, first + num_rows)
+            decode(rows, weight[rows])
+        return weight
+
+    def _decoder(self) -> Callable[[slice, Tensor], None]:
+        """Return a function that writes some rows of the weight into a tensor [rows, in]."""
         raise NotImplementedError
 
     def quantized(self, rows: Tensor) -> dict[str, Tensor]:
@@ -65,9 +82,9 @@ class Int8Linear(QuantizedLinear):
         codes = (weight / scales * 127).round().to(torch.int8)
         self.codes, self.scales = _frozen(codes.view(torch.uint8)), _frozen(scales.view(torch.uint8))
 
-    @property
-    def weight(self) -> Tensor:
-        return self.codes.view(torch.int8).float().mul_(self.scales.view(torch.float32) / 127)
+    def _decoder(self) -> Callable[[slice, Tensor], None]:
+        codes, scales = self.codes.view(torch.int8), self.scales.view(torch.float32) / 127
+        return lambda rows, out: torch.mul(codes[rows], scales[rows], out=out)
 
 
 class Nf4Linear(QuantizedLinear):
@@ -94,13 +111,17 @@ class Nf4Linear(QuantizedLinear):
         self.codes = _frozen(codes[..., 0] | codes[..., 1] << 4)
         self.block_scales, self.row_scales = _frozen(block_scales), _frozen(row.view(torch.uint8))
 
-    @property
-    def weight(self) -> Tensor:
+    def _decoder(self) -> Callable[[slice, Tensor], None]:
         levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
         pairs = torch.cartesian_prod(levels, levels).flip(1)  # of each byte, the levels of its lower and higher code
         scales = (self.block_scales.float() / 255).square() * self.row_scales.view(torch.float32)
-        # A byte at a time: three times as fast as one code at a time, in less than half of the memory.
-        return embedding(self.codes.int(), pairs).view(*scales.shape, BLOCK).mul_(scales[..., None]).flatten(1)
+
+        def decode(rows: slice, out: Tensor) -> None:
+            # A byte at a time: three times as fast as one code at a time, in less than half of the memory.
+            blocks = embedding(self.codes[rows].int(), pairs).view(-1, scales.shape[1], BLOCK)
+            torch.mul(blocks, scales[rows, :, None], out=out.view(blocks.shape))
+
+        return decode
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -109,13 +130,13 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        return linear(states, layer.weight.to(states.dtype))
+        return linear(states, layer.decoded(states.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         # for the input alone: a frozen weight needs no gradient, so neither input nor weight is kept for it
-        return gradient @ ctx.layer.weight.to(gradient.dtype), None
+        return gradient @ ctx.layer.decoded(gradient.dtype), None
 
 
 def quantize_base(causal_lm: Any, precision: BasePrecision) -> None:

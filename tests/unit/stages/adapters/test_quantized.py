@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
+from stages.adapters import quantized
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import add_adapter, store_base
 from stages.adapters.quantized import BLOCK, NF4_LEVELS, Int8Linear, Nf4Linear, quantize_base
@@ -63,6 +66,38 @@ def test_it_takes_as_many_bytes(made, bits):
     quantized = made(make_layer())
     held = sum(one.nbytes for name, one in quantized.named_parameters() if name != "bias")
     assert 8 * held / (256 * 48) < bits
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counter of the bytes that operations read and write, and of the largest tensor in fp32 that one makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if not operation.is_view and "empty" not in str(operation):
+            moved = {
+                id(one): one.nbytes for one in tree_leaves([args, kwargs, result]) if isinstance(one, torch.Tensor)
+            }
+            self.total += sum(moved.values())
+            if result.dtype == torch.float32:
+                self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("made", "most_bytes"), [(Int8Linear, 3.1), (Nf4Linear, 16)])
+def test_a_weight_is_decoded_in_parts_and_rounded_once(made, most_bytes, monkeypatch):
+    """A weight is decoded to bf16 some rows at a time, without an fp32 copy, and moves 16 bytes a weight at most."""
+    layer = made(nn.Linear(1024, 1000).requires_grad_(False))
+    expected = layer.weight.bfloat16()
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 64 * 1024 + 7)
+    with MovedBytes() as moved:
+        found = layer.decoded(torch.bfloat16)
+    assert torch.equal(found, expected)
+    assert moved.largest <= 64 * 1024
+    assert moved.total < most_bytes * expected.numel()
 
 
 @pytest.mark.parametrize("fields", [{}, {"init": "pissa"}])
