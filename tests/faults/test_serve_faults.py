@@ -31,7 +31,7 @@ from tests.serving import (
 )
 
 PATIENCE_S = 500.0
-ROLES = {"process_tree.py": "supervisor", "VLLM::EngineCore": "engine", "bin/vllm serve": "server"}
+ROLES = {"process_tree.py": "supervisor", "VLLM::EngineCore": "engine", "forking_program.py": "server"}
 
 pytestmark = pytest.mark.timeout(1500)
 
