@@ -68,19 +68,22 @@ benchmarks: environments .venv/.test-ready
 	for benchmark in $(BENCHMARKS); do .venv/bin/python $$benchmark || exit 1; done
 
 # Without what they share, and the trainer that one of them compares with.
-BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/published_runs.py %/predict_table.py %/trl_sft.py %/gpu.py %/gpu_part.py %/gpu_rates.py %/gpu_steps.py,$(wildcard tests/benchmarks/*.py))
+BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/published_runs.py %/predict_table.py %/trl_sft.py $(wildcard tests/benchmarks/gpu*.py),$(wildcard tests/benchmarks/*.py))
 
-# For a machine with a GPU, Python 3.12, torch and Transformers, but no network: what it lacks, in one folder.
+# For a machine with a GPU, Python 3.12, torch and NumPy, but no network: what it lacks, in one folder. With the checkout
+# it must not be larger than what such machines take.
 GPU_KIT := .gpu-kit
+GPU_KIT_BYTES := 50000000
 GPU_PLATFORMS := $(foreach tag,2_28 2_27 2_24 2_17 2_12 2014 1,--platform manylinux$(if $(findstring _,$(tag)),_)$(tag)_x86_64)
 
 gpu-kit:
 	rm -rf $(GPU_KIT)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		$(GPU_PLATFORMS) --require-hashes --requirement $(PINS)/gpu-kit.txt --dest $(GPU_KIT)
-	@du -sh $(GPU_KIT)
-	@echo "Take this folder and the checkout along, and run there, as often as you like, it goes on where it was:"
-	@echo "    deploy/gpu-kit.sh --limit-s 570"
+	@bytes=$$({ git ls-files -z | xargs -0 cat; cat $(GPU_KIT)/*.whl; } | wc -c); echo "$$bytes bytes with the checkout"; \
+		[ $$bytes -le $(GPU_KIT_BYTES) ] || { echo "these are more than $(GPU_KIT_BYTES)" >&2; exit 1; }
+	@echo "Take $(GPU_KIT) and the checkout along, and run there, again and again, until it has nothing left to do:"
+	@echo "    deploy/gpu-kit.sh"
 
 environments: .venv/.ready .venv-serve/.ready
 

@@ -1,6 +1,7 @@
 """Program that runs an FSDP train stage in forked processes, with the imports made in their parent."""
 
 from importlib import import_module
+from importlib.util import find_spec
 
 from stages.models.start_up import start_training_quickly
 from tests.forked_stages import main
@@ -17,6 +18,6 @@ for name in (
     "stages.adapters.lora",
     "torch._dynamo",
     "transformers.models.qwen3.modeling_qwen3",
-    "matplotlib.figure",
+    *(["matplotlib.figure"] if find_spec("matplotlib") else []),
 ):
     import_module(name)

@@ -1,18 +1,23 @@
-"""Benchmark of one GPU: runs GPU tests, measures matmul rates and times training runs, each within three minutes.
+"""Benchmark of one GPU that is there for minutes: which parts run, how fast, in how much memory, against predictions.
 
-Run: `python tests/benchmarks/gpu.py --out FOLDER`.
-Parts are the tests of `tests/gpu`, the device's matmul and copy rates, and training steps (`gpu_part.py`), in the order
-of what is worth most to know. Each is a process of its own with a time limit; `FOLDER/gpu.json` and `FOLDER/gpu.md` are
-written after each. Started again, it goes on with what is not in `gpu.json`; `--limit-s` ends it before a command's own
-limit. `lifecycle calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
+Run: `deploy/gpu-kit.sh`, or `python tests/benchmarks/gpu.py --out FOLDER`, again and again until nothing is left to do.
+A preflight (`gpu_preflight.py`) stops with one sentence where nothing can run. Parts follow in the order of what is
+worth most to know: matmul and copy rates, training steps (`gpu_part.py`), the tests of `tests/gpu`, and 8-bit products
+last. Each is a process of at most three minutes; `gpu.json` and `gpu.md` are written after each, in `$OUT` too. Started
+again, it goes on with what is not in `gpu.json`, and repeats what failed when the code was another. `lifecycle
+calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,21 +28,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TESTS = (
-    "test_kernels_on_gpu.py",
-    "test_training_on_gpu.py",
-    "test_methods_on_gpu.py",
-    "test_energy_on_gpu.py",
-    "test_megatron_on_gpu.py -k fp32",
-    "test_megatron_on_gpu.py -k bf16",
-)
+COMMAND_LIMIT_S = 530
+"""Default time limit in seconds of one start of the benchmark: no command takes over nine minutes."""
 PART_LIMIT_S = 175
 CPU_LIMIT_S = 600
 """Time limit in seconds of each part of the benchmark on a CPU, where it only proves that the programs run."""
-LEAST_S = 20
-"""Seconds that must remain of the benchmark's time limit for another part to be started."""
 MOST_PLACES = 3
 """Largest number of layouts tried for one training run; the next is tried only when one runs out of memory."""
+FINISHED = ("measured", "passed", "rates")
+"""Statuses of parts that are not run again, whichever code they ran."""
+SPLIT = {
+    "test_memory_choices_do_not_change_what_is_learned": ("not compiled", "compiled"),
+    "test_products_in_8_bits_learn_like_bf16": ("eager", "compiled"),
+    "test_one_device_learns_what_fsdp_learns": ("fp32", "bf16"),
+}
+"""Tests that take too long for one part, with the expressions (`-k`) that select the cases of each part."""
+SMALL = {"wide": "narrow", "8b": "tiny", "0.6b": "tiny"}
+"""Models that take the place of others on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +52,33 @@ class Part:
     """Training run to measure in the GPU benchmark: model, row length, training program, precision and layout."""
 
     model: str
-    tokens: int
+    """Name in `gpu_part.SIZES`. A model of several depths is measured at each, to tell the time of one layer."""
+    tokens: int = 4096
     """Number of tokens in a training row."""
-    program: str
-    """Training program: `fsdp` or `megatron` (our engines), `transformers` (a plain loop), `trl` (its `SFTTrainer`)."""
-    adapter: bool = False
+    learns: str = "full"
+    """Name in `gpu_part.LEARNS` of what is trained: `full`, `bf16 full` (low-precision AdamW), `LoRA`, `nf4 LoRA`."""
+    program: str = "fsdp"
+    """Training program: `fsdp` or `megatron` (our engines), `transformers` (a plain loop)."""
+    recompute: str = ""
+    """Recomputation of a layout with one row in a micro-batch; empty: the layout predicted to be fastest."""
     compile: bool = False
     precision: str = "bf16"
+    documents: int = 1
+    """Number of documents of uneven lengths that are packed into each row."""
     place: int = 0
     """Index of the layout among those predicted to fit, fastest first; it grows when a layout runs out of memory."""
 
     @property
     def name(self) -> str:
-        """Name of the training run in the result table: model, row length, LoRA or full, program."""
-        how = ["LoRA" if self.adapter else "full", self.program]
-        how += [word for word, said in (("compiled", self.compile), ("fp8", self.precision == "fp8")) if said]
-        return " ".join([self.model, str(self.tokens), *how])
+        """Name of the training run in the result table: model, row length, what is trained, program, and the rest."""
+        documents = f"{self.documents} documents" if self.documents > 1 else ""
+        how = ["compiled" if self.compile else "", "fp8" if self.precision == "fp8" else "", documents]
+        return " ".join(filter(None, [self.model, str(self.tokens), self.learns, self.program, self.recompute, *how]))
 
     @property
     def rows(self) -> int:
         """Number of rows in an optimizer step, enough for two micro-batches."""
-        return max(2, (1024 if self.model == "tiny" else 32768) // self.tokens)
+        return {"wide": 2, "narrow": 2, "tiny": 8}.get(self.model, max(2, 32768 // self.tokens))
 
 
 def main() -> None:
@@ -74,10 +87,10 @@ def main() -> None:
     parser.add_argument(
         "--device",
         default="cuda",
-        help="device type: cuda, or cpu to try the same programs on a tiny model (default: cuda)",
+        help="device type: cuda, or cpu to try the same programs on tiny models (default: cuda)",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=1e9, help="time limit in seconds for the whole benchmark (default: none)"
+        "--limit-s", type=float, default=COMMAND_LIMIT_S, help="time limit in seconds (default: %(default)s)"
     )
     parser.add_argument(
         "--only",
@@ -85,51 +98,64 @@ def main() -> None:
         metavar="PATTERN",
         help="run only the parts whose name matches the pattern, such as `* fsdp`; may be repeated",
     )
-    parser.add_argument(
-        "--models", type=Path, help="folder for models with random weights, up to 30 GB (default: `models` in --out)"
-    )
+    parser.add_argument("--models", type=Path, help="folder for models with random weights, up to 30 GB")
     arguments = parser.parse_args()
     run = Run(arguments.out, arguments.device, time.monotonic() + arguments.limit_s, arguments.models)
-    for what in ordered(arguments.device):
-        if not arguments.only or any(fnmatch(name_of(what), wanted) for wanted in arguments.only):
-            run.part(what)
+    names = arguments.only or ["*"]
+    chosen = [what for what in ordered(run.device) if any(fnmatch(name_of(what), name) for name in names)]
+    if any(not run.is_done(what) for what in chosen) and run.part("preflight")["status"] != "ready":
+        sys.exit("nothing was started: the preflight's line above says why")
+    for what in chosen:
+        run.part(what)
     print(table(run.rows))
+    left = sum(not run.is_done(what) for what in chosen)
+    print(f"{left} parts are left: start this again" if left else "nothing is left to do")
 
 
 def ordered(device: str) -> list[Part | str]:
-    """Return all parts of the GPU benchmark (tests, matmul rates, training runs), the most informative first."""
-    if device == "cpu":
-        of_programs = [Part("tiny", 128, name) for name in ("fsdp", "megatron", "transformers", "trl")]
-        return ["rates", *of_programs, Part("tiny", 128, "fsdp", adapter=True), Part("tiny", 128, "fsdp", compile=True)]
-    fsdp, compiled, megatron, plain, theirs = (
-        {"program": "fsdp"},
-        {"program": "fsdp", "compile": True},
-        {"program": "megatron"},
-        {"program": "transformers"},
-        {"program": "trl"},
+    """Return all parts of the GPU benchmark (rates, training runs, tests), the most informative first, fp8 last."""
+    how = ("selective", "none", "full")
+    eager, compiled = (
+        [Part("wide", recompute=one, compile=is_compiled) for one in how] for is_compiled in (False, True)
     )
-    lora = {"adapter": True}
-    first = [Part("8b", 4096, **one, **lora) for one in (fsdp, compiled)]  # AutoModel's figure is of this
-    first += [Part("4b", 4096, **one) for one in (fsdp, compiled)]
-    beside = [Part("4b", 4096, **compiled, precision="fp8")]  # the same in bf16 is among the first
-    beside += [Part("4b", 4096, **plain), Part("8b", 4096, **plain, **lora), Part("4b", 4096, **megatron)]
-    beside += [Part("8b", 4096, **fsdp), Part("8b", 4096, **megatron, **lora), Part("4b", 4096, **theirs)]
-    rest = [
-        Part(model, tokens, **program, adapter=adapter)
-        for tokens in (4096, 16384)
-        for model in ("0.6b", "1.7b", "4b", "8b")
-        for adapter in (False, True)
-        for program in (fsdp, compiled, megatron, plain, theirs)
+    lora = Part("8b", learns="LoRA")
+    parts = [
+        *[eager[0], lora, *eager[1:], replace(eager[0], documents=30), replace(eager[0], learns="bf16 full")],
+        *[*compiled, replace(lora, learns="nf4 LoRA"), replace(lora, compile=True), Part("0.6b")],
+        *[replace(eager[1], program=program) for program in ("transformers", "megatron")],
+        replace(lora, program="transformers"),
     ]
-    rest = [part for part in rest if part not in first + beside]
-    small = [part for part in rest if part.model == "0.6b" and part.tokens == 4096 and not part.adapter]
-    rest.sort(key=lambda part: part not in small)
-    return ["rates", TESTS[0], Part("0.6b", 4096, **fsdp), *first, *TESTS[1:], *beside, *rest[1:]]
+    last = [replace(one, precision="fp8") for one in (*eager, *compiled)]
+    if device == "cpu":
+        parts, last = ([replace(one, model=SMALL[one.model], tokens=128) for one in some] for some in (parts, last))
+    tests = sorted(tests_of_gpus(), key=lambda test: ("8_bits" in test, "megatron" in test))
+    first_in_eight_bits = next(index for index, test in enumerate(tests) if "8_bits" in test)
+    return ["rates", *parts, *tests[:first_in_eight_bits], *last, *tests[first_in_eight_bits:]]
+
+
+def tests_of_gpus() -> list[str]:
+    """Return pytest's arguments for each test of `tests/gpu` that one device suffices for, by file and place in it."""
+    tests = []
+    for file in sorted((ROOT / "tests/gpu").glob("test_*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and "needs_two" not in map(ast.unparse, node.decorator_list):
+                test = f"{file.name}::{node.name}"
+                tests += [f"{test} -k '{which}'" for which in SPLIT[node.name]] if node.name in SPLIT else [test]
+    return tests
 
 
 def name_of(what: Part | str) -> str:
     """Return the name of a test, rate or training run in the GPU benchmark's result table."""
     return what.name if isinstance(what, Part) else what
+
+
+def expected_s(what: Part | str) -> float:
+    """Return a guess of a part's seconds on an H100: with less left, the part waits for the next start."""
+    if isinstance(what, str):
+        compiles, trains = "-k 'compiled'" in what, "kernels" not in what and "energy" not in what
+        return {"preflight": 15, "rates": 12}.get(what, 75 if compiles else 45 if trains else 10)
+    return (40 if what.model == "8b" else 22) + 30 * what.compile
 
 
 class Run:
@@ -142,69 +168,67 @@ class Run:
         self.models = (models or out / "models").resolve()
         self.file = self.out / "gpu.json"
         self.rows: list[dict[str, Any]] = json.loads(self.file.read_text()) if self.file.exists() else []
+        sources = [*ROOT.glob("stages/**/*.py"), *ROOT.glob("tests/gpu/*.py"), *Path(__file__).parent.glob("gpu*.py")]
+        self.code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(sources))).hexdigest()[:12]
 
-    def part(self, what: Part | str) -> None:
+    def part(self, what: Part | str) -> dict[str, Any]:
         """Run one part unless it is done or time is short; repeat one that ran out of memory with the next layout."""
         for place in range(MOST_PLACES):
-            one = replace(what, place=place) if isinstance(what, Part) else what
-            row = self._done(one) or self._run(one)
+            candidate = replace(what, place=place) if isinstance(what, Part) else what
+            row = self._done(candidate) or self._run(candidate)
             if row["status"] != "out of memory":
-                return
+                break
+        return row
+
+    def is_done(self, what: Part | str) -> bool:
+        """Return whether a part has a result that another start would not change."""
+        rows = (
+            [self._done(replace(what, place=place)) for place in range(MOST_PLACES)] if isinstance(what, Part) else []
+        )
+        tried = [row for row in rows or [self._done(what)] if row]
+        return len(tried) == MOST_PLACES or any(row["status"] != "out of memory" for row in tried)
 
     def _done(self, what: Part | str) -> dict[str, Any] | None:
         key = asdict(what) if isinstance(what, Part) else what
-        return next((row for row in self.rows if row["part"] == key and row["status"] != "no time"), None)
+        row = next((row for row in self.rows if row["part"] == key and row["part"] != "preflight"), None)
+        is_final = row and (row["status"] in FINISHED or (row["status"] != "no time" and row.get("code") == self.code))
+        return row if is_final else None
 
     def _run(self, what: Part | str) -> dict[str, Any]:
         row: dict[str, Any] = {"name": name_of(what), "part": asdict(what) if isinstance(what, Part) else what}
-        if lacking := _lacking(what):
-            return self._keep({**row, "status": "skipped", "reason": f"{lacking} is not installed here"})
+        if lacking := _lacking(what, self.device):
+            return self._keep({**row, "status": "skipped", "reason": lacking})
         limit_s = min(self.most_s, self.end_s - time.monotonic())
-        if limit_s < LEAST_S:
+        if limit_s < expected_s(what):
             return {**row, "status": "no time"}
-        if isinstance(what, Part):
-            self._make_model(what.model)
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="gpu-part-") as folder:
             result, log = Path(folder) / "result.json", Path(folder) / "log.txt"
-            limit_s = max(1.0, min(self.most_s, self.end_s - time.monotonic()))
             code = self._process(self._command(what, result), log, limit_s)
             seconds = round(time.monotonic() - start_s, 1)
             text = log.read_text(errors="replace")
-            if result.exists():
-                row |= json.loads(result.read_text())
+            ending = "timed out" if code is None else f"exit code {code}"
+            if result.exists():  # with what was known when it ended
+                row |= json.loads(result.read_text()) | ({"ending": ending, "log": text[-4000:]} if code != 0 else {})
             elif isinstance(what, str) and code == 0:
                 row |= {"status": "passed", "reason": text.strip().splitlines()[-1]}
             elif code is None:  # with less time than a part may have, it shall have it the next time
-                ended = "timed out" if limit_s >= self.most_s else "no time"
-                row |= {"status": ended, "reason": f"after {seconds:.0f} s", "log": text[-4000:]}
+                status = "timed out" if limit_s >= self.most_s else "no time"
+                row |= {"status": status, "reason": f"after {seconds:.0f} s", "log": text[-4000:]}
             else:
-                row |= {"status": "failed", "reason": f"exit code {code}", "log": text[-6000:]}
+                last = (text.strip().splitlines() or [""])[-1]
+                row |= {"status": "failed", "reason": f"{ending}: {last}", "log": text[-6000:]}
         return self._keep({**row, "seconds": seconds})
 
     def _command(self, what: Part | str, result: Path) -> list[str]:
         if isinstance(what, Part):
             arguments = [json.dumps(asdict(what)), str(result), str(self.models), self.device]
             return [sys.executable, str(Path(__file__).with_name("gpu_part.py")), *arguments]
-        if what == "rates":
-            return [sys.executable, str(Path(__file__).with_name("gpu_rates.py")), str(result), self.device]
-        tests = f"tests/gpu/{what}".split()
+        if what in ("preflight", "rates"):
+            program = [sys.executable, str(Path(__file__).with_name(f"gpu_{what}.py"))]
+            return [*program, str(result), self.device, str(self.models)]
+        tests = shlex.split(f"tests/gpu/{what}")
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-
-    def _make_model(self, size: str) -> None:
-        """Write a model with random weights, up to 16 GB, in a process apart, outside the training run's time limit.
-
-        The training run itself writes the tiny model.
-        """
-        if size == "tiny" or (self.models / size).exists():
-            return
-        program = (
-            "import sys; from pathlib import Path; import torch; from gpu_part import made_model; "
-            "made_model(Path(sys.argv[1]) / sys.argv[2], sys.argv[2], torch.device(sys.argv[3]))"
-        )
-        command = [sys.executable, "-c", program, str(self.models), size, self.device]
-        with tempfile.TemporaryDirectory(prefix="gpu-model-") as folder:
-            self._process(command, Path(folder) / "log.txt", max(1.0, self.end_s - time.monotonic()))
 
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
         """Run a command; return its exit code, or None if it and its children were killed at its time limit."""
@@ -213,6 +237,8 @@ class Run:
 
         python_path = ":".join(filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, **EVERYWHERE, **ON_LOOPBACK, "PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
+        if self.device == "cpu":
+            environment |= {"TESTS_GPU_ON": "cpu"}
         with log.open("wb") as output:
             started = SupervisedProcess(command, environment=environment, output=output, folder=ROOT, grace_s=1.0)
             try:
@@ -224,37 +250,52 @@ class Run:
 
     def _keep(self, row: dict[str, Any]) -> dict[str, Any]:
         """Add a result to the benchmark's files, replacing them atomically, so that a kill loses no earlier result."""
+        row["code"] = self.code
         self.rows = [other for other in self.rows if other["part"] != row["part"]] + [row]
-        for file, text in ((self.file, json.dumps(self.rows, indent=1)), (self.out / "gpu.md", table(self.rows))):
-            half = file.with_suffix(".half")
-            half.write_text(text)
-            half.replace(file)
+        texts = {"gpu.json": json.dumps(self.rows, indent=1), "gpu.md": table(self.rows)}
+        # A folder whose files are taken from the machine even if this command is killed, where there is one.
+        for folder in filter(None, (self.out, os.environ.get("OUT"))):
+            for name, text in texts.items():
+                half = Path(folder, f"{name}.half")
+                half.write_text(text)
+                half.replace(Path(folder, name))
         print(f"{row['name']}: {row['status']} ({row.get('seconds', 0)} s) {row.get('reason', '')}", flush=True)
         return row
 
 
-def _lacking(what: Part | str) -> str | None:
-    needed = {"trl": "trl", "megatron": "megatron"}.get(what.program) if isinstance(what, Part) else None
-    if isinstance(what, Part) and what.precision == "fp8":
-        needed = "torchao"
-    return needed if needed and importlib.util.find_spec(needed) is None else None
+def _lacking(what: Part | str, device: str) -> str | None:
+    """Return why a part cannot run on this machine, such as a package that is not installed, or None."""
+    if isinstance(what, str):
+        return None
+    if what.precision == "fp8" and device == "cpu":
+        return "products in 8 bits are for GPUs"
+    if what.compile and not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+        return "no C compiler is installed here, which Triton needs"
+    needed = "torchao" if what.precision == "fp8" else "megatron" if what.program == "megatron" else None
+    return f"{needed} is not installed here" if needed and importlib.util.find_spec(needed) is None else None
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the GPU benchmark's results in Markdown: a table of training runs, then a table of tests and rates."""
     lines = [
-        "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) | retries | ms a layer |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         if row["status"] != "measured":
             continue
-        found, params = row["metrics"], row["params"]
+        found, params, layer = row["metrics"], row["params"], row.get("layer_ms")
         layout = f"{params['layout.micro_batch_size']} rows, recompute {params['layout.recompute']}"
         mfu = "" if found["mfu"] is None else f"{found['mfu']:.1%}"
         times = f"{found['step_time_s']:.3f} ({found['predicted_step_time_s']:.3f})"
         sizes = f"{found['peak_memory_gib']:.1f} ({found['predicted_memory_gib']:.1f})"
-        lines.append(f"| {row['name']} | {layout} | {found['tokens_per_s']:,.0f} | {mfu} | {times} | {sizes} |")
+        retries = f"{found.get('num_alloc_retries', 0):.0f}"
+        parts = (
+            "" if not layer else ", ".join(f"{name} {ms:.1f}" for name, ms in layer["kernels"].items() if ms >= 0.05)
+        )
+        depth = "" if not layer else f"{layer['step']:.1f} ({layer['predicted']:.1f}): {parts}"
+        cells = (row["name"], layout, f"{found['tokens_per_s']:,.0f}", mfu, times, sizes, retries, depth)
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| rest | |", "| --- | --- |"]
     for row in rows:
         if row["status"] != "measured":

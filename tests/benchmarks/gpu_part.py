@@ -1,28 +1,29 @@
 """Measurement of one training run of the GPU benchmark, in a process of its own.
 
 Run: `gpu_part.py PART RESULT MODELS DEVICE`.
-PART is JSON (`Part`); RESULT is written when something is known; models of random weights are kept in MODELS. Rows hold
-one document each, all of whose tokens are learned from, as the planner has it. A plain loop and TRL train in the same
-precision (fp32 weights, bf16 products), with the same AdamW, and recompute what our engine recomputes.
+PART is JSON (`Part`); RESULT is written after each depth of the model; models of random weights are kept in MODELS.
+All tokens of the rows are learned from, as the planner has it. A plain loop trains in the same precision (fp32 weights,
+bf16 products), with the same AdamW, and recomputes what our engine recomputes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu import Part
-from gpu_steps import ADAPTER, Steps, batch, plain_loop, timed, trl
+from gpu_steps import ADAPTER, Steps, batch, plain_loop, timed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stages.engines.engine import free_memory
+from stages.engines.registry import BUILDERS, EngineInputs
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
@@ -36,17 +37,35 @@ from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import Candidate, estimate, memory_fit
 
-SIZES = {  # of Qwen3: width, feed-forward width, layers, heads, key/value heads, head width, vocabulary, tied
-    "0.6b": (1024, 3072, 28, 16, 8, 128, 151936, True),
-    "1.7b": (2048, 6144, 28, 16, 8, 128, 151936, True),
-    "4b": (2560, 9728, 36, 32, 8, 128, 151936, True),
-    "8b": (4096, 12288, 36, 32, 8, 128, 151936, False),
-    "tiny": (64, 128, 2, 4, 2, 16, 512, True),
+SIZES = {  # of Qwen3: width, feed-forward width, depths, heads, key/value heads, head width, vocabulary, tied
+    "0.6b": (1024, 3072, (28,), 16, 8, 128, 151936, True),
+    "8b": (4096, 12288, (36,), 32, 8, 128, 151936, False),
+    "wide": (4096, 12288, (4, 8), 32, 8, 128, 151936, False),
+    "tiny": (64, 128, (2,), 4, 2, 16, 512, True),
+    "narrow": (64, 128, (1, 2), 4, 2, 16, 512, False),
 }
+"""Sizes of models by name. One of several depths is measured at each; differences are then those of layers alone."""
+BF16_STATES = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "bf16_stochastic_round": True}
+LEARNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "bf16 full": {"optimizer": BF16_STATES},
+    "LoRA": {"adapter": ADAPTER},
+    "nf4 LoRA": {"adapter": {**ADAPTER, "base_precision": "nf4"}},
+}
+"""Fields of a train stage's config by what is trained."""
 WARMUP_STEPS = 2
 STEPS = 5
 NUM_KERNELS = 12
 """Number of the slowest kernels that the profile of a training step reports."""
+CLASSES = {
+    "attention": "flash|fmha|attention|attn",
+    "collectives": "nccl|gloo|c10d",
+    "generated": "triton",
+    "optimizer": "adam",
+    "products": r"gemm|cutlass|nvjet|cublas|xmma|mkldnn|::(add|b|_scaled_)?mm\b",
+    "copies": "memcpy|memset|copy|catarray|chunk_cat|split_with_sizes|aten::cat|fill",
+}
+"""Pattern of kernels' names by class; the first that matches counts. Operators' names, on a CPU, match as well."""
 
 
 def config_of(part: Part, **layout: Any) -> TrainConfig:
@@ -63,7 +82,7 @@ def config_of(part: Part, **layout: Any) -> TrainConfig:
             "precision": part.precision,
             "engine": engine,
             "layout": {"compile": part.compile, **layout} if engine == "fsdp" else layout,
-            "adapter": ADAPTER if part.adapter else None,
+            **LEARNS[part.learns],
         }
     )
 
@@ -74,27 +93,48 @@ def main() -> None:
     with joined_processes() as device:
         if device.type != sys.argv[4]:
             raise SystemExit(f"{sys.argv[4]} was asked for, and torch found {device.type}")
-        folder = made_model(models / part.model, part.model, device)
-        row: dict[str, Any] = {"name": part.name, "part": asdict(part), "status": "measured"}
-        shape = ModelFacts(folder).shape
-        candidates = layouts(part, shape, device)
-        if len(candidates) <= part.place:
-            row |= {"status": "skipped", "reason": "no layout is left that is predicted to fit"}
-        else:
-            row |= tried(part, candidates[part.place], folder, shape, device)
-        result.write_text(json.dumps(row))
+        shallow: dict[str, Any] | None = None
+        for depth in SIZES[part.model][2]:
+            folder = made_model(models / f"{part.model}-{depth}", part.model, depth, device)
+            # 0 unless the engine of the depth before outlives its last reference, and disturbs this measurement.
+            held_gib = torch.accelerator.memory_allocated(device) / GIB if device.type != "cpu" else 0.0
+            row = {"name": part.name, "part": asdict(part), "depth": depth, "held_gib": held_gib}
+            row |= tried(part, folder, device)
+            if shallow and row["status"] != "measured":
+                row = {**shallow, "reason": f"{depth} layers: {row['status']}: {row['reason']}"}
+            elif shallow:
+                row |= {"shallow": shallow["metrics"], "layer_ms": layer_ms(shallow, row)}
+            result.write_text(json.dumps(row))
+            shallow = row
+            free_memory()
 
 
-def made_model(folder: Path, size: str, device: torch.device) -> Path:
+def layer_ms(shallow: dict[str, Any], deep: dict[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds and kernels that one more layer adds to a step: measured, predicted, by class."""
+    layers = deep["depth"] - shallow["depth"]
+
+    def added(values: dict[str, float], fewer: dict[str, float]) -> dict[str, float]:
+        return {name: (value - fewer.get(name, 0)) / layers for name, value in values.items()}
+
+    times = added(deep["metrics"], shallow["metrics"])
+    return {
+        "step": 1e3 * times["step_time_s"],
+        "predicted": 1e3 * times["predicted_step_time_s"],
+        "kernels": added(deep["kernel_ms"], shallow["kernel_ms"]),
+        "launches": added(deep["launches"], shallow["launches"]),
+    }
+
+
+def made_model(folder: Path, size: str, depth: int, device: torch.device) -> Path:
     """Return the folder of a Qwen3 of this size with bf16 weights, drawn at random on the device on first use."""
     if (folder / "config.json").exists():
         return folder
-    width, feed_forward, layers, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
+    width, feed_forward, _, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=feed_forward,
-        num_hidden_layers=layers,
+        num_hidden_layers=depth,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_width,
@@ -111,13 +151,20 @@ def made_model(folder: Path, size: str, device: torch.device) -> Path:
     half = folder.with_name(f"{folder.name}-half-written")
     model.save_pretrained(half)
     half.rename(folder)
+    del model
+    free_memory()
     return folder
 
 
-def tried(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
-    """Measure a training run under one layout; if memory runs out, return the error and the predicted memory."""
+def tried(part: Part, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Measure a training run under the part's layout; return why not if none fits or memory runs out."""
+    shape = ModelFacts(folder).shape
+    candidates = layouts(part, shape, device)
+    if len(candidates) <= part.place:
+        return {"status": "skipped", "reason": "no layout is left that is predicted to fit"}
+    chosen = candidates[part.place]
     try:
-        return measured(part, chosen, folder, shape, device)
+        return {"status": "measured", **measured(part, chosen, folder, shape, device)}
     except torch.OutOfMemoryError as error:
         predicted = f"{chosen.text}: predicted {chosen.memory.peak_gib:.1f} GiB"
         return {"status": "out of memory", "reason": f"{predicted}; {str(error).splitlines()[0]}"}
@@ -127,30 +174,32 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     """Train under one layout; return parameters, metrics and tags named as a train stage logs them to MLflow."""
     config = config_of(part, **chosen.layout.model_dump())
     start_s = time.perf_counter()
-    program: Callable[..., tuple[Steps, float]] = {"transformers": plain_loop, "trl": trl}.get(part.program, engine)
+    program = plain_loop if part.program == "transformers" else engine
     steps, flops = program(part, config, folder, shape, device)
     ready_s = time.perf_counter() - start_s
     forget_peak_memory(device)
-    seconds = steps(WARMUP_STEPS + STEPS)[WARMUP_STEPS:]
+    first_s, *seconds = steps(WARMUP_STEPS + STEPS)
+    seconds = seconds[WARMUP_STEPS - 1 :]
     step_s, peak = statistics.median(seconds), device_peak(device, torch.bfloat16)
-    tokens_per_s = part.rows * part.tokens / step_s
     metrics = {
         "step_time_s": step_s,
-        "tokens_per_s": tokens_per_s,
+        "tokens_per_s": part.rows * part.tokens / step_s,
         "model_tflops_per_s": flops / step_s / 1e12,
         "mfu": flops / step_s / peak.flops_per_s if peak else None,
         **memory(device),
         "predicted_step_time_s": chosen.time.step_time_s,
         "predicted_memory_gib": chosen.memory.peak_gib,
         "ready_s": ready_s,
+        "first_step_s": first_s,
     }
     params = {f"layout.{name}": str(value) for name, value in config.layout.model_dump().items()}
-    params |= {"engine": part.program, "global_batch_size": str(part.rows), "precision": "bf16", "method": "sft"}
-    params["data.sequence_length"] = str(part.tokens)
+    params |= {"engine": part.program, "global_batch_size": str(part.rows), "precision": part.precision}
+    params |= {"method": "sft", "data.sequence_length": str(part.tokens)}
     tags = {"model_shape": shape.to_json(), "workload": config.workload.to_json(), "device": device.type}
     tags |= {"device_name": device_name(device) or "CPU"}
-    kernels = profiled(steps, device)
-    return {"params": params, "metrics": metrics, "tags": tags, "steps_s": seconds, "kernels": kernels}
+    predicted = {name: round(gib, 2) for name, gib in vars(chosen.memory.worst).items()}
+    row = {"params": params, "metrics": metrics, "tags": tags, "predicted_gib": predicted, "steps_s": seconds}
+    return row | profiled(steps, device)
 
 
 def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
@@ -159,7 +208,8 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
     available = free_bytes(device) / GIB if device.type != "cpu" else hardware.memory_gib
     found = []
-    for recompute in ("none", "full") if part.program == "megatron" else ("none", "selective", "full"):
+    choices = ("none", "full") if part.program == "megatron" else ("none", "selective", "full")
+    for recompute in [part.recompute] if part.recompute else choices:
         for micro_batch_size in (rows for rows in (1, 2, 4) if (part.rows // 2) % rows == 0):
             config = config_of(part, recompute=recompute, micro_batch_size=micro_batch_size)
             one = estimate(SearchRequest(shape, config.workload, hardware, 1), config.engine, config.layout)
@@ -173,20 +223,12 @@ def engine(
     part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
 ) -> tuple[Steps, float]:
     """Load our FSDP or Megatron engine; return a function that runs training steps, and the FLOPs of one step."""
-    if part.program == "megatron":
-        from stages.engines.megatron.compat import prepare_megatron
-
-        prepare_megatron()
-        from stages.engines.megatron.engine import MegatronEngine
-
-        made: Any = MegatronEngine(ModelFacts(folder), config.engine_settings, device)
-    else:
-        from stages.engines.fsdp.engine import FsdpEngine
-
-        made = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
-    rows, length = config.layout.micro_batch_size, part.tokens
-    batches = [batch(shape.vocab_size, rows, length) for _ in range(config.micro_batches_per_step)]
-    flops = made.flops.training([length] * part.rows, part.rows * (length - 1))
+    inputs = EngineInputs(ModelFacts(folder), config.engine_settings, device, None, lambda _: [], folder, print)
+    made: Any = BUILDERS[config.engine](inputs)
+    rows = config.layout.micro_batch_size
+    batches = [batch(shape.vocab_size, rows, part.tokens, part.documents) for _ in range(config.micro_batches_per_step)]
+    lengths = [length for one in batches for length in one.documents.lengths]
+    flops = made.flops.training(lengths, sum(lengths) - len(lengths))
     return timed(lambda: made.train_step(batches, SftLoss(), 1e-5, 1.0), device), flops
 
 
@@ -203,25 +245,34 @@ def memory(device: torch.device) -> dict[str, float]:
     return {
         "peak_memory_gib": (module.max_memory_reserved(device) + beside) / GIB,
         "peak_allocated_gib": peak_bytes(device) / GIB,
+        "num_alloc_retries": module.memory_stats(device)["num_alloc_retries"],
     }
 
 
-def profiled(steps: Steps, device: torch.device) -> list[dict[str, Any]]:
-    """Profile one training step; return the slowest kernels with their share of the time of all kernels."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) if device.type in ("cpu", "cuda") else nullcontext() as profile:
+def profiled(steps: Steps, device: torch.device) -> dict[str, Any]:
+    """Profile one training step; return kernels' milliseconds and launches by class, and the slowest kernels."""
+    on_gpu = device.type == "cuda"
+    kinds = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as profile:
         steps(1)
-    if profile is None:
-        return []
-    on_device = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, on_device))
-    total = sum(getattr(event, on_device) for event in events) or 1
-    return [
-        {"name": event.key[:120], "share": round(getattr(event, on_device) / total, 4), "calls": event.count}
-        for event in events[:NUM_KERNELS]
-    ]
+    of_event = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = sorted(((getattr(event, of_event), event) for event in profile.key_averages()), key=lambda one: -one[0])
+    times: dict[str, float] = {}
+    launches: dict[str, float] = {}
+    for time_us, event in events:
+        # Ranges such as `Optimizer.step` span kernels that are events themselves; launching takes the host's time.
+        if event.is_user_annotation or not time_us:
+            continue
+        name = class_of(event.key)
+        times[name] = times.get(name, 0) + time_us / 1e3
+        launches[name] = launches.get(name, 0) + event.count
+    slowest = [{"name": event.key[:120], "ms": us / 1e3, "calls": event.count} for us, event in events[:NUM_KERNELS]]
+    return {"kernel_ms": times, "launches": launches, "kernels": slowest}
+
+
+def class_of(kernel: str) -> str:
+    """Return the class of a kernel by its name, such as `products`."""
+    return next((name for name, words in CLASSES.items() if re.search(words, kernel, re.IGNORECASE)), "other")
 
 
 if __name__ == "__main__":

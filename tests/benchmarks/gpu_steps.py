@@ -1,4 +1,4 @@
-"""Training programs that the GPU benchmark compares our engines with: a plain Transformers loop, and TRL's trainer."""
+"""Batches and timing of the GPU benchmark, and the plain Transformers loop that it compares our engines with."""
 
 from __future__ import annotations
 
@@ -42,19 +42,29 @@ def now_s(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def batch(vocabulary: int, rows: int, length: int) -> Batch:
-    """Return a batch of random tokens on the host, as data preparation makes it, with one document in each row."""
-    tokens = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
-    targets = torch.cat([tokens[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
-    numbers = torch.arange(rows)[:, None].expand(-1, length)
-    return Batch.of(tokens, targets, torch.arange(length).expand(rows, -1), Documents(numbers, rows, [length] * rows))
+def batch(vocabulary: int, rows: int, length: int, documents: int = 1) -> Batch:
+    """Return a batch of random tokens on the host, as data preparation makes it, with documents of uneven lengths."""
+    random = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=random)
+    # [rows, documents - 1]: places in a row, but its ends, where a document ends and the next begins
+    cuts = torch.stack([torch.randperm(length - 1, generator=random)[: documents - 1].sort()[0] for _ in range(rows)])
+    is_first = torch.zeros(rows, length, dtype=torch.bool)
+    is_first[:, 0] = True
+    is_first[torch.arange(rows)[:, None], cuts + 1] = True
+    numbers = is_first.flatten().cumsum(0) - 1
+    lengths = numbers.bincount()
+    positions = torch.arange(rows * length) - (lengths.cumsum(0) - lengths)[numbers]
+    is_last = is_first.roll(-1, 1)
+    targets = tokens.roll(-1, 1).masked_fill(is_last, IGNORED)
+    described = Documents(numbers.view(rows, length), rows * documents, lengths.tolist())
+    return Batch.of(tokens, targets, positions.view(rows, length), described)
 
 
 def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> Any:
     """Load the model with Transformers, with PEFT's LoRA adapter if the run has one: then in bf16, as our engines."""
-    dtype = torch.bfloat16 if part.adapter else torch.float32
+    dtype = torch.bfloat16 if "LoRA" in part.learns else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).train()
-    if part.adapter:
+    if "LoRA" in part.learns:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=ADAPTER["rank"], lora_alpha=ADAPTER["alpha"], target_modules="all-linear")
@@ -85,51 +95,3 @@ def plain_loop(
         adam.zero_grad()
 
     return timed(step, device), flops
-
-
-def trl(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> tuple[Steps, float]:
-    """Return training steps of TRL's `SFTTrainer` to time, on rows of token ids, and a step's FLOPs."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from stages.hubs.builtin.qwen3 import make_tokenizer
-
-    recompute = config.layout.recompute != "none"
-    model = loaded(part, folder, device, recompute)
-    tokens = batch(shape.vocab_size, part.rows, part.tokens).inputs.input_ids
-    settings = SFTConfig(
-        output_dir=str(folder / "trl"),
-        max_length=part.tokens,
-        per_device_train_batch_size=config.layout.micro_batch_size,
-        gradient_accumulation_steps=config.micro_batches_per_step,
-        max_steps=1,
-        bf16=True,
-        gradient_checkpointing=recompute,
-        use_cpu=device.type == "cpu",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    rows = Dataset.from_dict({"input_ids": tokens.tolist()})
-
-    class Ends(TrainerCallback):
-        """Callback that records the time when training starts and when each step ends."""
-
-        def on_train_begin(self, *arguments: Any, **_: Any) -> None:
-            self.times_s = [now_s(device)]
-
-        def on_step_end(self, *arguments: Any, **_: Any) -> None:
-            self.times_s.append(now_s(device))
-
-    ends, tokenizer = Ends(), make_tokenizer()
-    made = {"model": model, "args": settings, "train_dataset": rows, "processing_class": tokenizer}
-    trainer = SFTTrainer(**made, callbacks=[ends])
-
-    def steps(number: int) -> list[float]:
-        trainer.args.max_steps = number
-        trainer.train()
-        return [end_s - start_s for start_s, end_s in pairwise(ends.times_s)]
-
-    flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
-    return steps, flops

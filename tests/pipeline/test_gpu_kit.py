@@ -1,42 +1,125 @@
-"""The files of `make gpu-kit` suffice for training on a machine with torch, Transformers, PEFT and pytest."""
+"""`deploy/gpu-kit.sh` runs on a CPU without network, under torch 2.11's names, with torch, pytest and the kit alone.
+
+In `make test` some of its parts; all of them are nightly.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
+from flows.compare.calibration import why_left_out
+from flows.tracking.logged_runs import measured_runs
+
 ROOT = Path(__file__).parents[2]
-OF_THE_MACHINE = ("torch", "transformers", "peft", "pytest")
-TESTS = ("tests/gpu/test_methods_on_gpu.py", "-k", "fsdp")
+OF_THE_MACHINE = ("torch", "numpy", "pytest")
 KIT = ROOT / "deploy/requirements/gpu-kit.in"
+ON_GPUS = ("fla-core", "flash-linear-attention", "nvidia-ml-py")
+"""Packages of the kit that a machine without a GPU does not need to have installed."""
+TORCH_2_11 = '''
+"""Take from torch, when it is imported, what version 2.11 lacks and the project uses."""
+import importlib.util, sys
+
+MODULE, OWNER, NAME = "torch.distributed.fsdp", "FSDPModule", "set_reduce_scatter_unused_params"
+
+class Older:
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def run_and_delete(module):
+            run(module)
+            delattr(getattr(module, OWNER), NAME)
+        spec.loader.exec_module = run_and_delete
+        return spec
+
+sys.meta_path.insert(0, Older())
+'''
+"""Source of a `sitecustomize`. Names were compared with those of 2.11's wheel; of `varlen_attn`, whose `enable_gqa` it
+lacks, a CPU has no kernel."""
+WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+QUICK = ("narrow 128 full fsdp none", "narrow 128 full fsdp none fp8", "*log_probabilities_equal*")
 
 
-def test_the_tests_for_gpus_need_nothing_but_the_kit(tmp_path: Path) -> None:
-    """The GPU tests need only the packages of `make gpu-kit` and of the GPU machine; here they run on a CPU."""
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """Provide a folder `site` with links to the packages that a machine for GPUs and the kit have, and no others."""
     kit = [line for line in KIT.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     site = tmp_path / "site"
     site.mkdir()
-    for name in {*kit, *_with_dependencies(OF_THE_MACHINE)}:
+    for name in {*kit, *_with_dependencies(OF_THE_MACHINE)} - set(ON_GPUS):
         for top in {file.parts[0] for file in distribution(name).files or () if file.parts[0] != ".."}:
             link = site / top
             if not link.exists():
                 link.symlink_to(Path(str(distribution(name).locate_file(top))))
-    python = Path(sys.executable).resolve()  # which knows nothing of this environment, nor do processes that it starts
+    (site / "sitecustomize.py").write_text(TORCH_2_11)
+    (site / "ready").touch()  # no wheels are installed: those of the kit are for another Python
+    if subprocess.run([*WITHOUT_NETWORK, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make network namespaces")
+    return tmp_path
+
+
+def run(machine: Path, *arguments: str) -> tuple[str, dict[str, dict]]:
+    """Run the kit's command on the machine; return its output and its results by name."""
+    names = {"WORK": machine, "RESULTS": machine / "results", "OUT": machine / "out", "MODELS": machine / "models"}
+    for folder in ("results", "out"):
+        (machine / folder).mkdir(exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment |= {"PYTHON": os.path.realpath(sys.executable), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "t", *TESTS],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{site}", "TESTS_GPU_ON": "cpu", "PYTEST_ADDOPTS": ""},
-        cwd=ROOT,
+        [*WITHOUT_NETWORK, ROOT / "deploy/gpu-kit.sh", "--device", "cpu", *arguments],
+        env=environment | {name: str(path) for name, path in names.items()} | {"PYTHONPATH": ""},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    rows = {row["name"]: row for row in json.loads((machine / "results/gpu.json").read_text())}
+    assert rows == {row["name"]: row for row in json.loads((machine / "out/gpu.json").read_text())}
+    return done.stdout, rows
+
+
+def test_parts_run_with_nothing_but_the_kit_and_once(machine: Path) -> None:
+    first, rows = run(machine, *(part for name in QUICK for part in ("--only", name)))
+    assert rows["preflight"]["status"] == "ready"
+    assert rows["narrow 128 full fsdp none fp8"]["status"] == "skipped"
+    row = rows[QUICK[0]]
+    assert row["status"] == "measured", row
+    assert [name for name, row in rows.items() if row["status"] == "passed"] == [
+        "test_kernels_on_gpu.py::test_log_probabilities_equal_the_cpu"
+    ]
+    assert first.splitlines()[-1] == "nothing is left to do"
+    metrics, layer = row["metrics"], row["layer_ms"]
+    assert metrics["tokens_per_s"] * metrics["step_time_s"] == pytest.approx(2 * 128)
+    assert metrics["mfu"] > 0 and len(row["steps_s"]) == 5
+    # 7 matrices of a layer, with two products each in the backward pass, in 2 micro-batches
+    assert layer["launches"]["products"] == 7 * 3 * 2
+    assert f"| {QUICK[0]} |" in (machine / "out/gpu.md").read_text()
+    runs = measured_runs(machine / "out/gpu.json")
+    assert [why_left_out(one) for one in runs] == [None]
+    # Another machine, with what was taken along: it has nothing left to do, not even a preflight.
+    (machine / "gpu.json").unlink()
+    again, rows_again = run(machine, *(part for name in QUICK for part in ("--only", name)))
+    assert ": measured" not in again and "preflight: ready" not in again
+    assert rows_again == rows
+
+
+@pytest.mark.nightly
+def test_every_part_runs_with_nothing_but_the_kit(machine: Path) -> None:
+    output, rows = run(machine, "--limit-s", "7200")
+    assert output.splitlines()[-1] == "nothing is left to do"
+    left_out = {name: row["reason"] for name, row in rows.items() if row["status"] == "skipped"}
+    assert set(left_out.values()) == {"products in 8 bits are for GPUs"}
+    failed = {name: row for name, row in rows.items() if row["status"] not in ("measured", "passed", "rates", "ready")}
+    assert failed.keys() == left_out.keys(), {name: row for name, row in failed.items() if name not in left_out}
 
 
 def _with_dependencies(names: tuple[str, ...]) -> set[str]:

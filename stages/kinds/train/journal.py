@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
 import time
@@ -108,8 +109,13 @@ class Journal:
 SERIES = {"loss": "training", "evaluation_loss": "held out"}
 
 
-def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw training and held-out loss over the training steps, as a PNG file. rows: a journal's metrics by step."""
+def plot_loss(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Draw training and held-out loss over the training steps, as a PNG file. rows: a journal's metrics by step.
+
+    Returns False where Matplotlib is not installed: a picture is not worth the training that it would fail.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
     from matplotlib import artist
 
     # Matplotlib builds a docstring of all setters for each class at import, which takes longer than the picture.
@@ -130,3 +136,4 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    return True

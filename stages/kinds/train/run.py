@@ -105,10 +105,12 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                     measured_at_end |= _write(training_run, data, context, models.start.folder)
     if is_main_process() and context.trial is None:
         _note_use(config, data, context.work / config.product)
-        plot_loss(training_run.journal.rows, context.work / LOSS_PLOT)
+        if not plot_loss(training_run.journal.rows, context.work / LOSS_PLOT):
+            context.warn(f"Matplotlib is not installed here, so {LOSS_PLOT} was not drawn")
         if data.lengths:
             write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
-    return _result(training_run, data, evaluation, measured_at_end, prediction)
+    plots = [LOSS_PLOT] if (context.work / LOSS_PLOT).exists() else []
+    return _result(training_run, data, evaluation, measured_at_end, prediction, plots)
 
 
 def _check_machine(config: TrainConfig) -> DeviceType:
@@ -268,6 +270,7 @@ def _result(
     evaluation: LossMeans | None,
     measured_at_end: dict[str, float],
     prediction: Prediction,
+    plots: Sequence[str],
 ) -> StageResult:
     config, engine, peak = training_run.config, training_run.engine, training_run.peak
     held_out = evaluation_metrics(evaluation) if evaluation else {}
@@ -291,5 +294,5 @@ def _result(
         "mfu",
     )
     first = {name: metrics[name] for name in headline if name in metrics}
-    files = [] if training_run.trial else [LOSS_PLOT, *training_run.batches.files]
+    files = [] if training_run.trial else [*plots, *training_run.batches.files]
     return StageResult(metrics={**first, **metrics}, tags=tags, files=files)

@@ -1,63 +1,94 @@
-"""The accelerator benchmark also runs on a CPU with a tiny model; when restarted, it skips finished measurements."""
+"""Parts of the accelerator benchmark: their order, time and classes of kernels, and which are run again."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flows.compare.calibration import why_left_out
-from flows.tracking.logged_runs import measured_runs
-
 ROOT = Path(__file__).parents[3]
-PROGRAM = ROOT / "tests" / "benchmarks" / "gpu.py"
+PASSES_S = 2 * 12 * 60
+"""Seconds of device time in which every part shall have run: two loans of a GPU."""
 
 
-def run(out: Path, *arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(PROGRAM), "--out", str(out), "--device", "cpu", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    return importlib.import_module("gpu")
 
 
-def test_parts_are_measured_once_and_calibration_can_read_them(tmp_path: Path) -> None:
-    first = run(tmp_path, "--only", "* full fsdp")
-    rows = {row["name"]: row for row in json.loads((tmp_path / "gpu.json").read_text())}
-    row = rows["tiny 128 full fsdp"]
-    assert row["status"] == "measured", row
-    assert "tiny 128 full fsdp: measured" in first
-    assert "| tiny 128 full fsdp |" in (tmp_path / "gpu.md").read_text()
-    metrics = row["metrics"]
-    assert metrics["tokens_per_s"] * metrics["step_time_s"] == pytest.approx(8 * 128)
-    assert metrics["mfu"] > 0
-    assert len(row["steps_s"]) == 5
-    runs = measured_runs(tmp_path / "gpu.json")
-    assert runs and [why_left_out(one) for one in runs] == [None] * len(runs)
-    assert "measured" not in run(tmp_path, "--only", "* full fsdp", "--limit-s", "1").split("|")[0]
+@pytest.fixture
+def a_run(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Provide a function that runs a part named `rates` by a program, and returns its row and the run."""
+    monkeypatch.delenv("OUT", raising=False)
+
+    def started(program: str, limit_s: float = 60.0) -> tuple[dict[str, Any], Any]:
+        run = gpu.Run(tmp_path, "cpu", gpu.time.monotonic() + limit_s, None)
+        run._command = lambda _, result: [sys.executable, "-c", program, str(result)]
+        return run.part("rates"), run
+
+    return started
 
 
-def test_a_part_without_time_is_left_for_the_next_start(tmp_path: Path) -> None:
-    run(tmp_path, "--only", "rates", "--limit-s", "1")
-    assert not (tmp_path / "gpu.json").exists()
+def test_the_most_wanted_come_first_and_8_bits_last(gpu: Any) -> None:
+    names = [gpu.name_of(what) for what in gpu.ordered("cuda")]
+    assert len(set(names)) == len(names)
+    assert names[:3] == ["rates", "wide 4096 full fsdp selective", "8b 4096 LoRA fsdp"]
+    kinds = ["tests" if name.startswith("test_") else "runs" for name in names[1:] if "fp8" not in name]
+    assert kinds == sorted(kinds), "training runs before tests"
+    first = next(index for index, name in enumerate(names) if "fp8" in name or "8_bits" in name)
+    assert all("fp8" in name or "8_bits" in name for name in names[first:])
+    wide = {f"wide 4096 full fsdp {how}{compiled}{bits}" for how in ("none", "selective", "full")
+            for compiled in ("", " compiled") for bits in ("", " fp8")}  # fmt: skip
+    others = {"LoRA fsdp", "nf4 LoRA fsdp", "LoRA fsdp compiled"}
+    assert wide | {f"8b 4096 {other}" for other in others} <= set(names)
+    assert {"wide 4096 full fsdp selective 30 documents", "wide 4096 bf16 full fsdp selective"} <= set(names)
 
 
-def test_every_combination_is_measured_once_the_most_wanted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PROGRAM.parent)
-    gpu = importlib.import_module("gpu")
-    parts = [what for what in gpu.ordered("cuda") if isinstance(what, gpu.Part)]
-    assert len(set(parts)) == len(parts) == 4 * 2 * 2 * 5 + 1, "and one in 8 bits"
-    assert [gpu.name_of(what) for what in gpu.ordered("cuda")][:5] == [
-        "rates",
-        "test_kernels_on_gpu.py",
-        "0.6b 4096 full fsdp",
-        "8b 4096 LoRA fsdp",
-        "8b 4096 LoRA fsdp compiled",
-    ]
-    tests = {what.split()[0] for what in gpu.ordered("cuda") if isinstance(what, str)} - {"rates"}
-    assert tests == {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
+def test_every_test_for_one_gpu_is_a_part(gpu: Any) -> None:
+    tests = [what.partition(" ")[0] for what in gpu.ordered("cuda") if isinstance(what, str) and what != "rates"]
+    assert {test.partition("::")[0] for test in tests} == {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert {test.partition("::")[2] for test in tests} >= set(gpu.SPLIT)
+    assert not [test for test in tests if "two_devices" in test]
+
+
+def test_all_fits_two_loans_by_its_guesses(gpu: Any) -> None:
+    expected = [gpu.expected_s(what) for what in gpu.ordered("cuda")]
+    assert sum(expected) + 2 * 2 * gpu.expected_s("preflight") <= PASSES_S
+    assert max(expected) < gpu.PART_LIMIT_S
+
+
+def test_the_same_programs_are_tried_on_a_cpu(gpu: Any) -> None:
+    names = [[gpu.name_of(what) for what in gpu.ordered(device)] for device in ("cuda", "cpu")]
+    replaced = [name.replace("wide 4096", "narrow 128").replace("8b 4096", "tiny 128") for name in names[0]]
+    assert [name.replace("0.6b 4096", "tiny 128") for name in replaced] == names[1]
+    assert len(set(names[1])) == len(names[1])
+
+
+def test_what_failed_is_run_again_by_other_code_only(a_run: Any) -> None:
+    fails, passes = "raise SystemExit('no kernel')", "print('good')"
+    row, run = a_run(fails)
+    assert row["status"] == "failed" and "no kernel" in row["log"] and run.is_done("rates")
+    assert a_run(passes)[0]["status"] == "failed"
+    file = run.out / "gpu.json"
+    file.write_text(json.dumps([{**row, "code": "before"}]))
+    row, run = a_run(passes)
+    assert row["status"] == "passed" and run.is_done("rates")
+    file.write_text(json.dumps([{**row, "code": "before"}]))
+    assert a_run(fails)[0]["status"] == "passed"
+
+
+def test_a_part_without_time_is_left_for_the_next_start(a_run: Any) -> None:
+    row, run = a_run("print('good')", limit_s=1)
+    assert row["status"] == "no time" and not run.is_done("rates") and not run.file.exists()
+
+
+def test_what_was_known_when_a_part_died_is_kept(a_run: Any) -> None:
+    known = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'status': 'rates', 'rates': {'bf16': 1.0}}))"
+    row, _ = a_run(f"{known}; raise SystemExit('out of luck')")
+    assert (row["status"], row["rates"], row["ending"]) == ("rates", {"bf16": 1.0}, "exit code 1")
+    assert "out of luck" in row["log"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from stages.core.contract import StageContext
 from stages.core.metric_series import MetricSeries
-from stages.kinds.train.journal import Journal
+from stages.kinds.train.journal import Journal, plot_loss
 
 NUM_STEPS = 20
 
@@ -73,3 +74,9 @@ def test_much_communication_is_warned_of(context):
     event = json.loads((context.work / "events.jsonl").read_text())
     assert event["event"] == "warning"
     assert "40% of step 2" in event["message"]
+
+
+def test_where_matplotlib_is_missing_no_picture_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not plot_loss([{"step": 1, "loss": 1.0}], tmp_path / "plots" / "loss.png")
+    assert not (tmp_path / "plots").exists()
