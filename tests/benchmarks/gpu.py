@@ -1,11 +1,11 @@
 """Benchmark of one GPU that is there for minutes: which parts run, how fast, in how much memory, against predictions.
 
 Run: `deploy/gpu-kit.sh`, or `python tests/benchmarks/gpu.py --out FOLDER`, again and again until nothing is left to do.
-A preflight (`gpu_preflight.py`) stops with one sentence where nothing can run. Parts follow in the order of what is
-worth most to know: matmul and copy rates, training steps (`gpu_part.py`), the tests of `tests/gpu`, and 8-bit products
-last. Each is a process of at most three minutes; `gpu.json` and `gpu.md` are written after each, in `$OUT` too. Started
-again, it goes on with what is not in `gpu.json`, and repeats what failed when the code was another. `lifecycle
-calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
+A preflight (`gpu_preflight.py`) stops with one sentence where nothing can run, and measures the device's rates. Parts
+follow in the order of what is worth most to know: training steps (`gpu_part.py`), the tests of `tests/gpu`, and 8-bit
+products last. Each is a process of at most three minutes; `gpu.json` and `gpu.md` are written after each, in `$OUT`
+too. Started again, it goes on with what is not in `gpu.json`, and repeats what failed once the code has changed.
+`lifecycle calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU_LIMIT_S = 600
 """Time limit in seconds of each part of the benchmark on a CPU, where it only proves that the programs run."""
 MOST_PLACES = 3
 """Largest number of layouts tried for one training run; the next is tried only when one runs out of memory."""
-FINISHED = ("measured", "passed", "rates")
+FINISHED = ("measured", "passed")
 """Statuses of parts that are not run again, whichever code they ran."""
 SPLIT = {
     "test_memory_choices_do_not_change_what_is_learned": ("not compiled", "compiled"),
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def ordered(device: str) -> list[Part | str]:
-    """Return all parts of the GPU benchmark (rates, training runs, tests), the most informative first, fp8 last."""
+    """Return all parts of the GPU benchmark, training runs and tests, the most informative first, fp8 last."""
     how = ("selective", "none", "full")
     eager, compiled = (
         [Part("wide", recompute=one, compile=is_compiled) for one in how] for is_compiled in (False, True)
@@ -130,7 +130,7 @@ def ordered(device: str) -> list[Part | str]:
         parts, last = ([replace(one, model=SMALL[one.model], tokens=128) for one in some] for some in (parts, last))
     tests = sorted(tests_of_gpus(), key=lambda test: ("8_bits" in test, "megatron" in test))
     first_in_eight_bits = next(index for index, test in enumerate(tests) if "8_bits" in test)
-    return ["rates", *parts, *tests[:first_in_eight_bits], *last, *tests[first_in_eight_bits:]]
+    return [*parts, *tests[:first_in_eight_bits], *last, *tests[first_in_eight_bits:]]
 
 
 def tests_of_gpus() -> list[str]:
@@ -146,7 +146,7 @@ def tests_of_gpus() -> list[str]:
 
 
 def name_of(what: Part | str) -> str:
-    """Return the name of a test, rate or training run in the GPU benchmark's result table."""
+    """Return the name of a test or training run in the GPU benchmark's result table."""
     return what.name if isinstance(what, Part) else what
 
 
@@ -154,7 +154,7 @@ def expected_s(what: Part | str) -> float:
     """Return a guess of a part's seconds on an H100: with less left, the part waits for the next start."""
     if isinstance(what, str):
         compiles, trains = "-k 'compiled'" in what, "kernels" not in what and "energy" not in what
-        return {"preflight": 15, "rates": 12}.get(what, 75 if compiles else 45 if trains else 10)
+        return 75 if compiles else 40 if trains and what != "preflight" else 15
     return (40 if what.model == "8b" else 22) + 30 * what.compile
 
 
@@ -224,9 +224,9 @@ class Run:
         if isinstance(what, Part):
             arguments = [json.dumps(asdict(what)), str(result), str(self.models), self.device]
             return [sys.executable, str(Path(__file__).with_name("gpu_part.py")), *arguments]
-        if what in ("preflight", "rates"):
-            program = [sys.executable, str(Path(__file__).with_name(f"gpu_{what}.py"))]
-            return [*program, str(result), self.device, str(self.models)]
+        if what == "preflight":
+            arguments = [str(result), self.device, str(self.models)]
+            return [sys.executable, str(Path(__file__).with_name("gpu_preflight.py")), *arguments]
         tests = shlex.split(f"tests/gpu/{what}")
         return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
 
@@ -276,7 +276,7 @@ def _lacking(what: Part | str, device: str) -> str | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the GPU benchmark's results in Markdown: a table of training runs, then a table of tests and rates."""
+    """Return the GPU benchmark's results in Markdown: a table of training runs, then a table of the rest."""
     lines = [
         "| part | layout | tokens/s | MFU | step s (predicted) | peak GiB (predicted) | retries | ms a layer |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -299,8 +299,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines += ["", "| rest | |", "| --- | --- |"]
     for row in rows:
         if row["status"] != "measured":
-            rates = "; ".join(f"{name} {value:.4g}" for name, value in row.get("rates", {}).items())
-            lines.append(f"| {row['name']} | {row['status']}: {rates or row.get('reason', '')} |")
+            lines.append(f"| {row['name']} | {row['status']}: {row.get('reason', '')} |")
     return "\n".join([*lines, ""])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from gpu import Part
-from gpu_steps import ADAPTER, Steps, batch, plain_loop, timed
+from gpu_steps import ADAPTER, Program, Steps, batch, plain_loop, timed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from stages.engines.engine import free_memory
@@ -100,11 +100,14 @@ def main() -> None:
             held_gib = torch.accelerator.memory_allocated(device) / GIB if device.type != "cpu" else 0.0
             row = {"name": part.name, "part": asdict(part), "depth": depth, "held_gib": held_gib}
             row |= tried(part, folder, device)
-            if shallow and row["status"] != "measured":
-                row = {**shallow, "reason": f"{depth} layers: {row['status']}: {row['reason']}"}
-            elif shallow:
+            is_measured = row["status"] == "measured"
+            if shallow and is_measured:
                 row |= {"shallow": shallow["metrics"], "layer_ms": layer_ms(shallow, row)}
+            elif shallow:
+                row = {**shallow, "reason": f"{depth} layers: {row['status']}: {row['reason']}"}
             result.write_text(json.dumps(row))
+            if not is_measured:
+                break
             shallow = row
             free_memory()
 
@@ -175,7 +178,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     config = config_of(part, **chosen.layout.model_dump())
     start_s = time.perf_counter()
     program = plain_loop if part.program == "transformers" else engine
-    steps, flops = program(part, config, folder, shape, device)
+    steps, flops, close = program(part, config, folder, shape, device)
     ready_s = time.perf_counter() - start_s
     forget_peak_memory(device)
     first_s, *seconds = steps(WARMUP_STEPS + STEPS)
@@ -199,7 +202,9 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     tags |= {"device_name": device_name(device) or "CPU"}
     predicted = {name: round(gib, 2) for name, gib in vars(chosen.memory.worst).items()}
     row = {"params": params, "metrics": metrics, "tags": tags, "predicted_gib": predicted, "steps_s": seconds}
-    return row | profiled(steps, device)
+    row |= profiled(steps, device)
+    close()
+    return row
 
 
 def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
@@ -219,17 +224,15 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
     return [one for *_, one in sorted(found, key=lambda entry: entry[:2])]
 
 
-def engine(
-    part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
-) -> tuple[Steps, float]:
-    """Load our FSDP or Megatron engine; return a function that runs training steps, and the FLOPs of one step."""
+def engine(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> Program:
+    """Return our FSDP or Megatron engine as a training program."""
     inputs = EngineInputs(ModelFacts(folder), config.engine_settings, device, None, lambda _: [], folder, print)
     made: Any = BUILDERS[config.engine](inputs)
     rows = config.layout.micro_batch_size
     batches = [batch(shape.vocab_size, rows, part.tokens, part.documents) for _ in range(config.micro_batches_per_step)]
     lengths = [length for one in batches for length in one.documents.lengths]
     flops = made.flops.training(lengths, sum(lengths) - len(lengths))
-    return timed(lambda: made.train_step(batches, SftLoss(), 1e-5, 1.0), device), flops
+    return timed(lambda: made.train_step(batches, SftLoss(), 1e-5, 1.0), device), flops, made.close
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Check of a machine before the GPU benchmark, in some 20 seconds: versions, APIs, driver, compiler, a first product.
+"""Check of a machine before the GPU benchmark, in some 20 seconds: driver, versions, APIs, compiler, rates.
 
 Run: `gpu_preflight.py RESULT DEVICE MODELS`.
-RESULT has the status `ready`, or `stopped` with the sentence that says what to do; and what was found.
+RESULT has the status `ready`, or `stopped` with the sentence that says what to do; and what was found and measured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ MODULES = ("stages.engines.fsdp.engine", "stages.kinds.train.run", "stages.adapt
 """Modules that import all of torch, Transformers and PEFT that our engine uses."""
 MODELS_BYTES = 28e9
 """Free disk that the models with random weights take."""
+MEASURE_S = 0.3
+"""Seconds for which each rate is measured."""
 MOST_USED = 0.05
 """Share of the GPU's memory that other programs may hold before measurements start."""
 
@@ -38,8 +42,10 @@ def main() -> None:
     sentence = next(_problems(report, device), None)
     found = report["machine"] | report["versions"]
     names = ("gpu", "driver", "python", "cores", "compiler", "torch", "triton", "transformers", "peft", "torchao")
+    rates = {} if sentence else _rates(device)
     line = ", ".join(f"{name} {found[name]}" for name in names if found.get(name))
-    row = {"status": "stopped" if sentence else "ready", "reason": sentence or line, **report}
+    line = "; ".join([line, *(f"{name} {rate:.4g}" for name, rate in rates.items())])
+    row = {"status": "stopped" if sentence else "ready", "reason": sentence or line, "rates": rates, **report}
     Path(sys.argv[1]).write_text(json.dumps(row))
 
 
@@ -83,14 +89,6 @@ def _problems(report: dict[str, Any], device_type: str) -> Iterator[str]:
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is older than {'.'.join(map(str, OLDEST_TORCH))}: use another image"
-    try:
-        from stages.models.start_up import hide_unused_packages
-
-        hide_unused_packages()
-        for name in MODULES:
-            importlib.import_module(name)
-    except (ImportError, AttributeError) as error:
-        yield f"importing our engine fails, an API is missing here ({type(error).__name__}: {error}): fix that first"
     from stages.core.errors import LifecycleError
     from stages.parallel.accelerator import device_name, device_of_this_process
     from stages.planner.hardware import hardware_at_hand
@@ -101,9 +99,19 @@ def _problems(report: dict[str, Any], device_type: str) -> Iterator[str]:
         yield str(error)
         return
     if device.type != device_type:
-        yield f"{device_type} was asked for, and torch {torch.__version__} finds {device.type}: {_why_no_gpu()}"
+        hidden = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
+        why = hidden if torch.version.cuda else "that build has no CUDA"
+        yield f"{device_type} was asked for, and torch {torch.__version__} finds {device.type}: {why}"
     if hardware_at_hand(device_name(device), 1, None) is None:
         yield f"the planner does not know {device_name(device)}: describe it in stages/planner/hardware.py"
+    try:
+        from stages.models.start_up import hide_unused_packages
+
+        hide_unused_packages()
+        for name in MODULES:
+            importlib.import_module(name)
+    except (ImportError, AttributeError) as error:
+        yield f"importing our engine fails, an API is missing here ({type(error).__name__}: {error}): fix that first"
     if device.type == "cpu":
         return
     models = Path(sys.argv[3])
@@ -137,14 +145,40 @@ def _first_product(device: Any) -> None:
         raise RuntimeError("gradients are not finite")
 
 
-def _why_no_gpu() -> str:
+def _rates(device: str) -> dict[str, float]:
+    """Return the device's TFLOP/s of large matrix products, and GB/s of copies, on it and from and to the host."""
     import torch
 
-    return (
-        "that build has no CUDA"
-        if torch.version.cuda is None
-        else f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}"
-    )
+    side, num_bytes = (512, 2**26) if device == "cpu" else (8192, 2**30)
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        seconds = _shortest_s(partial(torch.matmul, left, right))
+        rates[f"{str(dtype).removeprefix('torch.')} TFLOP/s"] = 2 * side**3 / seconds / 1e12
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates["copy GB/s read and written"] = 2 * num_bytes / _shortest_s(lambda: target.copy_(source)) / 1e9
+    if device != "cpu":
+        on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        rates["from the host GB/s"] = num_bytes / _shortest_s(lambda: target.copy_(on_host)) / 1e9
+        rates["to the host GB/s"] = num_bytes / _shortest_s(lambda: on_host.copy_(target)) / 1e9
+    return rates
+
+
+def _shortest_s(work: Callable[[], Any]) -> float:
+    """Run a function repeatedly for some time, and return the shortest time in seconds."""
+    import torch
+
+    synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    work()
+    synchronize()
+    times, end_s = [], time.perf_counter() + MEASURE_S
+    while time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        work()
+        synchronize()
+        times.append(time.perf_counter() - start_s)
+    return min(times)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from gpu import Part
 from transformers import AutoModelForCausalLM
 
 from stages.data.batch import IGNORED, Batch, Documents
+from stages.engines.engine import free_memory
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.models.transformers_flops import model_flops
@@ -20,6 +21,8 @@ from stages.models.transformers_flops import model_flops
 ADAPTER = {"rank": 16, "alpha": 32}
 Steps = Callable[[int], list[float]]
 """Type of a function that runs the given number of optimizer steps and returns the seconds of each."""
+Program = tuple[Steps, float, Callable[[], None]]
+"""Type of a training program that is ready: its steps, the FLOPs of one, and a function that frees its memory."""
 
 
 def timed(step: Callable[[], Any], device: torch.device) -> Steps:
@@ -75,10 +78,8 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
     return model
 
 
-def plain_loop(
-    part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device
-) -> tuple[Steps, float]:
-    """Return a plain training loop (Transformers' loss, torch's autocast and AdamW) to time, and a step's FLOPs."""
+def plain_loop(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> Program:
+    """Return a plain training loop: Transformers' loss, torch's autocast and AdamW."""
     model = loaded(part, folder, device, config.layout.recompute != "none")
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -94,4 +95,4 @@ def plain_loop(
         adam.step()
         adam.zero_grad()
 
-    return timed(step, device), flops
+    return timed(step, device), flops, free_memory

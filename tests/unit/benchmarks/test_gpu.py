@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stages.data.batch import IGNORED
 
 ROOT = Path(__file__).parents[3]
 PASSES_S = 2 * 12 * 60
@@ -23,13 +26,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def a_run(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Provide a function that runs a part named `rates` by a program, and returns its row and the run."""
+    """Provide a function that runs a part named `energy` by a program, and returns its row and the run."""
     monkeypatch.delenv("OUT", raising=False)
 
     def started(program: str, limit_s: float = 60.0) -> tuple[dict[str, Any], Any]:
         run = gpu.Run(tmp_path, "cpu", gpu.time.monotonic() + limit_s, None)
         run._command = lambda _, result: [sys.executable, "-c", program, str(result)]
-        return run.part("rates"), run
+        return run.part("energy"), run
 
     return started
 
@@ -37,8 +40,8 @@ def a_run(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_most_wanted_come_first_and_8_bits_last(gpu: Any) -> None:
     names = [gpu.name_of(what) for what in gpu.ordered("cuda")]
     assert len(set(names)) == len(names)
-    assert names[:3] == ["rates", "wide 4096 full fsdp selective", "8b 4096 LoRA fsdp"]
-    kinds = ["tests" if name.startswith("test_") else "runs" for name in names[1:] if "fp8" not in name]
+    assert names[:2] == ["wide 4096 full fsdp selective", "8b 4096 LoRA fsdp"]
+    kinds = ["tests" if name.startswith("test_") else "runs" for name in names if "fp8" not in name]
     assert kinds == sorted(kinds), "training runs before tests"
     first = next(index for index, name in enumerate(names) if "fp8" in name or "8_bits" in name)
     assert all("fp8" in name or "8_bits" in name for name in names[first:])
@@ -50,7 +53,7 @@ def test_the_most_wanted_come_first_and_8_bits_last(gpu: Any) -> None:
 
 
 def test_every_test_for_one_gpu_is_a_part(gpu: Any) -> None:
-    tests = [what.partition(" ")[0] for what in gpu.ordered("cuda") if isinstance(what, str) and what != "rates"]
+    tests = [what.partition(" ")[0] for what in gpu.ordered("cuda") if isinstance(what, str)]
     assert {test.partition("::")[0] for test in tests} == {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
     assert {test.partition("::")[2] for test in tests} >= set(gpu.SPLIT)
     assert not [test for test in tests if "two_devices" in test]
@@ -72,23 +75,75 @@ def test_the_same_programs_are_tried_on_a_cpu(gpu: Any) -> None:
 def test_what_failed_is_run_again_by_other_code_only(a_run: Any) -> None:
     fails, passes = "raise SystemExit('no kernel')", "print('good')"
     row, run = a_run(fails)
-    assert row["status"] == "failed" and "no kernel" in row["log"] and run.is_done("rates")
+    assert row["status"] == "failed" and "no kernel" in row["log"] and run.is_done("energy")
     assert a_run(passes)[0]["status"] == "failed"
     file = run.out / "gpu.json"
     file.write_text(json.dumps([{**row, "code": "before"}]))
     row, run = a_run(passes)
-    assert row["status"] == "passed" and run.is_done("rates")
+    assert row["status"] == "passed" and run.is_done("energy")
     file.write_text(json.dumps([{**row, "code": "before"}]))
     assert a_run(fails)[0]["status"] == "passed"
 
 
 def test_a_part_without_time_is_left_for_the_next_start(a_run: Any) -> None:
     row, run = a_run("print('good')", limit_s=1)
-    assert row["status"] == "no time" and not run.is_done("rates") and not run.file.exists()
+    assert row["status"] == "no time" and not run.is_done("energy") and not run.file.exists()
 
 
-def test_what_was_known_when_a_part_died_is_kept(a_run: Any) -> None:
-    known = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'status': 'rates', 'rates': {'bf16': 1.0}}))"
+def test_what_was_known_when_a_part_died_is_kept(gpu: Any, a_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'status': 'measured', 'depth': 4}))"
+    monkeypatch.setattr(gpu, "table", lambda rows: "")
     row, _ = a_run(f"{known}; raise SystemExit('out of luck')")
-    assert (row["status"], row["rates"], row["ending"]) == ("rates", {"bf16": 1.0}, "exit code 1")
+    assert (row["status"], row["depth"], row["ending"]) == ("measured", 4, "exit code 1")
     assert "out of luck" in row["log"]
+
+
+@pytest.mark.parametrize(
+    ("absent", "machine", "sentence"),
+    [
+        ("peft", {}, "has no peft: take .gpu-kit along"),
+        (None, {}, "there is no nvidia-smi here"),
+        (
+            None,
+            {"nvidia_smi": ["NVIDIA H100"]},
+            "cuda was asked for, and torch [0-9.+a-z]* finds cpu: that build has no CUDA",
+        ),
+    ],
+)
+def test_the_preflight_says_in_one_sentence_why_it_stops(
+    gpu: Any, absent: str | None, machine: dict[str, Any], sentence: str
+) -> None:
+    preflight = importlib.import_module("gpu_preflight")
+    versions = {name: None if name == absent else "1" for name in preflight.NEEDED}
+    assert re.search(sentence, next(preflight._problems({"versions": versions, "machine": machine}, "cuda")))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128", "products"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        (
+            "void at::native::multi_tensor_apply_kernel<…, at::native::FusedAdamMathFunctor<float, 4, true>>",
+            "optimizer",
+        ),
+        ("triton_poi_fused__to_copy_mul_silu_3", "generated"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other"),
+    ],
+)
+def test_kernels_are_summed_up_by_class(gpu: Any, kernel: str, expected: str) -> None:
+    assert importlib.import_module("gpu_part").class_of(kernel) == expected
+
+
+def test_documents_of_uneven_lengths_fill_a_row(gpu: Any) -> None:
+    batch = importlib.import_module("gpu_steps").batch(100, 2, 64, documents=5)
+    lengths = batch.documents.lengths
+    assert len(lengths) == batch.documents.count == 10 and sum(lengths[:5]) == sum(lengths[5:]) == 64
+    assert len(set(lengths)) > 2
+    positions, targets = batch.inputs.position_ids.flatten(), batch.signal.targets.flatten()
+    assert positions.tolist() == [place for length in lengths for place in range(length)]
+    ends = [sum(lengths[: number + 1]) - 1 for number in range(10)]
+    assert (targets == IGNORED).nonzero().flatten().tolist() == ends
+    assert targets[: ends[0]].tolist() == batch.inputs.input_ids.flatten()[1 : ends[0] + 1].tolist()
