@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +123,14 @@ class Signal:
     temperature: float = 1.0
     """Temperature of sampling, by which logits are divided to match the sampled distribution."""
 
+    @cached_property
+    def target_positions(self) -> torch.Tensor:
+        """Indices of the positions with loss in the flattened rows, int64 [targets].
+
+        `Batch.to` finds them on the host, and takes them along: an accelerator would have to be waited for.
+        """
+        return target_positions(self.targets)
+
     @property
     def has_target(self) -> torch.Tensor:
         """Mask of the positions with loss, bool [rows, sequence]."""
@@ -175,6 +184,7 @@ class Batch:
         return self.with_signal(reference_log_probabilities=log_probabilities)
 
     def to(self, device: torch.device | str) -> Batch:
+        """Return a copy of the batch on a device, with the positions of its targets (`Signal.target_positions`)."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
@@ -182,6 +192,7 @@ class Batch:
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        _ = self.signal.target_positions  # found here, if not yet, and changed with the signal's fields
         documents = _with_tensors(self.documents, change)  # once for both groups
         inputs, signal = _with_tensors(self.inputs, change), _with_tensors(self.signal, change)
         return Batch(replace(inputs, documents=documents), replace(signal, documents=documents))
@@ -191,10 +202,18 @@ Part = TypeVar("Part", bound=Documents | ModelInputs | Signal | Rollouts | Candi
 
 
 def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) -> Part:
-    """Return a copy of a batch's inputs or loss data with a function applied to each of its tensors."""
+    """Return a copy of a batch's inputs or loss data with a function applied to all its tensors, cached ones too."""
     changed: dict[str, Any] = {
         name: change(value) if isinstance(value, torch.Tensor) else _with_tensors(value, change)
         for name, value in vars(part).items()
         if isinstance(value, torch.Tensor | Rollouts | Candidates)
     }
-    return replace(part, **changed)
+    cached = {name: changed.pop(name) for name in changed.keys() - part.__dataclass_fields__.keys()}
+    copy = replace(part, **changed)
+    vars(copy).update(cached)
+    return copy
+
+
+def target_positions(targets: torch.Tensor) -> torch.Tensor:
+    """Return the indices of those that are not `IGNORED` in the flattened targets, int64 [targets]."""
+    return (targets.flatten() != IGNORED).nonzero().squeeze(1)

@@ -20,10 +20,10 @@ METRIC = "aux_loss"
 """Name of the metric for the load-balancing loss, before multiplication by its coefficient."""
 
 
-def num_tokens(micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> float:
+def num_tokens(micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a global batch's tokens without padding. add_up: sums float64 values over data-parallel shares."""
     own = sum(int((batch.documents.token_rows >= 0).sum()) for batch in micro_batches)
-    return add_up(torch.tensor(own, dtype=torch.float64)).item()
+    return add_up(torch.tensor(own, dtype=torch.float64))
 
 
 def row_balance(

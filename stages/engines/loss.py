@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -20,8 +21,10 @@ from stages.parallel.accelerator import in_float64
 
 Counts = dict[str, int]
 """Denominators of a loss's means in a micro-batch: numbers of tokens, preference pairs and the like, by kind."""
-Totals = Mapping[str, float]
-"""Denominators of a loss's means in a global batch: numbers of tokens, preference pairs and the like, by kind."""
+Totals = Mapping[str, Tensor | float]
+"""Denominators of a loss's means in a global batch: numbers of tokens, preference pairs and the like, by kind.
+
+From an engine they are float32 tensors of no dimension on its device: a loss divides by them without reading them."""
 Parts = tuple[Tensor, dict[str, Tensor]]
 """Shares that a micro-batch adds to the global batch's mean loss (differentiable) and to its mean metrics, by name."""
 
@@ -45,12 +48,15 @@ class Loss(Protocol):
 
 
 def totals_of(loss: Loss, micro_batches: Sequence[Batch], add_up: Callable[[Tensor], Tensor]) -> Totals:
-    """Return what the loss averages over in a global batch. add_up: sums float64 values over data-parallel shares."""
+    """Return what the loss averages over in a global batch, as tensors that are not waited for.
+
+    add_up: sums float64 values over data-parallel shares.
+    """
     counts = [loss.counts(batch.signal) for batch in micro_batches]
     names = list(counts[0])
     # float64 holds every count exactly up to 2^53, fp32 only to 2^24.
     own = torch.tensor([sum(one[name] for one in counts) for name in names], dtype=torch.float64)
-    return dict(zip(names, add_up(own).tolist(), strict=True))
+    return dict(zip(names, add_up(own).float().unbind(), strict=True))
 
 
 def stacked(parts: Parts) -> Tensor:
@@ -60,8 +66,14 @@ def stacked(parts: Parts) -> Tensor:
     return in_float64(torch.stack([loss.detach(), *metrics.values()]))
 
 
-def means(added_up: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
+def read(*tensors: Tensor) -> list[list[float]]:
+    """Copy tensors of one device to the host all at once, waiting once; return each one's elements, flattened."""
+    numbers = iter(torch.cat([in_float64(one).flatten() for one in tensors]).tolist())
+    return [list(islice(numbers, one.numel())) for one in tensors]
+
+
+def means(added_up: Sequence[float], loss: Loss) -> tuple[float, dict[str, float]]:
     """Return a global batch's mean loss and metrics, without NaN, from all micro-batches' summed shares."""
-    value, *metrics = added_up.tolist()
+    value, *metrics = added_up
     named = zip(loss.metric_names, metrics, strict=True)
     return value, {name: metric for name, metric in named if not math.isnan(metric)}

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
 from stages.engines.fsdp.model import decoder_of
-from stages.engines.log_probabilities import LogitsTransform, logits_transform
+from stages.engines.log_probabilities import logits_transform
 from stages.engines.rotary import rotates_by_document_length
 from stages.models.loading import load_model
 from stages.models.recorded import Predicted, RecordedDocument
@@ -39,7 +39,7 @@ class StreamedModel:
             ).eval()
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"loading {folder}, to compare it with what training recorded: {error}") from error
-        self._transform: LogitsTransform | None = logits_transform(self.causal_lm.config)
+        self._transform = logits_transform(self.causal_lm.config)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
         """Return adapted layers in the model's order; raise ModelError for layers that it lacks."""
@@ -94,7 +94,7 @@ class StreamedModel:
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Return log-probabilities of the whole vocabulary from hidden states: fp32 [tokens, vocabulary]."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
-        return (self._transform(logits) if self._transform else logits).log_softmax(1)
+        return self._transform(logits).log_softmax(1)
 
 
 def targets_of(documents: Sequence[RecordedDocument]) -> Tensor:

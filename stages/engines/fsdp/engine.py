@@ -35,7 +35,7 @@ from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
-from stages.engines.loss import Loss, means, stacked, totals_of
+from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.facts import ModelFacts
 from stages.models.transformers_flops import model_flops
@@ -119,8 +119,9 @@ class FsdpEngine:
         """
         self._model.train()
         # Before the first forward pass: each micro-batch's loss is divided by the counts of the whole global batch.
-        totals = totals_of(loss, micro_batches, self.sum_over_data)
-        num_balanced = num_tokens(micro_batches, self.sum_over_data) if self._balances_experts else 0.0
+        totals = totals_of(loss, micro_batches, self._over_shares)
+        num_balanced = num_tokens(micro_batches, self._over_shares) if self._balances_experts else torch.ones(())
+        balance_weight = (self._moe.aux_loss_coefficient / num_balanced).float()
         added_up: list[Tensor] = []
         balances: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
@@ -133,13 +134,16 @@ class FsdpEngine:
             log_probabilities, *balance = output if self._balances_experts else (output,)
             parts = loss(log_probabilities, on_device.signal, totals)
             # Without a balancing loss the sum is its start, the loss alone.
-            sum((self._moe.aux_loss_coefficient / num_balanced * one for one in balance), parts[0]).backward()
+            sum((balance_weight * one for one in balance), parts[0]).backward()
             added_up.append(stacked(parts))
             balances += [one.detach() for one in balance]
         # [micro-batches, 1 + metrics] → [1 + metrics], then over processes
-        mean, metrics = means(self._all_reduce(torch.stack(added_up).sum(0)), loss)
-        measured = {METRIC: self._all_reduce(torch.stack(balances).sum()).item() / num_balanced} if balances else {}
-        grad_norm = self._grad_norm()
+        summed = self._all_reduce(torch.stack(added_up).sum(0))
+        named = {METRIC: self._all_reduce(torch.stack(balances).sum()) / num_balanced} if balances else {}
+        # The one time that a step waits for the device.
+        (grad_norm,), numbers, *values = read(self._grad_norm(), summed, *named.values())
+        measured = {name: value for name, (value,) in zip(named, values, strict=True)}
+        mean, metrics = means(numbers, loss)
         # Both are reduced, so that every process skips the step or none does; the loop then raises.
         if math.isfinite(mean) and math.isfinite(grad_norm):
             self._update(learning_rate, grad_norm, max_grad_norm)
@@ -148,12 +152,12 @@ class FsdpEngine:
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         batches = list(micro_batches)
-        totals = totals_of(loss, batches, self.sum_over_data)
+        totals = totals_of(loss, batches, self._over_shares)
         added_up: list[Tensor] = []
         for batch in batches:
             on_device = batch.to(self.device)
             added_up.append(stacked(loss(self._forward_only(on_device), on_device.signal, totals)))
-        return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)), loss))
+        return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)).tolist(), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         on_device = batch.to(self.device)
@@ -171,7 +175,7 @@ class FsdpEngine:
         return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        return (self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values).cpu()
+        return self._over_shares(values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
         if self.num_devices == 1:
@@ -298,17 +302,21 @@ class FsdpEngine:
             group["lr"] = learning_rate * group["learning_rate_ratio"]
         self._optimizer.step()
 
-    def _grad_norm(self) -> float:
-        """Return the Euclidean norm of all gradients, which are sharded over the processes of a shard group."""
+    def _grad_norm(self) -> Tensor:
+        """Return the Euclidean norm of all gradients, float32, which are sharded over the processes of a group."""
         norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
         squared = torch.stack(norms).square().sum().to(self.device)
         if self._mesh.size() > 1:
             # Over shards only: replicas hold the same gradients, which would be counted several times.
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))
-        return squared.sqrt().item()
+        return squared.sqrt()
 
     def _local_gradients(self) -> list[Tensor]:
         return [parameter.grad.to_local() for parameter in self._parameters if parameter.grad is not None]
+
+    def _over_shares(self, values: Tensor) -> Tensor:
+        """Sum values of the host over processes on the device; one process alone leaves them on the host."""
+        return self._all_reduce(values.to(self.device)) if self.data_parallel_size > 1 else values
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         if self.data_parallel_size > 1:

@@ -23,7 +23,7 @@ from stages.engines.attention import hidden_states, hidden_states_and_router_log
 from stages.engines.balance import balance_of_logits
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
-    LogitsTransform,
+    OutputHead,
     greedy_tokens,
     likeliest_tokens,
     logits_transform,
@@ -51,7 +51,8 @@ class TargetLogProbabilities(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.transform: LogitsTransform | None = logits_transform(causal_lm.config)
+        self.transform = logits_transform(causal_lm.config)
+        self.compiles_head = False
         rotate_by_document(decoder_of(causal_lm))
 
     def forward(
@@ -79,14 +80,17 @@ class TargetLogProbabilities(nn.Module):
         With k candidates their shape is [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
         num_likeliest: number of tokens, for `likeliest_tokens`.
         """
-        head, signal = self.causal_lm.get_output_embeddings(), batch.signal
-        if greedy:
-            return greedy_tokens(hidden, head, signal.targets)
+        module, signal = self.causal_lm.get_output_embeddings(), batch.signal
         transform = tempered(self.transform, signal.temperature)
+        head = OutputHead(module.weight, getattr(module, "bias", None), transform, compiles=self.compiles_head)
+        if greedy:
+            return greedy_tokens(hidden, head, signal.targets, signal.target_positions)
         if num_likeliest:
-            return likeliest_tokens(hidden, head, signal.targets, num_likeliest, transform)
-        # FSDP2 hangs its backward hooks on the output, and cannot rely on them when that is a view.
-        return token_log_probabilities(hidden, head, signal.wanted, transform).squeeze(-1).clone()
+            return likeliest_tokens(hidden, head, signal.targets, signal.target_positions, number=num_likeliest)
+        # Without candidates no dimension of them: FSDP2 hangs its backward hooks on the output, and cannot rely on them
+        # when that is a view.
+        wanted = signal.targets if signal.candidates is None else signal.wanted
+        return token_log_probabilities(hidden, head, wanted, signal.target_positions)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log-probabilities of one document's target tokens from its logits [1, tokens, vocabulary]."""

@@ -85,6 +85,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     if layout.compile:
         for layer in layers:
             layer.compile()
+        model.compiles_head = True
     apply_fsdp(model, layers, layout, mesh, compute_dtype)
     apply_prefetch(model, layers, layout.prefetch_layers)
     if is_spread:

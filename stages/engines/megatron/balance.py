@@ -29,16 +29,16 @@ class RouterBalance:
         """Replace the balancing loss of these chunks' routers. num_mixture_layers: in the whole model."""
         self._coefficient = coefficient
         self._num_mixture_layers = num_mixture_layers
-        self._weight = 0.0
+        self._weight = torch.zeros((), device=device)
         self._sum = torch.zeros((), device=device)
         for layer in (layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)):
             layer.register_forward_pre_hook(_give_rows, with_kwargs=True)
             layer.mlp.router._apply_aux_loss = _OfRouter(self, layer.mlp.router)
 
-    def begin_step(self, num_tokens: float) -> None:
+    def begin_step(self, num_tokens: Tensor) -> None:
         """Reset the balancing loss before a step. num_tokens: tokens of the global batch, without padding."""
         # The mean over tokens and mixture layers: row losses are weighted by tokens.
-        self._weight = 1 / (num_tokens * self._num_mixture_layers)
+        self._weight = (1 / (num_tokens * self._num_mixture_layers)).float()
         self._sum.zero_()
 
     def attach(self, probabilities: Tensor, balance: Tensor) -> Tensor:
@@ -49,11 +49,11 @@ class RouterBalance:
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, self._coefficient * part)
         return attached
 
-    def of_step(self) -> float:
+    def of_step(self) -> Tensor:
         """Return the load-balancing loss of a training step, before multiplication by its coefficient. Collective."""
         total = self._sum.clone()
         dist.all_reduce(total)  # every process has other tokens or other layers
-        return total.item()
+        return total
 
 
 class _OfRouter:

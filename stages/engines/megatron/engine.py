@@ -26,16 +26,16 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch, Signal
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
-from stages.engines.loss import Loss, Totals, means, stacked, totals_of
+from stages.engines.log_probabilities import greedy_tokens, likeliest_tokens, token_log_probabilities
+from stages.engines.loss import Loss, Totals, means, read, stacked, totals_of
 from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter, seed_dropout
 from stages.engines.megatron.balance import RouterBalance
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
-from stages.engines.megatron.log_probabilities import greedy_tokens, likeliest_tokens, wanted_log_probabilities
 from stages.engines.megatron.model import build_model_chunks, compute_dtype, freeze_routers
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
-from stages.engines.megatron.pipeline import Consumer, OfLogits, Pipeline
+from stages.engines.megatron.pipeline import Consumer, OfHidden, Pipeline
 from stages.engines.megatron.spec import check_precision
 from stages.engines.megatron.weights import export_weights, load_weights
 from stages.engines.settings import EngineSettings
@@ -111,21 +111,24 @@ class MegatronEngine:
         if self._adapter:
             seed_dropout(self._adapter)
         if self._balance:
-            self._balance.begin_step(num_tokens(micro_batches, self.sum_over_data))
+            self._balance.begin_step(num_tokens(micro_batches, self._over_shares))
 
         # Empty but on the last pipeline stage, which alone has log-probabilities.
         parts = self._pipeline.run(micro_batches, _parts_of(loss, totals), backward=True)
-        measured = self._bubble() | ({METRIC: self._balance.of_step()} if self._balance else {})
-        mean, metrics = self._means(parts, loss)
-        grad_norm = self._adam.grad_norm()
+        named = self._bubble() | ({METRIC: self._balance.of_step()} if self._balance else {})
+        # The one time that a step waits for the device.
+        (grad_norm,), summed, *values = read(self._adam.grad_norm(), self._summed(parts, loss), *named.values())
+        mean, metrics = means(summed, loss)
         if math.isfinite(mean) and math.isfinite(grad_norm):
             self._adam.step(learning_rate, grad_norm, max_grad_norm)
+        measured = {name: value for name, (value,) in zip(named, values, strict=True)}
         return StepOutcome(mean, metrics, grad_norm, measured)
 
     def evaluate(self, micro_batches: Iterable[Batch], loss: Loss) -> LossMeans:
         batches = list(micro_batches)
         consume = _parts_of(loss, self._totals(batches, loss))
-        return LossMeans(*self._means(self._pipeline.run(batches, consume, backward=False), loss))
+        parts = self._pipeline.run(batches, consume, backward=False)
+        return LossMeans(*means(self._summed(parts, loss).tolist(), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
         def per_document(log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
@@ -137,18 +140,20 @@ class MegatronEngine:
         return from_last_stage(sums.float()).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        return self._of_tokens(batch, wanted_log_probabilities, torch.float32)
+        return self._of_tokens(batch, token_log_probabilities, torch.float32)
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        found = self._of_tokens(batch, partial(likeliest_tokens, number=number), torch.float32, 2 * number)
-        return found[..., :number].long(), found[..., number:]
+        tokens, values = self._of_tokens(
+            batch, partial(likeliest_tokens, number=number), torch.float32, 2, number
+        ).unbind(2)
+        return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum values over data-parallel shares by one all-reduce, to which every share contributes once."""
-        return self._over_shares(values.to(self.device)).cpu()
+        return self._over_shares(values).cpu()
 
     def broadcast_from_rank0(self, value: float) -> float:
         holder = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -188,39 +193,40 @@ class MegatronEngine:
         parallel_state.destroy_model_parallel()
         free_memory()
 
-    def _of_tokens(self, batch: Batch, of_logits: OfLogits, dtype: torch.dtype, *last: int) -> Tensor:
+    def _of_tokens(self, batch: Batch, of_hidden: OfHidden, dtype: torch.dtype, *last: int) -> Tensor:
         """Run a batch forward; return values per token, [rows, sequence, …], on the CPU of every pipeline stage.
 
-        last: further sizes. of_logits: function that the last stage applies to logits. dtype: of the result.
+        last: further sizes. of_hidden: function that the last stage applies to hidden states. dtype: of the result.
         """
 
         def as_it_is(values: Tensor, _: Signal) -> tuple[Tensor, Tensor]:
             # Megatron wants a loss from every forward pass; with `backward=False` nothing is differentiated.
             return values.sum().float(), values
 
-        found = self._pipeline.run([batch], as_it_is, backward=False, of_logits=of_logits)
+        found = self._pipeline.run([batch], as_it_is, backward=False, of_hidden=of_hidden)
         shape = (*batch.signal.targets.shape, *last)
-        return from_last_stage(found[0] if found else torch.empty(shape, dtype=dtype, device=self.device)).cpu()
+        values = found[0].view(shape) if found else torch.empty(shape, dtype=dtype, device=self.device)
+        return from_last_stage(values).cpu()
 
-    def _bubble(self) -> dict[str, float]:
+    def _bubble(self) -> dict[str, Tensor]:
         if self._clock is None:
             return {}
         times_s = torch.tensor(self._clock.take(), dtype=torch.float64, device=self.device)
         dist.all_reduce(times_s)  # over all stages: waiting ÷ passed time
-        passed_s, waited_s = times_s.tolist()
-        return {"pipeline_bubble_fraction": waited_s / passed_s}
+        return {"pipeline_bubble_fraction": times_s[1] / times_s[0]}
 
     def _totals(self, micro_batches: Sequence[Batch], loss: Loss) -> Totals:
-        return totals_of(loss, micro_batches, self.sum_over_data)
+        return totals_of(loss, micro_batches, self._over_shares)
 
-    def _means(self, parts: list[Tensor], loss: Loss) -> tuple[float, dict[str, float]]:
-        """Return the global batch's mean loss and metrics. parts: this process's, [] but on the last stage."""
+    def _summed(self, parts: list[Tensor], loss: Loss) -> Tensor:
+        """Return the global batch's mean loss and metrics, float64. parts: this process's, [] but on the last stage."""
         size = 1 + len(loss.metric_names)
         total = torch.stack(parts).sum(0) if parts else torch.zeros(size, dtype=torch.float64, device=self.device)
-        return means(self._over_shares(total), loss)
+        return self._over_shares(total)
 
     def _over_shares(self, values: Tensor) -> Tensor:
         # All processes must reach this all-reduce; those that repeat a share's values add 0.
+        values = values.to(self.device)
         contribution = values.clone() if represents_share() else torch.zeros_like(values)
         dist.all_reduce(contribution)
         return contribution

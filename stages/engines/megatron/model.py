@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -44,6 +48,12 @@ def freeze_routers(chunks: Sequence[GPTModel]) -> None:
                 parameter.requires_grad_(False)
 
 
+def output_weight(chunk: GPTModel) -> Tensor:
+    """Return the head's weight on this tensor-parallel rank, [entries, width], of the chunk that ends the model."""
+    is_tied = chunk.share_embeddings_and_output_weights
+    return chunk.shared_embedding_or_output_weight() if is_tied else chunk.output_layer.weight
+
+
 def compute_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of parameters and activations for a recipe's precision."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
@@ -64,7 +74,7 @@ def transformer_config(
         **(_mixture(shape, dtype, balances_experts) if shape.num_experts else {}),
         **_degrees(shape, layout),
         **_recompute(layout),
-        **_kernels(device, dtype),
+        **_kernels(dtype),
         **(_eight_bits(shape) if precision == "fp8" else {}),
         **_pipeline_communication(layout, device),
         params_dtype=dtype,
@@ -100,7 +110,20 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, vp_stage: int | N
         vp_stage=vp_stage,
     )
     _mark_experts(chunk)
+    if chunk.post_process:
+        _leave_out_product(chunk.output_layer)
     return chunk
+
+
+def _leave_out_product(output_layer: Any) -> None:
+    """Make a chunk's head return hidden states, [tokens, 1, width], which `log_probabilities` multiplies in chunks.
+
+    It remains the module that Megatron waits in until the head's weight is gathered. Every tensor-parallel rank gets
+    all tokens' states; the backward pass sums the gradients that the ranks' entries of the vocabulary give them.
+    """
+    cuts_tokens = output_layer.sequence_parallel
+    exchange = gather_from_sequence_parallel_region if cuts_tokens else copy_to_tensor_model_parallel_region
+    output_layer.forward = lambda states, **_: (exchange(states), None)
 
 
 def _mark_experts(chunk: GPTModel) -> None:
@@ -185,9 +208,8 @@ def _recompute(layout: Layout) -> dict[str, Any]:
     return {}
 
 
-def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def _kernels(dtype: torch.dtype) -> dict[str, Any]:
     """Return Megatron's options for fused kernels: Transformer Engine's, and those that torch compiles for a GPU."""
-    on_gpu = device.type == "cuda"
     return {
         "gradient_accumulation_fusion": False,  # needs Apex
         "masked_softmax_fusion": False,
@@ -196,7 +218,6 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "bias_activation_fusion": False,
         "use_te_activation_func": not uses_transformer_engine(dtype),  # Megatron's name for using the spec's module
         "bias_dropout_fusion": False,
-        "cross_entropy_loss_fusion": on_gpu,
         "attention_softmax_in_fp32": True,
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
@@ -83,10 +84,20 @@ class Adam:
         self.megatron.zero_grad()
 
     @torch.no_grad()
-    def grad_norm(self) -> float:
-        """Return the Euclidean norm of all gradients, each counted once, and prepare them for `step`. Collective."""
+    def grad_norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all gradients, each counted once, and prepare them for `step`. Collective.
+
+        It is a float32 tensor on the device; Megatron's own waits for the number, and for one more of experts.
+        """
         self.megatron.prepare_grads()
-        return float(self.megatron.get_grad_norm())
+        total = torch.zeros((), device=next(self._chunks[0].parameters()).device)
+        for optimizer in self.megatron.chained_optimizers:
+            squared = torch.zeros_like(total)
+            if gradients := optimizer.get_main_grads_for_grad_norm():  # a chained optimizer may have none
+                squared += torch.stack(torch._foreach_norm(gradients)).square().sum()
+            dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+            total += squared
+        return total.sqrt()
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, max_grad_norm: float | None) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from stages.data.batch import IGNORED, Batch, ModelInputs, Signal
 from stages.engines.documents import PackedDocuments
+from stages.engines.log_probabilities import LogitsTransform, OutputHead, tempered, token_log_probabilities
 from stages.engines.megatron.attention import PackedTokens
 from stages.engines.megatron.clock import PipelineClock
-from stages.engines.megatron.log_probabilities import wanted_log_probabilities
+from stages.engines.megatron.model import output_weight
 from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_size, split_tokens
 from stages.parallel.layout import Layout
 
@@ -31,11 +32,10 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 FP8_ROWS = 16
 """Number that must divide the tokens of a process for matrix products in 8 bits."""
 
-OfLogits = Callable[[Tensor, Tensor, int], Tensor]
-"""Function from logits split over ranks to values of each token, [rows, tokens, values], equal on every rank.
+OfHidden = Callable[[Tensor, OutputHead, Tensor, Tensor], Tensor]
+"""Function of `stages.engines.log_probabilities` from hidden states to values of tokens, [rows, tokens, …].
 
-Its arguments are this rank's logits [rows, tokens, entries], wanted tokens [rows, tokens, number], and the vocabulary's
-size."""
+Its arguments are the last hidden states, this rank's share of the head, wanted tokens and positions of targets."""
 
 Consumer = Callable[[Tensor, Signal], tuple[Tensor, Tensor]]
 """Function of a micro-batch's log-probabilities and signal: a value to differentiate, and a result to keep."""
@@ -60,7 +60,7 @@ class Pipeline:
         consume: Consumer,
         *,
         backward: bool,
-        of_logits: OfLogits = wanted_log_probabilities,
+        of_hidden: OfHidden = token_log_probabilities,
     ) -> list[Tensor]:
         """Run micro-batches forward and optionally backward (gradients are summed); return one result for each.
 
@@ -78,7 +78,7 @@ class Pipeline:
         iterators = [iter(batches) for _ in self.chunks]
         with torch.set_grad_enabled(backward):
             results = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, of_logits, consume, size),
+                forward_step_func=partial(self._forward, of_hidden, consume, size),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.chunks) if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batches),
@@ -89,11 +89,12 @@ class Pipeline:
         return results[: len(micro_batches)]  # without the empty ones
 
     def _forward(
-        self, of_logits: OfLogits, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
+        self, of_hidden: OfHidden, consume: Consumer, size: int, batches: Iterator[Batch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
         """Run one micro-batch through one model chunk; called by Megatron's schedules."""
-        batch = next(batches).to(self.device)
-        split = split_tokens(batch, self.layout.cp, size).to(self.device)
+        on_host = next(batches)
+        split = split_tokens(on_host, self.layout.cp, size).to(self.device)
+        batch = on_host.to(self.device)
         rank = parallel_state.get_context_parallel_rank()
         # On later stages Megatron sets the chunk's input to the tensor received; `input_ids` are then unused.
         output = chunk(
@@ -102,7 +103,7 @@ class Pipeline:
             attention_mask=None,
             packed_seq_params=self._packed_tokens(batch.inputs, split, rank),
         )
-        return output, partial(self._finish, of_logits, consume, batch, split)
+        return output, partial(self._finish, of_hidden, consume, batch, split)
 
     def _packed_tokens(self, inputs: ModelInputs, split: TokenSplit, rank: int) -> PackedTokens:
         # For dtype and device alone, which Transformers' module takes from it.
@@ -119,13 +120,22 @@ class Pipeline:
         )
 
     def _finish(
-        self, of_logits: OfLogits, consume: Consumer, batch: Batch, split: TokenSplit, logits: Tensor
+        self, of_hidden: OfHidden, consume: Consumer, batch: Batch, split: TokenSplit, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return a micro-batch's loss, an unused token count and its result, as Megatron's schedules expect."""
+        """Return a micro-batch's loss, an unused token count and its result, as Megatron's schedules expect.
+
+        hidden: last hidden states, [1, tokens of this context-parallel rank, width].
+        """
         group = parallel_state.get_context_parallel_group()
         signal = batch.signal
         wanted = split.local(signal.wanted, group.rank(), padding=IGNORED)
-        local = of_logits(logits if signal.temperature == 1 else logits / signal.temperature, wanted, self.vocab_size)
+        head = OutputHead(
+            output_weight(self.chunks[-1].module),
+            transform=tempered(LogitsTransform(), signal.temperature),
+            group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
+            vocab_size=self.vocab_size,
+        )
+        local = of_hidden(hidden, head, wanted, split.target_positions[group.rank()])
         values = gather_tokens(local, split, group).unflatten(0, batch.inputs.input_ids.shape)
         # [rows, sequence, number], the same on every context-parallel rank
         differentiated, result = consume(values.squeeze(-1), signal)

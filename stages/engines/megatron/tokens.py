@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from stages.data.batch import Batch
 
@@ -34,6 +35,8 @@ class TokenSplit:
     """Index of each token's document, int64 [ranks, tokens of a rank]."""
     num_tokens: int
     """Number of tokens in the flattened rows, before padding."""
+    target_positions: tuple[Tensor, ...]
+    """Indices of those that have a target among the tokens of each rank, each int64 [targets of the rank]."""
 
     def local(self, values: Tensor, rank: int, padding: int) -> Tensor:
         """Return the values, from int64 [rows, sequence, …], of one rank's tokens, [1, tokens of a rank, …]."""
@@ -43,7 +46,8 @@ class TokenSplit:
 
     def to(self, device: torch.device) -> TokenSplit:
         origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
-        return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens)
+        targets = tuple(part.to(device) for part in self.target_positions)
+        return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens, targets)
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
@@ -58,7 +62,7 @@ def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) ->
 
 
 def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
-    """Split a micro-batch, padded to `size` tokens, over `num_ranks` context-parallel ranks."""
+    """Split a micro-batch on the host, padded to `size` tokens, over `num_ranks` context-parallel ranks."""
     lengths = torch.tensor(batch.documents.lengths)
     num_tokens = int(lengths.sum())
     padded = torch.tensor(_padded_lengths(batch, num_ranks))
@@ -74,7 +78,11 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
     # the inverse: which token is at each place; `num_tokens` stays where padding is
     origins[slots] = torch.arange(num_tokens)
     held = _zigzag(positions, padded[document_ids], num_ranks)
-    return TokenSplit(tuple(padded.tolist()), origins[held], positions[held], document_ids[held], num_tokens)
+    origins = origins[held]
+    # [ranks, tokens of a rank]; padding comes from a last place that has no target
+    has_target = functional.pad(batch.signal.has_target.flatten(), (0, 1))[origins]
+    targets = tuple(of_rank.nonzero().squeeze(1) for of_rank in has_target)
+    return TokenSplit(tuple(padded.tolist()), origins, positions[held], document_ids[held], num_tokens, targets)
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:

@@ -219,8 +219,13 @@ class GrpoLoss:
             return (of_completions / _num_tokens(signal)).sum() / totals["completions"]
         if self.config.loss_type == "dr_grpo":
             return of_completions.sum() / (totals["completions"] * self.config.max_completion_length)
-        # The floor is for a global batch whose completions are all masked: 0 / 0 would be NaN.
-        return of_completions.sum() / max(1.0, totals["tokens"])
+        return of_completions.sum() / _divisor(totals)
+
+
+def _divisor(totals: Totals) -> Tensor | float:
+    """Return the global batch's number of target tokens; 1 if all its completions are masked: 0 / 0 would be NaN."""
+    num_tokens = totals["tokens"]
+    return num_tokens + (num_tokens == 0)
 
 
 def _num_tokens(signal: Signal) -> Tensor:
@@ -237,7 +242,7 @@ def _mean(values: Tensor, signal: Signal, totals: Totals) -> Tensor:
     """Return the contribution to a mean over values of tokens [rows, sequence], or of completions [documents]."""
     if values.dim() == 1:
         return values.sum() / totals["completions"]
-    return values.where(signal.has_target, 0.0).sum() / max(1.0, totals["tokens"])
+    return values.where(signal.has_target, 0.0).sum() / _divisor(totals)
 
 
 GRPO = Method(

@@ -71,7 +71,7 @@ class KtoLoss:
             "reward_rejected": rejected,
             "reward_margin": chosen - rejected,
             # one number for the global batch: weighted by documents, so that the micro-batches' parts add up to it
-            "kl": rewards.new_tensor(kl * signal.documents.count / totals["documents"]),
+            "kl": rewards.new_tensor(kl * signal.documents.count) / totals["documents"],
         }
         return losses.sum() / totals["documents"], metrics
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConfig, Qwen3Config
 
-from stages.data.batch import IGNORED
+from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
 from stages.engines.log_probabilities import (
     LogitsTransform,
+    OutputHead,
     greedy_tokens,
     likeliest_tokens,
     logits_transform,
     tempered,
     token_log_probabilities,
 )
+from tests.fake_gpu.devices import fake_gpus
+from tests.fake_gpu.recorder import Recorder
 
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 2, 24, 16, 50
+
+
+SOFTCAP = LogitsTransform(softcap=0.5)
 
 
 def softcapped(logits: Tensor) -> Tensor:
@@ -47,7 +56,16 @@ def head(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear
     return nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
 
 
-def plain(hidden: Tensor, head: nn.Linear, targets: Tensor, transform: LogitsTransform | None) -> Tensor:
+def values_of(hidden: Tensor, module: nn.Linear, wanted: Tensor, transform: LogitsTransform | None = None) -> Tensor:
+    head = OutputHead(module.weight, module.bias, transform or LogitsTransform())
+    return token_log_probabilities(hidden, head, wanted, positions_of(wanted))
+
+
+def positions_of(wanted: Tensor) -> Tensor:
+    return target_positions(wanted if wanted.dim() == 2 else wanted[..., 0])
+
+
+def plain(hidden: Tensor, head: nn.Linear, targets: Tensor, transform: Callable[[Tensor], Tensor] | None) -> Tensor:
     logits = head(hidden).float()
     logits = transform(logits) if transform else logits
     chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
@@ -60,7 +78,7 @@ def gradients_of(result: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
-@pytest.mark.parametrize("transform", [None, softcapped], ids=["plain", "softcapped"])
+@pytest.mark.parametrize("transform", [None, SOFTCAP], ids=["plain", "softcapped"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_equal_to_log_softmax_with_gradients(
     hidden: Tensor,
@@ -72,8 +90,8 @@ def test_equal_to_log_softmax_with_gradients(
 ) -> None:
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     module = head(bias=bias)
-    found = token_log_probabilities(hidden, module, targets, transform)
-    expected = plain(hidden, module, targets, transform)
+    found = values_of(hidden, module, targets, transform)
+    expected = plain(hidden, module, targets, softcapped if transform else None)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     inputs = (hidden, *module.parameters())
@@ -88,9 +106,10 @@ def test_greedy_tokens_are_the_likeliest_where_there_is_a_target(
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
     module = head(bias=True)
     expected = module(hidden).argmax(-1).masked_fill(targets == IGNORED, IGNORED)
-    assert torch.equal(greedy_tokens(hidden, module, targets), expected)
+    head_of = OutputHead(module.weight, module.bias)
+    assert torch.equal(greedy_tokens(hidden, head_of, targets, positions_of(targets)), expected)
     nothing = torch.full_like(targets, IGNORED)
-    assert torch.equal(greedy_tokens(hidden, module, nothing), nothing)
+    assert torch.equal(greedy_tokens(hidden, head_of, nothing, positions_of(nothing)), nothing)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
@@ -103,8 +122,9 @@ def test_several_tokens_of_a_position_are_given_with_gradients(
     module = head()
     others = torch.stack([targets, torch.zeros_like(targets), torch.ones_like(targets)], -1).clamp(min=0)
     wanted = torch.cat([targets.unsqueeze(-1), others], -1)
-    transform = tempered(softcapped, temperature)
-    found = token_log_probabilities(hidden, module, wanted, transform)
+    wanted[..., 1:][targets == IGNORED] = 7  # candidates where no target is
+    wanted[..., 0] = targets
+    found = values_of(hidden, module, wanted, tempered(SOFTCAP, temperature))
     values = (softcapped(module(hidden)) / temperature).log_softmax(-1).gather(-1, wanted.clamp(min=0))
     expected = values * (targets != IGNORED).unsqueeze(-1)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
@@ -122,7 +142,9 @@ def test_the_likeliest_tokens_are_those_of_the_whole_softmax(
     module = head(bias=True)
     values, tokens = softcapped(module(hidden)).log_softmax(-1).topk(number)
     expected = torch.stack([tokens.float(), values], 2) * (targets != IGNORED)[..., None, None]
-    torch.testing.assert_close(likeliest_tokens(hidden, module, targets, number, softcapped), expected)
+    head_of = OutputHead(module.weight, module.bias, SOFTCAP)
+    found = likeliest_tokens(hidden, head_of, targets, positions_of(targets), number=number)
+    torch.testing.assert_close(found, expected)
 
 
 def test_chunks_do_not_add_up_in_half_precision(
@@ -131,9 +153,9 @@ def test_chunks_do_not_add_up_in_half_precision(
     module, exact = head(dtype=torch.bfloat16), head()
     exact.weight.data.copy_(module.weight.data)
     halved = hidden.detach().bfloat16().requires_grad_()
-    (whole,) = gradients_of(token_log_probabilities(halved, module, targets), module.weight)
+    (whole,) = gradients_of(values_of(halved, module, targets), module.weight)
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", VOCABULARY)
-    (chunked,) = gradients_of(token_log_probabilities(halved, module, targets), module.weight)
+    (chunked,) = gradients_of(values_of(halved, module, targets), module.weight)
     (expected,) = gradients_of(plain(halved.float(), exact, targets, None), exact.weight)
     assert whole.dtype == chunked.dtype == torch.bfloat16
     error_of_whole, error_of_chunked = ((found.float() - expected).norm() for found in (whole, chunked))
@@ -142,7 +164,7 @@ def test_chunks_do_not_add_up_in_half_precision(
 
 def test_no_target_gives_zeros_and_zero_gradients(hidden: Tensor) -> None:
     module = head(bias=True)
-    result = token_log_probabilities(hidden, module, torch.full((ROWS, SEQUENCE), IGNORED))
+    result = values_of(hidden, module, torch.full((ROWS, SEQUENCE), IGNORED))
     assert not result.any()
     assert not any(gradient.any() for gradient in gradients_of(result, hidden, *module.parameters()))
 
@@ -161,14 +183,100 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_exist_for_one_chunk_at_a_time(targets: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_exist_for_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_logits = 2 * 4000
     monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_logits)
     module = nn.Linear(1, 4000, bias=False)
-    hidden = torch.randn(ROWS, SEQUENCE, 1, requires_grad=True)
+    hidden = torch.randn(1, 25, 1, requires_grad=True)  # 25 × 320 logits are a chunk
     with LargestTensor() as largest:
-        token_log_probabilities(hidden, module, targets).sum().backward()
+        values_of(hidden, module, torch.zeros(1, 25, dtype=torch.int64)).sum().backward()
     assert largest.num_elements == chunk_logits
+
+
+TOKENS, ENTRIES = 4096, 151_936
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype", "most"),
+    [
+        (LogitsTransform(), torch.bfloat16, 8),
+        (LogitsTransform(), torch.float32, 8),
+        (LogitsTransform(0.7, 30.0), torch.bfloat16, 10),
+        (LogitsTransform(0.7, 30.0), torch.float32, 12),
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_few_bytes_of_a_logit_are_alive(transform: LogitsTransform, dtype: torch.dtype, most: int, tp: int) -> None:
+    with fake_gpus(tp), Recorder() as recorder:
+        hidden, weight = (torch.empty(*size, 64, dtype=dtype, requires_grad=True) for size in ((1, TOKENS), (ENTRIES,)))
+        wanted = torch.zeros(1, TOKENS, dtype=torch.int64)
+        positions = torch.arange(TOKENS)
+        before = recorder.live_bytes
+        head = OutputHead(weight, transform=transform, group=dist.group.WORLD if tp > 1 else None)
+        token_log_probabilities(hidden, head, wanted, positions).sum().backward()
+        # Besides logits: hidden states and their gradients, the head's gradient, and some numbers of each token.
+        others = (2 * weight.itemsize + 8) * hidden.numel() + weight.nbytes + 64 * TOKENS
+    alive = recorder.peak_bytes - before
+    assert alive <= most * log_probabilities.CHUNK_LOGITS + others
+    assert alive > (most - 1) * log_probabilities.CHUNK_LOGITS
+
+
+class ResultsOfShape(TorchDispatchMode):
+    """PyTorch dispatch mode that keeps all results of operations that have a given shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+        self.results: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.results += [one for one in tree_leaves(result) if isinstance(one, Tensor) and one.shape == self.shape]
+        return result
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 1000])
+def test_the_gradient_of_the_head_is_one_tensor_in_its_dtype(
+    hidden: Tensor, targets: Tensor, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    module = head(dtype=torch.bfloat16)
+    values = values_of(hidden.bfloat16(), module, targets)
+    with ResultsOfShape(module.weight.shape) as seen:
+        (gradient,) = torch.autograd.grad(values.sum(), module.weight)
+    weight = module.weight.untyped_storage().data_ptr()
+    made = {one.untyped_storage().data_ptr() for one in seen.results} - {weight}
+    assert made == {gradient.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("transform", [LogitsTransform(), LogitsTransform(0.7, 0.5)], ids=["plain", "softcapped"])
+def test_compiled_kernels_give_the_same_and_are_compiled_once(
+    transform: LogitsTransform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = CompileCounterWithBackend("aot_eager")
+    compiled = {
+        function: torch.compile(function, dynamic=True, fullgraph=True, backend=counting)
+        for function in (log_probabilities._reduced, log_probabilities._output_gradient)
+    }
+    monkeypatch.setattr(log_probabilities, "_compiled", compiled.__getitem__)
+    weight = head().weight
+    for length, chunk_logits in ((24, 1000), (30, 250), (17, 300)):
+        monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_logits)
+        states, wanted = torch.randn(2, length, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (2, length))
+        for parameter, gradient in zip(
+            *(
+                (values, *gradients_of(values, states, weight))
+                for compiles in (False, True)
+                for values in [
+                    token_log_probabilities(
+                        states, OutputHead(weight, transform=transform, compiles=compiles), wanted, positions_of(wanted)
+                    )
+                ]
+            ),
+            strict=True,
+        ):
+            torch.testing.assert_close(parameter, gradient, atol=1e-6, rtol=1e-6)
+    assert counting.frame_count == len(compiled)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +291,16 @@ def test_logits_exist_for_one_chunk_at_a_time(targets: Tensor, monkeypatch: pyte
 )
 def test_what_models_do_to_their_logits_is_known(config: Any, expected: float) -> None:
     transform = logits_transform(config)
-    assert transform is not None
     assert transform(torch.tensor(40.0)).item() == pytest.approx(expected)
 
 
 def test_most_models_leave_their_logits_alone() -> None:
-    assert logits_transform(Qwen3Config()) is None
+    assert logits_transform(Qwen3Config()) == LogitsTransform()
 
 
 def test_a_temperature_divides_what_a_model_makes_of_its_logits(hidden: Tensor, targets: Tensor) -> None:
-    for transform in (None, softcapped):
-        found = token_log_probabilities(hidden, head(), targets, tempered(transform, 0.7))
-        expected = plain(hidden, head(), targets, lambda logits, own=transform: (own(logits) if own else logits) / 0.7)
+    for transform in (LogitsTransform(), SOFTCAP):
+        found = values_of(hidden, head(), targets, tempered(transform, 0.7))
+        own = softcapped if transform.softcap else torch.clone
+        expected = plain(hidden, head(), targets, lambda logits, own=own: own(logits) / 0.7)
         assert torch.allclose(found, expected, atol=1e-5)
