@@ -302,7 +302,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _joined(log_sums: list[Tensor], found: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Join the chunks' log-sums, each [positions], and all ranks' logits of wanted tokens, [positions, number]."""
     log_sum = torch.stack(log_sums).logsumexp(0)
-    if group is None:
+    if group is None or not len(found):
         return log_sum, found
     # The maximum of all ranks, or exp would overflow.
     largest = log_sum.clone()
@@ -328,7 +328,7 @@ def _likeliest(hidden: Tensor, head: OutputHead, positions: Tensor, number: int)
     log_sum, _ = _joined(log_sums, logits[:, :0], head.group)
     # [positions, candidates]
     candidates, their_tokens = torch.cat(values, 1), torch.cat(tokens, 1)
-    if head.group:
+    if head.group and len(positions):
         candidates, their_tokens = (_of_ranks(one, head.group) for one in (candidates, their_tokens))
     largest, places = _largest(candidates, number)
     return largest - log_sum.unsqueeze(1), their_tokens.gather(1, places)

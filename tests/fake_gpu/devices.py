@@ -8,7 +8,7 @@ attention, collectives and memory are those of a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stages.data import batch
 from stages.engines.fsdp import engine, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
+from stages.kinds.train.methods.sft import SftLoss
 from stages.parallel import accelerator
 from stages.parallel.device_types import device_type
 
@@ -105,6 +107,8 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
+    (batch, "target_positions", _real(batch.target_positions)),  # on the host
+    (SftLoss, "counts", _real(SftLoss.counts)),
     (WeightFiles, "read", _read),
     (nn.Module, "_apply", _apply),
     (dist, "all_gather_object", _all_gather_object),
@@ -121,14 +125,14 @@ def megatron_on_fake_gpus() -> Iterator[None]:
     with unset_fake_temporarily():
         prepare_megatron()
     from megatron.core import optimizer, parallel_state
-    from megatron.core.optimizer import clip_grads
+    from megatron.core.tensor_parallel import random
 
     from stages.engines.megatron import pipeline, spec, weights
 
     changed = (
         (pipeline, "split_tokens", _real(pipeline.split_tokens)),
         (weights, "_check_files", lambda *_: None),  # asks the other pipeline stages what they need
-        (clip_grads, "l2_norm_impl", _l2_norm),
+        (random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),  # compares the host's states by value
         (spec.RMSNorm, "forward", lambda norm, states: _RMSNorm.apply(states, norm.weight)),
     )
     # Megatron's view of torch, made by `prepare_megatron`, keeps functions that it has once looked up.
@@ -140,14 +144,6 @@ def megatron_on_fake_gpus() -> Iterator[None]:
     finally:
         seen_by_megatron.pop("all_gather_object", None)
         parallel_state.destroy_model_parallel()
-
-
-def _l2_norm(_: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Stand in for Megatron's L2 norm of all tensors, which reads each norm's value; return a tensor [1].
-
-    Transformer Engine's kernel does the same.
-    """
-    return torch.stack(torch._foreach_norm(lists[0])).norm().view(1), None
 
 
 class _RMSNorm(torch.autograd.Function):

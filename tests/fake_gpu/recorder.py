@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ ANSWERS = {bool: True, int: 1, float: 1e-4}
 """Finite number that is read from a fake tensor, by type: a divisor, and a gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
 
 
@@ -48,6 +50,10 @@ class Recorder(TorchDispatchMode):
         """Bytes that collectives sent or received (the larger of both), by kind of collective and number of ranks."""
         self.calls: Counter[tuple[str, int]] = Counter()
         self.kernels: Counter[str] = Counter()
+        self.num_waits = 0
+        """Number of times that the host reads values of fake tensors, for which it would wait for a device."""
+        reads = {name: self._counted(getattr(FakeTensor, name)) for name in ("tolist", "cpu")}
+        self._reads = mock.patch.multiple(FakeTensor, **reads)
         self._live: dict[int, Storage] = {}
         self._gone: dict[int, weakref.ref[Any]] = {}
         self._resize = torch.UntypedStorage.resize_
@@ -59,16 +65,18 @@ class Recorder(TorchDispatchMode):
                 self._allocate(storage, "gathered")
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # how FSDP2 frees what it has gathered
+        self._reads.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._reads.stop()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def begin_step(self) -> None:
         """Reset the recorded peak memory, collectives and kernels before the next training step."""
-        self.peak_bytes, self.at_peak = self.live_bytes, list(self._live.values())
+        self.peak_bytes, self.at_peak, self.num_waits = self.live_bytes, list(self._live.values()), 0
         for counter in (self.collectives, self.calls, self.kernels):
             counter.clear()
 
@@ -89,6 +97,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args and isinstance(args[0], FakeTensor) else None
+        if first is not None and func in READS:
+            self.num_waits += 1
         if first is not None and func is torch.ops.aten._local_scalar_dense.default:
             return ANSWERS[bool if first.dtype == torch.bool else float if first.dtype.is_floating_point else int]
         if first is not None and func is torch.ops.aten.nonzero.default:
@@ -109,6 +119,17 @@ class Recorder(TorchDispatchMode):
         if namespace != "c10d" and (new or func._schema.is_mutable) and name not in NO_KERNELS:
             self.kernels[_kernel_class(name)] += 1
         return output
+
+    def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that reads a whole tensor by `read`, which counts as one time, however many elements."""
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            before = self.num_waits
+            found = read(*arguments, **options)
+            self.num_waits = before + 1
+            return found
+
+        return counted
 
     def _collective(self, name: str, args: Any) -> None:
         leaves = tree_leaves(args)

@@ -83,6 +83,8 @@ class Report:
     calls: dict[tuple[str, int], int]
     """Number of collective calls by kind of collective and number of ranks."""
     kernels: dict[str, int]
+    num_waits: int
+    """Number of times that the host waits for the device in a training step, to read values of tensors."""
     predicted_gib: dict[str, float]
     """Memory in GiB that the planner predicts for the rank, by class, without the CUDA runtime's memory."""
 
@@ -119,6 +121,7 @@ def run(case: Case, folder: Path) -> Report:
         collectives=dict(recorder.collectives),
         calls=dict(recorder.calls),
         kernels=dict(recorder.kernels),
+        num_waits=recorder.num_waits,
         predicted_gib={name: gib for name, gib in parts.items() if name != "runtime"},
     )
 

@@ -42,6 +42,7 @@ PREDICTED = ("megatron, pipeline", "megatron, context")
 def test_a_step_runs_and_the_planner_knows_its_memory(name: str, tmp_path: Path) -> None:
     report = run(CASES[name], tmp_path / "model")
     assert sum(report.bytes_at_peak.values()) == report.peak_bytes
+    assert report.num_waits <= 1
     if name in PREDICTED:
         assert report.predicted_ratio == pytest.approx(1, abs=0.1)
 
@@ -55,6 +56,7 @@ def test_a_step_runs_and_the_planner_knows_its_memory(name: str, tmp_path: Path)
 )
 def test_fsdp_holds_and_sends_its_shards(case: Case, tmp_path: Path) -> None:
     report = run(case, tmp_path / "model")
+    assert report.num_waits <= 1
     shape, layout = report.shape, report.layout
     shards, replicas, passes = layout.dp_shard, layout.dp_replicate, 1 + layout.reshard_after_forward
     of_passes = [(shape.vocab_size, shape.hidden_size), *_layer(shape) * shape.num_layers]
@@ -77,6 +79,7 @@ def test_fsdp_holds_and_sends_its_shards(case: Case, tmp_path: Path) -> None:
 def test_megatron_holds_and_sends_under_tensor_parallelism(tmp_path: Path) -> None:
     report, tp, dp = run(TENSOR_PARALLEL, tmp_path / "model"), 2, 4
     shape, tokens = report.shape, TENSOR_PARALLEL.sequence_length
+    assert report.num_waits <= 1
     vocabulary = (shape.vocab_size, shape.hidden_size)
     held = _split([vocabulary, *_layer(shape) * shape.num_layers, vocabulary, (shape.hidden_size, 1)], tp)
     _check_states(report.held_bytes, held, dp)
@@ -94,6 +97,7 @@ def test_megatron_holds_and_sends_under_tensor_parallelism(tmp_path: Path) -> No
 def test_megatron_holds_and_sends_in_the_first_pipeline_stage(tmp_path: Path) -> None:
     report, tp, dp, num_layers = run(PIPELINE, tmp_path / "model"), 2, 4, 2
     shape, tokens = report.shape, PIPELINE.sequence_length
+    assert report.num_waits <= 1
     layers = _layer(shape) * num_layers
     held = _split([(shape.vocab_size, shape.hidden_size), *layers], tp)
     _check_states(report.held_bytes, held, dp)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stages.data.batch import IGNORED
+from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
 from stages.engines.attention import packed_attention
 from stages.engines.documents import PackedDocuments
-from stages.engines.log_probabilities import token_log_probabilities
+from stages.engines.log_probabilities import OutputHead, token_log_probabilities
 from stages.parallel.accelerator import forget_peak, peak_bytes
 from tests.gpu.device import DEVICE, ON_CPU, needs_device
 
@@ -55,7 +55,8 @@ def test_log_probabilities_equal_the_cpu(dtype: torch.dtype, error: float, monke
     for device, of_dtype in ((DEVICE, dtype), ("cpu", torch.float32)):
         head = nn.Linear(64, 1000, bias=False, device=device, dtype=of_dtype)
         head.weight.data.copy_(weight)
-        values = token_log_probabilities(hidden.to(device, of_dtype), head, targets.to(device))
+        states, wanted = hidden.to(device, of_dtype), targets.to(device)
+        values = token_log_probabilities(states, OutputHead(head.weight), wanted, target_positions(wanted))
         (gradient,) = torch.autograd.grad(values.sum(), head.weight)
         results.append((values.float().cpu(), gradient.float().cpu()))
     for found, expected in zip(*results, strict=True):
@@ -68,5 +69,7 @@ def test_long_rows_keep_within_a_chunk_of_logits() -> None:
     head = nn.Linear(64, vocabulary, bias=False, device=DEVICE, dtype=torch.bfloat16)
     hidden = torch.randn(1, num_tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     forget_peak(DEVICE)
-    token_log_probabilities(hidden, head, torch.zeros(1, num_tokens, dtype=torch.int64, device=DEVICE)).sum().backward()
+    wanted = torch.zeros(1, num_tokens, dtype=torch.int64, device=DEVICE)
+    positions = torch.arange(num_tokens, device=DEVICE)
+    token_log_probabilities(hidden, OutputHead(head.weight), wanted, positions).sum().backward()
     assert peak_bytes(DEVICE) < 4 * 4 * log_probabilities.CHUNK_LOGITS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConfig, Qwen3Config
@@ -193,6 +195,63 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert largest.num_elements == chunk_logits
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("transform", [LogitsTransform(), SOFTCAP], ids=["plain", "softcapped"])
+def test_ranks_that_split_a_padded_vocabulary_give_what_one_gives(
+    hidden: Tensor, targets: Tensor, chunk_tokens: int, transform: LogitsTransform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    module, ranks, entries = head(bias=True), 4, 17  # the third rank has an entry of padding, the fourth no other
+    weights = nn.functional.pad(module.weight.detach(), (0, 0, 0, ranks * entries - VOCABULARY), value=1.0)
+    biases = nn.functional.pad(module.bias.detach(), (0, ranks * entries - VOCABULARY), value=9.0)
+    wanted = torch.stack([targets, torch.zeros_like(targets), torch.ones_like(targets)], -1)
+    positions, factors = positions_of(wanted), torch.randn(wanted.shape)
+
+    def results(group: Any) -> tuple[Tensor, ...]:
+        own = slice(group.rank() * entries, (group.rank() + 1) * entries)
+        weight, bias, states = (one.clone().requires_grad_() for one in (weights[own], biases[own], hidden.detach()))
+        share = OutputHead(weight, bias, transform, group, VOCABULARY)
+        values = token_log_probabilities(states, share, wanted, positions)
+        likeliest = likeliest_tokens(states, share, wanted, positions, number=20)
+        greedy = greedy_tokens(states, share, wanted, positions)
+        gradients = torch.autograd.grad((values * factors).sum(), (states, weight, bias))
+        return (values.detach(), likeliest, greedy, *gradients)
+
+    found = on_threads(ranks, results)
+    whole = OutputHead(module.weight, module.bias, transform)
+    expected = token_log_probabilities(hidden, whole, wanted, positions)
+    inputs = (hidden, module.weight, module.bias)
+    states_gradient, weight_gradient, bias_gradient = torch.autograd.grad((expected * factors).sum(), inputs)
+    for values, likeliest, greedy, *_ in found:
+        torch.testing.assert_close(values, expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(likeliest, likeliest_tokens(hidden, whole, wanted, positions, number=20))
+        assert torch.equal(greedy, greedy_tokens(hidden, whole, wanted, positions))
+    of_states, of_weights, of_biases = zip(*(one[3:] for one in found), strict=True)
+    torch.testing.assert_close(sum(of_states), states_gradient, atol=1e-6, rtol=1e-5)
+    for parts, gradient in ((of_weights, weight_gradient), (of_biases, bias_gradient)):
+        torch.testing.assert_close(torch.cat(parts)[:VOCABULARY], gradient, atol=1e-6, rtol=1e-5)
+        assert not torch.cat(parts)[VOCABULARY:].any()
+
+
+def on_threads(num_ranks: int, function: Callable[[Any], Any]) -> list[Any]:
+    """Call a function with the process group on each of its ranks, which are threads; return the results in order."""
+    store = dist.HashStore()
+
+    def of_rank(rank: int) -> Any:
+        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+        try:
+            return function(dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+
+    _install_threaded_pg()
+    try:
+        with ThreadPoolExecutor(num_ranks) as ranks:
+            return list(ranks.map(of_rank, range(num_ranks)))
+    finally:
+        _uninstall_threaded_pg()
+
+
 TOKENS, ENTRIES = 4096, 151_936
 
 
@@ -263,19 +322,13 @@ def test_compiled_kernels_give_the_same_and_are_compiled_once(
     for length, chunk_logits in ((24, 1000), (30, 250), (17, 300)):
         monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_logits)
         states, wanted = torch.randn(2, length, WIDTH, requires_grad=True), torch.randint(VOCABULARY, (2, length))
-        for parameter, gradient in zip(
-            *(
-                (values, *gradients_of(values, states, weight))
-                for compiles in (False, True)
-                for values in [
-                    token_log_probabilities(
-                        states, OutputHead(weight, transform=transform, compiles=compiles), wanted, positions_of(wanted)
-                    )
-                ]
-            ),
-            strict=True,
-        ):
-            torch.testing.assert_close(parameter, gradient, atol=1e-6, rtol=1e-6)
+        found, expected = (
+            token_log_probabilities(states, head_of, wanted, positions_of(wanted))
+            for head_of in (OutputHead(weight, transform=transform, compiles=one) for one in (True, False))
+        )
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        of_found, of_expected = (gradients_of(values, states, weight) for values in (found, expected))
+        torch.testing.assert_close(of_found, of_expected, atol=1e-6, rtol=1e-5)
     assert counting.frame_count == len(compiled)
 
 
