@@ -68,7 +68,9 @@ class Layout(StrictModel):
     prefetch_layers: int = Field(
         1, ge=0, description="Number of layers whose parameters are gathered ahead of their computation (fsdp)."
     )
-    compile: bool = Field(False, description="Compile each transformer layer with torch.compile (fsdp).")
+    compile: bool = Field(
+        False, description="Compile each transformer layer, and what is done to logits, with torch.compile (fsdp)."
+    )
     accumulate: Annotated[Literal["auto", "whole", "sharded"], AddedLater()] = Field(
         "auto",
         description="Treatment of gradients between micro-batches (fsdp). whole: reduced once a step; sharded: "

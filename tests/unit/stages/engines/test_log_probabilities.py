@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -330,6 +337,31 @@ def test_compiled_kernels_give_the_same_and_are_compiled_once(
         of_found, of_expected = (gradients_of(values, states, weight) for values in (found, expected))
         torch.testing.assert_close(of_found, of_expected, atol=1e-6, rtol=1e-5)
     assert counting.frame_count == len(compiled)
+
+
+def test_sixteen_bytes_of_a_logit_go_to_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own count of bytes that its kernels access, with those of the products, is at most 16 a logit."""
+    counted: Counter[str] = Counter()
+
+    def count(graph_module: Any, example_inputs: Any, **_: Any) -> Any:
+        record_original_output_strides(graph_module)
+        graph = GraphLowering(graph_module, shape_env=V.fake_mode.shape_env)
+        with V.set_graph_handler(graph), V.set_real_inputs(example_inputs), V.set_debug_handler(DebugContext()):
+            graph.run(*example_inputs)
+            graph._update_scheduler()
+            counted["kernels"] += graph.count_bytes()[0]
+        return make_boxed_func(graph_module.forward)
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, dynamic=True, backend=partial(compile_fx, inner_compile=count))
+
+    monkeypatch.setattr(log_probabilities, "_compiled", compiled)
+    tokens, entries = 512, 4096
+    hidden, weight = (torch.randn(*size, 8).bfloat16().requires_grad_() for size in ((1, tokens), (entries,)))
+    wanted = torch.zeros(1, tokens, dtype=torch.int64)
+    token_log_probabilities(hidden, OutputHead(weight, compiles=True), wanted, torch.arange(tokens)).sum().backward()
+    # Products write the head's output twice, in either pass, and read its gradient twice, in two bytes each.
+    assert 4 * 2 + counted["kernels"] / (tokens * entries) <= 16
 
 
 @pytest.mark.parametrize(
