@@ -18,7 +18,11 @@ from torch._inductor.compile_fx import compile_fx, record_original_output_stride
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
-from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConfig, Qwen3Config
@@ -245,17 +249,22 @@ def on_threads(num_ranks: int, function: Callable[[Any], Any]) -> list[Any]:
     store = dist.HashStore()
 
     def of_rank(rank: int) -> Any:
-        dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
         try:
+            dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
             return function(dist.group.WORLD)
+        except BaseException as error:
+            ProcessLocalGroup.exception_handle(error)  # or the other ranks would wait for this one
+            raise
         finally:
             dist.destroy_process_group()
 
     _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
         with ThreadPoolExecutor(num_ranks) as ranks:
             return list(ranks.map(of_rank, range(num_ranks)))
     finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
         _uninstall_threaded_pg()
 
 
