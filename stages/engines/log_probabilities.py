@@ -189,21 +189,21 @@ class _LogProbabilities(torch.autograd.Function):
         tokens = wanted.reshape(hidden.shape[0] * hidden.shape[1], -1).index_select(0, positions)  # [positions, number]
         chunks = head.chunks(len(positions))
         log_sums: list[Tensor] = []
-        found = torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device)
+        wanted_logits = torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device)
         for chunk in chunks:
             output = head.output(selected, chunk)
             places, is_here = head.places(tokens, chunk)
             log_sum, of_chunk = head.kernel(_reduced)(output, places, head.transform, head.num_real(chunk))
             log_sums.append(log_sum)
             # A token is in one chunk of one rank: the others add 0.
-            found += of_chunk if is_here is None else of_chunk.where(is_here, 0.0)
-        log_sum, found = _joined(log_sums, found, head.group)
+            wanted_logits += of_chunk if is_here is None else of_chunk.where(is_here, 0.0)
+        log_sum, wanted_logits = _joined(log_sums, wanted_logits, head.group)
         kept = output if len(chunks) == 1 and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(selected, tokens, positions, log_sum, kept)
         ctx.head, ctx.chunks, ctx.shape = head, chunks, hidden.shape
         # Filled through a view: FSDP2 warns of a root module that returns one.
         result = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
-        result.view(-1, tokens.shape[1]).index_copy_(0, positions, found - log_sum.unsqueeze(1))
+        result.view(-1, tokens.shape[1]).index_copy_(0, positions, wanted_logits - log_sum.unsqueeze(1))
         return result
 
     @staticmethod
@@ -299,15 +299,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _joined(log_sums: list[Tensor], found: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _joined(log_sums: list[Tensor], wanted_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Join the chunks' log-sums, each [positions], and all ranks' logits of wanted tokens, [positions, number]."""
     log_sum = torch.stack(log_sums).logsumexp(0)
-    if group is None or not len(found):
-        return log_sum, found
+    if group is None or not len(wanted_logits):
+        return log_sum, wanted_logits
     # The maximum of all ranks, or exp would overflow.
     largest = log_sum.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    sums = torch.cat([(log_sum - largest).exp().unsqueeze(1), found], 1)  # [positions, 1 + number]
+    sums = torch.cat([(log_sum - largest).exp().unsqueeze(1), wanted_logits], 1)  # [positions, 1 + number]
     dist.all_reduce(sums, group=group)
     return largest + sums[:, 0].log(), sums[:, 1:]
 

@@ -345,7 +345,8 @@ def test_compiled_kernels_give_the_same_and_are_compiled_once(
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
         of_found, of_expected = (gradients_of(values, states, weight) for values in (found, expected))
         torch.testing.assert_close(of_found, of_expected, atol=1e-6, rtol=1e-5)
-    assert counting.frame_count == len(compiled)
+    # without empty graphs, of which torch makes one
+    assert len([one for one in counting.graphs if one.graph.find_nodes(op="placeholder")]) == len(compiled)
 
 
 def test_sixteen_bytes_of_a_logit_go_to_and_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
