@@ -33,5 +33,5 @@ def test_batches_are_pinned_where_the_device_copies_from_there(
         for batch, original in zip(share.micro_batches, made[step], strict=True):
             assert (batch is original) is not pinned
             assert torch.equal(batch.inputs.input_ids, original.inputs.input_ids)
-    num_tensors = 4  # ids of tokens, of positions and of documents, targets
+    num_tensors = 5  # ids of tokens, of positions and of documents, targets, and where they are
     assert len(asked) == (3 * 2 * num_tensors if pinned else 0)
