@@ -149,16 +149,14 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
 
 
 def _logits(case: StepCase) -> float:
-    """Return the peak bytes of logits with an fp32 copy and its gradient; chunked: 3 chunks, the head's gradient."""
+    """Return the peak bytes of logits with an fp32 copy and its gradient; chunked: 8 bytes a logit of one chunk."""
     if case.workload.scores_documents:
         return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
     if case.software.chunked_logits:
-        adapter = case.workload.adapter
-        # With several chunks the head's gradient is added up in fp32 from chunk to chunk.
-        learns = logits > LOGITS_CHUNK and (adapter is None or adapter.saves("lm_head"))
-        head_gradient = 4 * case.shape.embedding_parameters / case.layout.tp if learns else 0
-        return 12 * min(logits, LOGITS_CHUNK) + head_gradient
+        # With several chunks the gradient of hidden states is added up in fp32 from chunk to chunk.
+        hidden_gradient = 4 * case.tokens * case.shape.hidden_size if logits > LOGITS_CHUNK else 0
+        return 8 * min(logits, LOGITS_CHUNK) + hidden_gradient
     return (case.workload.compute_bytes + (0 if case.software.fused_cross_entropy else 8)) * logits
 
 

@@ -25,7 +25,7 @@ class MegatronCosts(EngineCosts):
     """Memory and time costs of Megatron-core's own layers and its distributed optimizer."""
 
     name = "megatron"
-    software = ProgramTraits(chunked_logits=False, gathers_gradients=False)
+    software = ProgramTraits(gathers_gradients=False)
     keeps_products = False
     joins_layers = True
     merges_experts = False
