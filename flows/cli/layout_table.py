@@ -9,7 +9,9 @@ from typing import Any
 from flows.planning.layout_advice import Explained, Ranked
 from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
+from stages.planner.memory import GIB
 from stages.planner.search import UNCERTAINTY, Candidate
+from stages.planner.time import step_traffic
 
 SECONDS_PER_DAY = 86400
 COLUMNS = {
@@ -89,6 +91,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
         **_request_as_json(answer.request),
         "layout": row_as_json(answer.candidate, answer.request),
         "stages_memory_gib": [{**asdict(stage), "total": stage.total} for stage in answer.candidate.memory.stages],
+        "collectives_gib": _traffic_gib(answer),
         "why": what_limits(answer.candidate),
         "warnings": list(answer.warnings),
     }
@@ -97,6 +100,7 @@ def explained_as_json(answer: Explained) -> dict[str, Any]:
 def explained_as_text(answer: Explained) -> str:
     """Return one layout's predictions in full, as text: memory by pipeline stage, step time by cause, warnings."""
     candidate, request = answer.candidate, answer.request
+    traffic = [f"{kind} {gib:,.1f}" for kind, gib in _traffic_gib(answer).items()]
     lines = [
         _headline(request),
         f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, "
@@ -110,6 +114,7 @@ def explained_as_text(answer: Explained) -> str:
             for name, value in asdict(candidate.time.parts).items()
             if value
         ),
+        *([f"collectives of a rank, GiB a step: {', '.join(traffic)}"] if traffic else []),
         f"why: {what_limits(candidate)}",
         _margin(candidate),
         _duration(candidate, request),
@@ -171,6 +176,13 @@ def _stages(candidate: Candidate) -> list[str]:
     headings = ("stage", "total", *(name.replace("_", " ") for name in asdict(candidate.memory.worst)))
     rows = ((str(index), *(f"{gib:.1f}" for gib in (stage.total, *asdict(stage).values()))) for index, stage in shown)
     return [f"  {line}" for line in _aligned([headings, *rows])]
+
+
+def _traffic_gib(answer: Explained) -> dict[str, float]:
+    """Return the GiB that collectives of a rank of the first pipeline stage carry in a step, by kind."""
+    request, candidate = answer.request, answer.candidate
+    carried = step_traffic(request.shape, candidate.engine, candidate.layout, request.workload)
+    return {kind: size / GIB for kind, size in sorted(carried.items())}
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

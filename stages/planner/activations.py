@@ -18,8 +18,9 @@ from stages.planner.adapted import adapted_layers, dispatched_share, input_share
 from stages.planner.costs import StepCase
 from stages.planner.workload import ProgramTraits, Workload
 
-UNPACKING_BYTES = {"nf4": 6, "int8": 6}
-"""Temporary bytes per weight of dequantizing a layer: an fp32 copy, and half an index (nf4) or a rounded value."""
+DECODED_WEIGHTS, DECODING_BYTES = 2**22, 8
+"""Number of weights decoded at a time from 4 or 8 bits, and temporary bytes of each; see `stages.adapters.quantized`.
+"""
 
 
 def kept_bytes_per_token(case: StepCase) -> float:
@@ -40,10 +41,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
     inputs = dict.fromkeys(LayerRole, 1.0) if casts else _kept_inputs(shape, workload)
-    # Bytes that a norm keeps of each value: fused, its input; eager, a copy in fp32 and, where its weight learns,
-    # another in the precision of training.
-    of_norm = 0 if software.fused_elementwise else 4
-    of_norm += size if software.fused_elementwise or workload.adapter is None else 0
+    of_norm = _norm_bytes(case)
     # Bytes per token that tensor parallelism does not divide (unless along the sequence): two norms and the inputs of
     # products.
     unsplit = hidden * (2 * of_norm + into_products * (inputs[LayerRole.INTO_ATTENTION] + inputs[LayerRole.INTO_FFN]))
@@ -63,6 +61,12 @@ def kept_bytes_per_token(case: StepCase) -> float:
     return unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
 
 
+def head_inputs_per_token(case: StepCase) -> float:
+    """Return the bytes per token of the last norm's input, the head's input, and both gradients of it."""
+    size = case.workload.compute_bytes
+    return case.shape.hidden_size * (_norm_bytes(case) + 3 * size)
+
+
 def workspace_per_token(case: StepCase) -> float:
     """Return the temporary bytes per token of a layer's backward pass: recomputed activations, widest gradients."""
     # What the layer that runs backward holds for a moment beyond what every layer keeps.
@@ -71,6 +75,17 @@ def workspace_per_token(case: StepCase) -> float:
     gathered = 2 * case.shape.hidden_size
     widest = (2 if case.shape.gated_ffn else 1) * _ffn_width(case.shape) / case.layout.tp
     return max(0.0, whole - kept) + case.workload.compute_bytes * (gathered + widest)
+
+
+def _norm_bytes(case: StepCase) -> int:
+    """Return the bytes that a norm keeps of each value.
+
+    Fused, its input; eager, a copy in fp32 and, where its weight learns, another in the precision of training.
+    """
+    size = case.workload.compute_bytes
+    if case.software.fused_elementwise:
+        return size
+    return 4 + (size if case.workload.adapter is None else 0)
 
 
 def _without_recomputation(case: StepCase) -> StepCase:
@@ -89,7 +104,10 @@ def weight_workspace(shape: ModelShape, workload: Workload) -> float:
     widest = max(linears, key=lambda one: one.inputs * one.outputs)
     if adapter.use_dora:  # a diagonal through both factors, its product, and the weight with it
         return workload.compute_bytes * widest.inputs * (widest.inputs + 3 * widest.outputs)
-    return UNPACKING_BYTES.get(adapter.base_precision or "", 0) * widest.inputs * widest.outputs
+    if not adapter.is_quantized:
+        return 0.0
+    size = widest.inputs * widest.outputs
+    return workload.compute_bytes * size + DECODING_BYTES * min(size, DECODED_WEIGHTS)
 
 
 def merged_experts_bytes(case: StepCase) -> float:

@@ -255,7 +255,7 @@ def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardw
     products_s = 4 * scores * shape.head_dim / (rate * depth * _aligned(shape.head_dim))
     # The factor is in bytes for 16-bit scores; softmax, and dropout with its mask, pass over all of them.
     moved = scores * (13 if software.dropout else 8) * work.size / 2
-    forward_s = max(products_s, 0.0) + moved / memory_rate(hardware)
+    forward_s = products_s + moved / memory_rate(hardware)
     return PassTimes(forward_s, 2 * forward_s)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import ENGINES, EngineName, Layout, RunConstraints
 from stages.planner.adapted import learning_parameters
 from stages.planner.compute import LayerTime, LayerWork, PassTimes
 from stages.planner.hardware import Hardware
+from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters
 from stages.planner.workload import ProgramTraits, Workload
 
@@ -39,6 +40,11 @@ class StepCase:
     def tokens(self) -> float:
         """Number of tokens in one micro-batch on one process rank; context parallelism divides rows among ranks."""
         return self.layout.micro_batch_size * self.workload.sequence_length / self.layout.cp
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states between two layers of one micro-batch on one process rank."""
+        return self.tokens * self.shape.hidden_size * self.workload.compute_bytes
 
     @property
     def work(self) -> LayerWork:
@@ -103,6 +109,25 @@ class SearchRequest:
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 
+Computation = Literal["forward", "head", "layer", "nothing"]
+"""Computation at a moment of a step: forward, the head backward, a layer backward, or none any more."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Moment of a training step at which memory may peak: what a rank then holds beside weights and optimizer state."""
+
+    computes: Computation
+    gradients: float
+    """Bytes of gradients that wait for the optimizer."""
+    buffers: float = 0.0
+    """Bytes of gathered parameters, and of gradients that are not reduced yet or just being reduced."""
+    arriving: float = 0.0
+    """Bytes of buffers in which gathered parameters arrive, beside the parameters that are copied out of them."""
+    idle_layers: int = 0
+    """Number of layers without activations, whose forward pass is still to come, or whose backward pass is over."""
+
+
 class EngineCosts(ABC):
     """Memory and time costs specific to one training engine, and the layouts of it that are worth searching."""
 
@@ -134,8 +159,12 @@ class EngineCosts(ABC):
         """Return the bytes of weights, of gradients and of optimizer state on one process rank."""
 
     @abstractmethod
-    def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        """Return the bytes of gathered parameters and of gradients that are not sharded yet, on one process rank."""
+    def moments(self, case: StepCase, stage: PipelineStage) -> tuple[Moment, ...]:
+        """Return the moments of a step at which one process rank may hold most memory, in their order."""
+
+    @abstractmethod
+    def data_parallel_traffic(self, case: StepCase, stage: PipelineStage) -> tuple[Traffic, ...]:
+        """Return what a rank's collectives carry in a step to gather weights and reduce gradients."""
 
     @abstractmethod
     def data_parallel_s(

@@ -50,8 +50,10 @@ class Efficiency:
     """GiB of device memory held by the driver and libraries."""
     communicator_gib: float = 1.0
     """GiB of device memory held by the communication buffers of each process group."""
-    fragmentation: float = 0.13
+    fragmentation: float = 0.15
     """Memory lost in gaps, as a fraction of that allocated and freed within a training step."""
+    streams: float = 1.0
+    """Share of the idle memory of FSDP2's streams that no other stream can use; 0 where streams share memory."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,9 @@ HARDWARE = {
         # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
         Hardware(
             "cpu", 0.1, 0.2, None, 16, 20, 2, 4, 2, 1, 1.0, 1e-3, 1e-3, True,
-            Efficiency(launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05),
+            Efficiency(
+                launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05, streams=0
+            ),
         ),
     )
 }  # fmt: skip

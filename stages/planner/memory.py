@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.activations import (
+    head_inputs_per_token,
     kept_bytes_per_token,
     merged_experts_bytes,
     merged_experts_workspace,
@@ -31,7 +32,7 @@ LOGITS_CHUNK = 2**27
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one process rank of a pipeline stage in GiB, by use."""
+    """Memory of one process rank of a pipeline stage in GiB, by use, at the moment of a step at which it holds most."""
 
     weights: float
     gradients: float
@@ -41,8 +42,9 @@ class StageMemory:
     workspace: float
     """GiB of device memory for recomputed activations and activation gradients in the layer that runs backward."""
     logits: float
+    """GiB of device memory for the head's inputs, logits and gradient, while it computes."""
     communication: float
-    """GiB of device memory for gathered parameters and for buffers of messages."""
+    """GiB of device memory for gathered parameters, gradients not reduced yet, and buffers of messages."""
     runtime: float
     """GiB of device memory for driver, libraries, communicators' buffers and memory fragmentation."""
 
@@ -79,13 +81,17 @@ def memory(
     software: ProgramTraits | None = None,
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
+    learns: bool = True,
 ) -> MemoryEstimate:
-    """Estimate a step's peak memory of every pipeline stage, or faster only of the first and last ones."""
+    """Estimate a step's peak memory of every pipeline stage, or faster only of the first and last ones.
+
+    learns: whether the model learns; else forward passes alone are counted, as of a teacher.
+    """
     costs = COSTS[engine]
     case = StepCase(workload.trained_shape(shape), costs, layout, workload, software or costs.program(layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
-    held = tuple(_stage(case, stage, efficiency or Efficiency()) for stage in chosen)
+    held = tuple(_stage(case, stage, efficiency or Efficiency(), learns) for stage in chosen)
     return MemoryEstimate(held, max(host_bytes(case, stage) for stage in chosen) / GIB)
 
 
@@ -97,33 +103,49 @@ def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:
     return stages[0], stages[1], stages[-1]
 
 
-def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency) -> StageMemory:
+def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns: bool) -> StageMemory:
+    """Return the memory of a pipeline stage's rank at the moment of a step at which it holds most."""
     if case.workload.adapter is None:  # which knows layers by their place in the model
         case = replace(case, shape=stage_shape(case.shape, stage, case.layout.vpp))
-    weights, gradients, optimizer = case.engine.model_states(case, stage)
-    activations = _kept_activations(case, stage)
+    layout = case.layout
+    weights, _, optimizer = case.engine.model_states(case, stage)
+    layers = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
+    per_layer = _kept_by_layer(case)
     workspace = case.tokens * workspace_per_token(case) + weight_workspace(case.shape, case.workload)
     workspace += merged_experts_workspace(case)
-    logits = _logits(case) if stage.has_head else 0.0
-    communication = _communication(case, stage)
-    parts = [weights, gradients, optimizer, activations, workspace, logits, communication]
-    layout = case.layout
+    logits = _head(case, learns) if stage.has_head else 0.0
+    # Under a pipeline: a hidden state and a gradient, each received and sent.
+    messages = case.hidden_bytes * (4 * (layout.pp > 1) + 2 * (layout.tp > 1))
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
-    num_groups = sum(degree > 1 for degree in degrees)
-    held_gib = efficiency.runtime_gib + num_groups * efficiency.communicator_gib
-    # parts[3:]: without weights, gradients and optimizer states, which last for the whole run.
-    fragmented = sum(parts) if case.software.fragments_states else sum(parts[3:])
-    runtime = held_gib * GIB + efficiency.fragmentation * fragmented
-    return StageMemory(*(part / GIB for part in (*parts, runtime)))
+    held_gib = efficiency.runtime_gib + sum(degree > 1 for degree in degrees) * efficiency.communicator_gib
+    by_moment = []
+    moments = case.engine.moments(case, stage)
+    gradients, arriving = max(one.gradients for one in moments), max(one.arriving for one in moments)
+    for moment in moments:
+        if not learns and moment.computes not in ("forward", "head"):
+            continue
+        states = (weights, moment.gradients * learns, optimizer * learns)
+        passing = (
+            per_layer * max(0.0, layers - moment.idle_layers) * learns,
+            workspace * (moment.computes == ("layer" if learns else "forward")),
+            logits * (moment.computes == "head"),
+            messages + moment.buffers + moment.arriving,
+        )
+        # States last for the whole run: in flat buffers they leave no gaps.
+        fragmented = sum(passing) + (sum(states) if case.software.fragments_states else 0.0)
+        # FSDP2 gathers and reduces in streams of their own, whose memory torch's allocator gives to no other.
+        idle = gradients - moment.gradients + arriving - moment.arriving
+        runtime = held_gib * GIB + efficiency.fragmentation * fragmented + efficiency.streams * idle
+        by_moment.append(StageMemory(*(part / GIB for part in (*states, *passing, runtime))))
+    return max(by_moment, key=lambda one: one.total)
 
 
-def _kept_activations(case: StepCase, stage: PipelineStage) -> float:
-    in_flight = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
-    in_flight *= 1 - case.software.offloaded_share
+def _kept_by_layer(case: StepCase) -> float:
+    """Return the bytes of activations that a layer keeps on the device for the backward pass of a micro-batch."""
     per_layer = case.tokens * kept_bytes_per_token(case)
     if case.layout.recompute == "none":
         per_layer += merged_experts_bytes(case)
-    return in_flight * per_layer
+    return per_layer * (1 - case.software.offloaded_share)
 
 
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
@@ -148,23 +170,25 @@ def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
     return stage.num_layers / layout.vpp * min(micro_batches * layout.vpp, chunks)
 
 
-def _logits(case: StepCase) -> float:
-    """Return the peak bytes of logits with an fp32 copy and its gradient; chunked: 8 bytes a logit of one chunk."""
+def _head(case: StepCase, learns: bool) -> float:
+    """Return the peak bytes of the head: its inputs, logits, and in a backward pass its gradient, where it learns.
+
+    Chunked logits take 8 bytes each, forward alone 6; see `stages.engines.log_probabilities`.
+    """
     if case.workload.scores_documents:
         return 0.0
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
+    inputs, size = case.tokens * head_inputs_per_token(case), case.workload.compute_bytes
+    adapter = case.workload.adapter
+    is_trained = learns and (adapter is None or adapter.saves("lm_head"))
+    gradient = size * case.shape.embedding_parameters / case.layout.tp if is_trained else 0.0
     if case.software.chunked_logits:
-        # With several chunks the gradient of hidden states is added up in fp32 from chunk to chunk.
-        hidden_gradient = 4 * case.tokens * case.shape.hidden_size if logits > LOGITS_CHUNK else 0
-        return 8 * min(logits, LOGITS_CHUNK) + hidden_gradient
-    return (case.workload.compute_bytes + (0 if case.software.fused_cross_entropy else 8)) * logits
-
-
-def _communication(case: StepCase, stage: PipelineStage) -> float:
-    message = case.tokens * case.shape.hidden_size * case.workload.compute_bytes
-    # Under a pipeline: a hidden state and a gradient, each received and sent.
-    messages = 4 * message * (case.layout.pp > 1) + 2 * message * (case.layout.tp > 1)
-    return messages + case.engine.buffer_bytes(case, stage)
+        return inputs + (8 if learns else 6) * min(logits, LOGITS_CHUNK) + gradient
+    # The head's gradient comes after the fp32 copies of the logits, of which forward passes alone have one. A loss that
+    # torch compiles writes the logits' gradient into a tensor of its own, since they are not its own.
+    fused = size * case.layout.compile if learns else 0
+    copies = fused if case.software.fused_cross_entropy else 8 if learns else 4
+    return inputs + max((size + copies) * logits, size * logits + gradient)
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from stages.parallel.layout import Layout
 from stages.planner.hardware import Hardware
@@ -27,6 +28,18 @@ class Group:
         return min(self.size, max(1, hardware.gpus_per_node // self.stride))
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that collectives of one kind carry in a training step, over one process group.
+
+    They are those of the whole tensors, of which a rank sends or receives all but its share.
+    """
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "message"]
+    group: Group
+    num_bytes: float
+
+
 def tensor_group(layout: Layout) -> Group:
     """Return the tensor-parallel process group, which consists of adjacent ranks."""
     return Group(layout.tp, 1)
@@ -35,6 +48,11 @@ def tensor_group(layout: Layout) -> Group:
 def context_group(layout: Layout) -> Group:
     """Return the context-parallel process group, whose neighbours are `tp` ranks apart."""
     return Group(layout.cp, layout.tp)
+
+
+def pipeline_group(layout: Layout) -> Group:
+    """Return the process group of a pipeline's stages, which are a whole stage's ranks apart."""
+    return Group(layout.pp, layout.world_size // layout.pp)
 
 
 def shard_group(layout: Layout) -> Group:

@@ -43,11 +43,9 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
 
 def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
     """Return a teacher's GiB per device: weights, a micro-batch without gradients. request: has its shape."""
-    # The adapter belongs to the model that learns, not to its teacher.
-    whole = replace(request.workload, adapter=None)
-    estimated = memory(request.shape, candidate.engine, candidate.layout, whole)
-    # A teacher learns nothing: no gradients, no optimizer; of the logits, its own but no gradient of them.
-    return max(one.total - one.gradients - one.optimizer - one.activations - one.logits / 2 for one in estimated.stages)
+    # The adapter belongs to the model that learns, not to its teacher; one micro-batch has no sums of gradients.
+    whole = replace(request.workload, adapter=None, global_batch_size=1)
+    return memory(request.shape, candidate.engine, candidate.layout, whole, learns=False).peak_gib
 
 
 def check_teacher_memory(teacher_gib: float, candidate: Candidate, available_gib: float, *, beside_model: bool) -> None:

@@ -17,9 +17,10 @@ from stages.planner import network
 from stages.planner.activations import recomputed_products_share
 from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, PassTimes, head_time, layer_time, memory_rate
-from stages.planner.costs import TimedCase
+from stages.planner.costs import StepCase, TimedCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Hardware
+from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
 from stages.planner.workload import ProgramTraits, Workload
 
@@ -102,6 +103,45 @@ def step_time(
         bubble_fraction=parts.bubble / parts.total,
         reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
     )
+
+
+def step_traffic(
+    shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, *, stage_index: int = 0
+) -> dict[str, float]:
+    """Return the bytes that a rank's collectives carry in a step by kind, except those of tokens sent to experts."""
+    costs = COSTS[engine]
+    case = StepCase(workload.trained_shape(shape), costs, layout, workload, costs.program(layout))
+    stage = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)[stage_index]
+    carried: dict[str, float] = {}
+    for one in (*_model_parallel_traffic(case, stage), *costs.data_parallel_traffic(case, stage)):
+        if one.group.size > 1 and one.num_bytes:
+            carried[one.kind] = carried.get(one.kind, 0.0) + one.num_bytes
+    return carried
+
+
+def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffic]:
+    layout, states = case.layout, case.hidden_bytes
+    layers = case.micro_batches * stage.num_layers
+    tensor, context = network.tensor_group(layout), network.context_group(layout)
+    # After the embedding forward, before the head backward.
+    ends = case.micro_batches * (stage.has_embedding + stage.has_head)
+    recomputed = case.software.recomputed_share if layout.recompute == "full" else 0.0
+    reductions = layers * (2 * (1 + recomputed) + 2) + ends
+    if layout.sequence_parallel:
+        # Gradients of weights need the whole inputs of the layer's two inward products once more.
+        again = 0.0 if case.workload.adapter else 2 * layers
+        traffic = [
+            Traffic("all-gather", tensor, (reductions + again) * states),
+            Traffic("reduce-scatter", tensor, reductions * states),
+        ]
+    else:
+        traffic = [Traffic("all-reduce", tensor, reductions * states)]
+    keys = layers * layout.cp * _key_bytes(case)
+    # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
+    traffic += [Traffic("all-gather", context, 2 * keys), Traffic("reduce-scatter", context, keys)]
+    neighbours = 2 - (stage.index == 0) - (stage.index == layout.pp - 1)
+    sent = case.micro_batches * layout.vpp * neighbours * states / layout.tp
+    return [*traffic, Traffic("message", network.pipeline_group(layout), sent)]
 
 
 def _parts(case: TimedCase) -> TimeParts:
@@ -197,9 +237,8 @@ def _tensor_parallel(case: TimedCase) -> PassTimes:
     """
     if case.layout.tp == 1:
         return PassTimes(0.0, 0.0)
-    # Bytes of one hidden state. It is reduced twice in a pass: after attention and after the feed-forward block.
-    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes
-    seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), message)
+    # Hidden states are reduced twice in a pass: after attention and after the feed-forward block.
+    seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), case.hidden_bytes)
     exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
     return PassTimes(seconds * exposed, seconds * exposed)
 
@@ -209,8 +248,7 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
     cp = case.layout.cp
     if cp == 1:
         return PassTimes(0.0, 0.0)
-    # Bytes of this rank's keys and values.
-    message = 2 * case.work.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
+    message = _key_bytes(case)
     reach = case.layout.tp * cp
     # The ring's longest hop sets its pace: from the last rank back to the first, (cp - 1) × tp ranks away.
     seconds = (cp - 1) * network.neighbour_s(case.hardware, reach - case.layout.tp, message)
@@ -221,6 +259,11 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
         # Backward the keys and values go around again, with their gradients.
         case.exposed_s(2 * seconds, core.backward_s * (cp - 1) / cp),
     )
+
+
+def _key_bytes(case: StepCase) -> float:
+    """Return the bytes of a layer's keys and values of one micro-batch on one process rank."""
+    return 2 * case.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
 
 
 def _expert_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
@@ -249,10 +292,9 @@ def _pipeline_messages_s(case: TimedCase) -> float:
     layout = case.layout
     if layout.pp == 1:
         return 0.0
-    message = case.work.tokens * case.shape.hidden_size * case.workload.compute_bytes / layout.tp
-    # Pipeline ranks are numbered slowest, so neighbours are a whole stage's ranks apart.
-    stride = layout.world_size // layout.pp
-    seconds = 2 * network.neighbour_s(case.hardware, stride, message)
+    # Pipeline ranks are numbered slowest.
+    stride = network.pipeline_group(layout).stride
+    seconds = 2 * network.neighbour_s(case.hardware, stride, case.hidden_bytes / layout.tp)
     hidden = 1 - case.hardware.efficiency.overlapped if layout.vpp > 1 else 1.0
     return (case.micro_batches * layout.vpp + layout.pp - 1) * seconds * hidden
 

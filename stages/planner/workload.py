@@ -118,6 +118,8 @@ class ProgramTraits:
     """True if logits that are not chunked are kept in 16 bits only, and their gradient overwrites them."""
     gathers_gradients: bool = True
     """True if FSDP with `accumulate: auto` keeps unsharded gradients and reduces them only in the last micro-batch."""
+    separate_embedding: bool = True
+    """True if FSDP gathers the input embedding as a group of its own, False if together with the head."""
     keeps_every_second_product: bool = False
     """True if selective recomputation (FSDP engine) keeps the result of every second matrix product instead of all."""
     recomputed_share: float = 1.0

@@ -92,7 +92,7 @@ class Measured:
         if ALLOCATED not in note and RESERVED not in note:
             return predicted_memory_gib(run)
         counted = replace(efficiency or run.hardware.efficiency, runtime_gib=0.0, communicator_gib=0.0)
-        counted = replace(counted, fragmentation=0.0) if ALLOCATED in note else counted
+        counted = replace(counted, fragmentation=0.0, streams=0.0) if ALLOCATED in note else counted
         estimate = memory(run.shape, run.engine, run.layout, run.workload, software=run.software, efficiency=counted)
         return estimate.peak_gib
 

@@ -79,6 +79,7 @@ EAGER_FSDP = replace(
     COSTS["fsdp"].software,
     chunked_logits=False,
     gathers_gradients=False,
+    separate_embedding=False,
     keeps_every_second_product=True,
     casts_at_products=False,
 )

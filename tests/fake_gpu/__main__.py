@@ -22,6 +22,7 @@ def _case(model: str, engine: str, num_layers: str, micro_batches: str, *fields:
 
 def _lines(name: str, report: Report) -> str:
     peak = f"{report.peak_bytes / GIB:.2f} GiB at the peak, the planner predicts {report.predicted_ratio:.3f} of it"
+    peak += f"; its error in the bytes of collectives is {report.traffic_error:.2%} of all"
     classes = [f"{label} {size / GIB:.2f} GiB" for label, size in sorted(report.bytes_at_peak.items())]
     sent = [
         f"{kind} over {ranks} ranks: {report.calls[kind, ranks]} × , {size / GIB:.3f} GiB"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,25 @@ from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.costs import SearchRequest
-from stages.planner.hardware import HARDWARE
+from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB
 from stages.planner.search import estimate
+from stages.planner.time import step_traffic
 from tests.fake_gpu.devices import DEVICE, fake_gpus, megatron_on_fake_gpus
 from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
 
+KINDS = {
+    "allgather": "all-gather",
+    "allgather_into_tensor_coalesced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "send": "message",
+}
+"""The planner's name of each kind of collective; what is received is what another rank sends."""
+EXACT = Efficiency(runtime_gib=0.0, communicator_gib=0.0, fragmentation=0.0, streams=0.0)
+"""The planner's constants for memory of tensors alone, without what the CUDA runtime and torch's allocator add."""
 NUM_STEPS = 2
 """Training steps on fake GPUs: the first allocates optimizer state and FSDP2's buffers; the last is reported."""
 
@@ -86,11 +99,24 @@ class Report:
     num_waits: int
     """Number of times that the host waits for the device in a training step, to read values of tensors."""
     predicted_gib: dict[str, float]
-    """Memory in GiB that the planner predicts for the rank, by class, without the CUDA runtime's memory."""
+    """Memory in GiB that the planner predicts for the rank's tensors, by class."""
+    predicted_traffic: dict[str, float]
+    """Bytes of the rank's collectives that the planner predicts, by its kind of collective."""
+
+    @property
+    def traffic_error(self) -> float:
+        """Largest difference between predicted and recorded bytes of a kind of collective, relative to all bytes."""
+        recorded: Counter[str] = Counter()
+        for (kind, ranks), size in self.collectives.items():
+            if ranks > 1 and kind in KINDS:
+                recorded[KINDS[kind]] += size
+        kinds = recorded.keys() | self.predicted_traffic.keys()
+        differences = (abs(recorded[kind] - self.predicted_traffic.get(kind, 0.0)) for kind in kinds)
+        return max(differences, default=0.0) / max(1, recorded.total())
 
     @property
     def predicted_ratio(self) -> float:
-        """Ratio of the planner's predicted peak memory to the recorded one, both without the CUDA runtime's memory."""
+        """Ratio of the planner's predicted peak memory of tensors to the recorded one."""
         return sum(self.predicted_gib.values()) * GIB / self.peak_bytes
 
 
@@ -98,8 +124,8 @@ def run(case: Case, folder: Path) -> Report:
     """Load an engine on fake GPUs, its model in `folder`, run `NUM_STEPS` training steps; report the last one."""
     config = case.config
     facts = ModelFacts(write_model(folder, case.model, case.num_layers))
-    num_ranks = config.layout.world_size
-    request = SearchRequest(facts.shape, config.workload, HARDWARE["h100-80gb"], num_ranks)
+    num_ranks, hardware = config.layout.world_size, replace(HARDWARE["h100-80gb"], efficiency=EXACT)
+    request = SearchRequest(facts.shape, config.workload, hardware, num_ranks)
     predicted = estimate(request, case.engine, config.layout)
     config = config.model_copy(update={"layout": predicted.layout})
     batch = _batch(config.layout.micro_batch_size, case)
@@ -122,7 +148,8 @@ def run(case: Case, folder: Path) -> Report:
         calls=dict(recorder.calls),
         kernels=dict(recorder.kernels),
         num_waits=recorder.num_waits,
-        predicted_gib={name: gib for name, gib in parts.items() if name != "runtime"},
+        predicted_gib=dict(parts),
+        predicted_traffic=step_traffic(facts.shape, case.engine, config.layout, config.workload, stage_index=stage),
     )
 
 
@@ -171,6 +198,13 @@ CASES = {
     "nf4": Case("qwen3-8b", {"dp_shard": 8}, options=NF4),
     "documents": Case("qwen3-8b", {"dp_shard": 8, "micro_batch_size": 2}, documents=8),
     "experts": Case("qwen3-30b-a3b", {"dp_shard": 8}, num_layers=1),
+    "experts, short rows": Case("qwen3-30b-a3b", {"dp_shard": 8}, num_layers=3, sequence_length=512),
+    "wide layers": Case("llama3-70b", {"dp_shard": 64, "recompute": "full"}, num_layers=3),
+    "wide layers, LoRA": Case("llama3-70b", {"dp_shard": 64}, num_layers=3, options=LORA),
+    "one GPU, LoRA": Case("llama3-70b", {}, num_layers=3, sequence_length=512, options=LORA),
+    "one GPU, micro-batches": Case("qwen3-0.6b", {}, micro_batches=2, sequence_length=512),
+    "head and embedding of one weight": Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "full"}),
+    "short rows": Case("qwen3-8b", {"dp_shard": 8}, sequence_length=256),
     "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(

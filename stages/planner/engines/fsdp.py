@@ -6,13 +6,14 @@ Selective recomputation and adapters are those of PyTorch and PEFT.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, merged_experts
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, saved_parameters
 from stages.planner.compute import LayerTime, PassTimes
-from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
+from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
+from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.workload import ProgramTraits
 
@@ -48,34 +49,70 @@ class FsdpCosts(EngineCosts):
         # LoRA factors and their gradients are in fp32, whatever the base is stored in.
         return frozen + 4 * trained, 4 * trained, size.moments * trained
 
-    def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        """Return the bytes of gathered parameters and of one layer's unsharded gradients on one process rank.
+    def moments(self, case: StepCase, stage: PipelineStage) -> tuple[Moment, ...]:
+        """Return the moments of the last micro-batch at which a rank may hold most memory, in their order.
 
-        Gathered at once are embedding, head and a few layers; under a pipeline all, for a step, gradients unsharded.
+        The root (the head, and the last norm) stays gathered from the forward pass to the end of the backward pass. Its
+        gradients are reduced last: only then FSDP2 knows that no more come.
         """
-        layout, size = case.layout, case.workload.compute_bytes
-        held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total
-        outside = outside_parameters(case.shape, stage, layout.tp)
-        keeps_layers = not layout.reshard_after_forward or layout.pp > 1
-        # The layer that computes, the next, which FSDP gathers meanwhile, and those that are prefetched besides.
-        alive = stage.num_layers if keeps_layers else min(stage.num_layers, 2 + layout.prefetch_layers)
-        if case.workload.adapter is not None:
-            # Gathered parameters arrive in one buffer and are copied out of it; a single process gathers nothing ahead.
-            is_alone = layout.optimizer_shards == 1
-            alive = min(alive, 2) if is_alone and not keeps_layers else alive + (not is_alone)
-            if is_alone and not keeps_layers and any(merged_experts(case.shape, case.workload.adapter)):
-                alive = 1  # freed before the sum of experts and their adapter is made, which is as large
-            layer = gathered_layer_bytes(case.shape, case.workload.adapter, size)
-            return alive * layer + size * outside
-        if layout.optimizer_shards == 1:
-            # A single process gathers nothing, but casts its fp32 weights.
-            return (size * held) if size < 4 else 0.0
-        layer = (held - outside) / stage.num_layers
-        gathered = size * (alive * layer + outside)
-        keeps_gradients = int(case.micro_batches) > 1 and _reduces_once(case)
-        # Shards of gradients replace whole ones, a layer at a time; on the device they count among the states.
-        shards = 0.0 if layout.cpu_offload else held / layout.dp_shard
-        return gathered + 4 * (held - shards if keeps_gradients else layer) + size * layer
+        layout, size, num_layers = case.layout, case.workload.compute_bytes, stage.num_layers
+        layer, root, embedding = _groups(case, stage)
+        _, gradients, _ = self.model_states(case, stage)
+        learning = case.trained(stage).total
+        shard = gradients / max(1.0, learning)
+        # Sums over earlier micro-batches: shards, or whole gradients in fp32, of which shards count as gradients.
+        adds_up = int(case.micro_batches) > 1
+        sums, keeps_whole = gradients if adds_up else 0.0, adds_up and _reduces_once(case)
+        whole = 4 * learning - gradients if keeps_whole else 0.0
+        # Weights arrive in a buffer, from which they are copied; one process copies its own. Layers are gathered ahead:
+        # backward one even without an order.
+        is_alone, is_kept = layout.optimizer_shards == 1, not _gathers_again(layout)
+        arriving, gathers_ahead = (not is_alone) * layer.gathered, not is_alone and not is_kept
+        ahead = min(layout.prefetch_layers, num_layers - 1) * gathers_ahead
+        behind = max(1, layout.prefetch_layers) * gathers_ahead
+        kept = (num_layers - 1) * layer.gathered + embedding.gathered if is_kept else 0.0
+        held = whole + root.gathered + kept
+        outside = root.gathered + embedding.gathered
+        # Forward, a group's buffer is kept until the next one is copied out of its own: first the root's.
+        first = (not is_alone) * outside + ahead * layer.gathered
+        moments = [
+            Moment("forward", sums, whole + outside, first, num_layers),
+            Moment("forward", sums, held + layer.gathered, arriving + ahead * layer.gathered, ahead),
+            Moment("forward", sums, held + layer.gathered, arriving),
+            Moment("head", sums, held + is_kept * layer.gathered, min(behind, num_layers) * layer.gathered),
+        ]
+        # A group's reduction takes its input; in one process a divided copy besides, in several the last gradient, by a
+        # variable of a loop (torch 2.13).
+        reduced = 4 * (1 + is_alone)
+        held_by_loop = 0 if is_alone else 4 if keeps_whole else size
+        held = root.gathered + size * root.learning + kept
+        for done in sorted({0, 1, num_layers - 1} - {num_layers}):
+            # The reduction of the layer before may still run, whose input is kept.
+            passing = layer.gathered + (size + (reduced if done else 0)) * layer.learning
+            passing += whole * (1 - done / num_layers)
+            shards, next_layers = sums or done * shard * layer.learning, min(behind, num_layers - 1)
+            moments.append(Moment("layer", shards, held + passing, next_layers * layer.gathered, done))
+        # The embedding is gathered for a backward pass that does not need it; then both are reduced, the root first.
+        shards = sums or shard * num_layers * layer.learning
+        buffers = root.gathered + size * root.learning + reduced * layer.learning + embedding.gathered
+        moments.append(Moment("nothing", shards, buffers, gathers_ahead * embedding.gathered, num_layers))
+        shards = sums or gradients - shard * embedding.learning
+        buffers = embedding.gathered + (4 if keeps_whole else size) * embedding.learning
+        buffers += (reduced + held_by_loop) * root.learning
+        moments.append(Moment("nothing", shards, buffers, idle_layers=num_layers))
+        buffers = (reduced + held_by_loop) * embedding.learning
+        moments.append(Moment("nothing", gradients, buffers, idle_layers=num_layers))
+        return tuple(moments)
+
+    def data_parallel_traffic(self, case: StepCase, stage: PipelineStage) -> tuple[Traffic, ...]:
+        layout, (layer, root, embedding) = case.layout, _groups(case, stage)
+        gathered = (1 + _gathers_again(layout)) * (stage.num_layers * layer.gathered + embedding.gathered)
+        learning = case.trained(stage).total
+        return (
+            Traffic("all-gather", network.shard_group(layout), _gatherings(case) * (gathered + root.gathered)),
+            Traffic("reduce-scatter", network.shard_group(layout), _reductions(case) * 4 * learning),
+            Traffic("all-reduce", network.replica_group(layout), 4 * learning / layout.optimizer_shards),
+        )
 
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
@@ -83,38 +120,38 @@ class FsdpCosts(EngineCosts):
         """Return the seconds per step of gathering, gradient reduction and offloading that are not hidden by compute.
 
         Every micro-batch gathers each layer twice (once if `reshard_after_forward` is off); gradients are reduced after
-        each micro-batch or after the last. Under a pipeline layers stay gathered and gradients whole for a step.
+        each micro-batch or after the last, and then over replicas. Under a pipeline layers stay gathered and gradients
+        whole for a step.
         """
         layout, hardware = case.layout, case.hardware
-        group = network.shard_group(layout)
-        size = case.workload.compute_bytes
-        outside = outside_parameters(case.shape, stage, layout.tp)
-        outside_reduced = outside if case.workload.adapter is None else 0.0
-        reduced = (case.trained(stage).total - outside_reduced) / stage.num_layers
-        gather_s = network.gather_s(hardware, group, _gathered_bytes(case, stage))
-        reduce_s = network.gather_s(hardware, group, 4 * reduced)
-        replicas = network.replica_group(layout)
-        replicas_s = network.all_reduce_s(hardware, replicas, 4 * reduced / layout.optimizer_shards)
+        group, replicas = network.shard_group(layout), network.replica_group(layout)
+        of_layer, root, embedding = _groups(case, stage)
+        gather_s = network.gather_s(hardware, group, _gathered_bytes(case, of_layer))
+        reduce_s = network.gather_s(hardware, group, 4 * of_layer.learning)
+        replicas_s = network.all_reduce_s(hardware, replicas, 4 * of_layer.learning / layout.optimizer_shards)
         forward_s = case.exposed_s(gather_s, layer.both.forward_s)
-        backward_s = layer.both.backward_s + recompute_s
         # Gathering a layer again for the backward pass.
-        again_s = gather_s if layout.reshard_after_forward and layout.pp == 1 else 0.0
+        again_s = gather_s if _gathers_again(layout) else 0.0
         # All of a layer's communication hides behind the same backward pass, so what each part adds is a difference.
-        with_gradients_s = case.exposed_s(again_s + reduce_s + replicas_s, backward_s)
-        without_s = case.exposed_s(again_s, backward_s)
-        gatherings = case.micro_batches if layout.pp == 1 else 1.0
-        reductions = 1.0 if _reduces_once(case) else case.micro_batches
-        # Embedding and head are one group of FSDP's, around all layers.
-        root_s = network.gather_s(hardware, group, size * outside)
-        root_s += network.gather_s(hardware, group, 4 * outside_reduced)
-        root_s = case.exposed_s(root_s, (head.forward_s + head.backward_s))
-        layers_s = gatherings * (forward_s + without_s) + reductions * (with_gradients_s - without_s)
-        return stage.num_layers * layers_s + reductions * root_s + _offload_s(case)
+        backward_s = layer.both.backward_s + recompute_s
+        without_s, reduced_s, last_s = (
+            case.exposed_s(again_s + more_s, backward_s) for more_s in (0.0, reduce_s, reduce_s + replicas_s)
+        )
+        layers_s = _gatherings(case) * (forward_s + without_s) + _reductions(case) * (reduced_s - without_s)
+        # Embedding and head are groups of FSDP's around all layers. The embedding is gathered again, the head is not.
+        head_s, learning = head.forward_s + head.backward_s, root.learning + embedding.learning
+        outside_s = network.gather_s(hardware, group, root.gathered)
+        outside_s += (1 + _gathers_again(layout)) * network.gather_s(hardware, group, embedding.gathered)
+        outside_s = _gatherings(case) * case.exposed_s(outside_s, head_s)
+        outside_s += _reductions(case) * case.exposed_s(network.gather_s(hardware, group, 4 * learning), head_s)
+        outside_s += network.all_reduce_s(hardware, replicas, 4 * learning / layout.optimizer_shards)
+        return stage.num_layers * (layers_s + last_s - reduced_s) + outside_s + _offload_s(case)
 
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
         if case.layout.pp > 1:
             return 0.0
-        gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), _gathered_bytes(case, stage))
+        num_bytes = _gathered_bytes(case, _groups(case, stage)[0])
+        gather_s = network.gather_s(case.hardware, network.shard_group(case.layout), num_bytes)
         return case.exposed_s(gather_s, layer.both.forward_s)
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
@@ -127,6 +164,38 @@ class FsdpCosts(EngineCosts):
                 for reshard in (True, False) if dp_shard > 1 else (True,):
                     yield {**degrees, "recompute": recompute, "reshard_after_forward": reshard}
             yield {**degrees, "recompute": "full", "cpu_offload": True}
+
+
+class _Group(NamedTuple):
+    """Weights of one process rank that FSDP2 gathers and reduces together: gathered bytes, trainable parameters."""
+
+    gathered: float
+    learning: float
+
+
+def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Group]:
+    """Return an average layer's group, the root's (head, and last norm), and the embedding's, empty if it is the head.
+
+    Modules that learn beside an adapter count with the head and the embedding first, as they usually are these.
+    """
+    shape, layout, adapter, size = case.shape, case.layout, case.workload.adapter, case.workload.compute_bytes
+    outside = outside_parameters(shape, stage, layout.tp)
+    in_root = stage.has_head * shape.head_parameters / layout.tp
+    if shape.tied_embeddings or not case.software.separate_embedding:
+        in_root = outside
+    saved = outside if adapter is None else saved_parameters(shape, adapter)
+    root_learns, outside_learns = min(saved, in_root), min(saved, outside)
+    layer_learns = (case.trained(stage).total - outside_learns) / stage.num_layers
+    if adapter is None:
+        held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+        gathered = size * (held - outside) / stage.num_layers
+    else:
+        gathered = gathered_layer_bytes(shape, adapter, size)
+    return (
+        _Group(gathered, layer_learns),
+        _Group(size * in_root, root_learns),
+        _Group(size * (outside - in_root), outside_learns - root_learns),
+    )
 
 
 def _reduces_once(case: StepCase) -> bool:
@@ -148,17 +217,26 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
     return held - outside_parameters(shape, stage, layout.tp) - norms - positions
 
 
-def _gathered_bytes(case: TimedCase, stage: PipelineStage) -> float:
-    """Return the bytes of one whole layer as FSDP gathers it for a pass, including its adapter, if any."""
-    workload, layout = case.workload, case.layout
-    if workload.adapter:
-        return gathered_layer_bytes(case.shape, workload.adapter, workload.compute_bytes)
-    outside = outside_parameters(case.shape, stage, layout.tp)
-    return (
-        (1 if workload.in_few_bits and not case.software.casts_at_products else workload.compute_bytes)
-        * (rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp).total - outside)
-        / stage.num_layers
-    )
+def _gathered_bytes(case: TimedCase, layer: _Group) -> float:
+    """Return the bytes of a layer's group as it is sent: in one byte a weight where the layer is trained in fp8."""
+    workload = case.workload
+    in_one_byte = workload.in_few_bits and not case.software.casts_at_products and workload.adapter is None
+    return layer.gathered / (workload.compute_bytes if in_one_byte else 1)
+
+
+def _gathers_again(layout: Layout) -> bool:
+    """Return whether layers and embedding are freed after the forward pass, to be gathered again for the backward."""
+    return layout.reshard_after_forward and layout.pp == 1
+
+
+def _gatherings(case: StepCase) -> float:
+    """Return the number of times a step that weights are gathered for a forward pass."""
+    return case.micro_batches if case.layout.pp == 1 else 1.0
+
+
+def _reductions(case: StepCase) -> float:
+    """Return the number of times a step that gradients are reduced over the ranks that share them."""
+    return 1.0 if _reduces_once(case) else case.micro_batches
 
 
 def _offload_s(case: TimedCase) -> float:

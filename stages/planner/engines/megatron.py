@@ -13,7 +13,8 @@ from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.adapted import joined_bytes
 from stages.planner.compute import LayerTime, PassTimes
-from stages.planner.costs import EngineCosts, SearchRequest, StepCase, TimedCase
+from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
+from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, rank_parameters
 from stages.planner.workload import ProgramTraits
 
@@ -55,8 +56,24 @@ class MegatronCosts(EngineCosts):
         weights += joined_bytes(case.shape, workload.adapter, stage, layout.tp, workload.compute_bytes)
         return weights, trained.total * gradient_bytes, sharded * optimizer_bytes
 
-    def buffer_bytes(self, case: StepCase, stage: PipelineStage) -> float:
-        return 0.0
+    def moments(self, case: StepCase, stage: PipelineStage) -> tuple[Moment, ...]:
+        _, gradients, _ = self.model_states(case, stage)  # in buffers that last for the whole run
+        return Moment("forward", gradients), Moment("head", gradients), Moment("layer", gradients)
+
+    def data_parallel_traffic(self, case: StepCase, stage: PipelineStage) -> tuple[Traffic, ...]:
+        layout, held = case.layout, case.trained(stage)
+        size, reduced = case.workload.compute_bytes, _reduced_bytes(case)
+        shards, experts = network.shard_group(layout), network.expert_replica_group(layout)
+        replicas = network.replica_group(layout)
+        if layout.optimizer_shards == 1:
+            return (Traffic("all-reduce", replicas, reduced * held.total),)
+        return (
+            Traffic("all-gather", shards, size * held.dense),
+            Traffic("all-gather", experts, size * held.expert),
+            Traffic("reduce-scatter", shards, reduced * held.dense),
+            Traffic("reduce-scatter", experts, reduced * held.expert),
+            Traffic("all-reduce", replicas, reduced * held.dense / layout.optimizer_shards),
+        )
 
     def data_parallel_s(
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
@@ -69,7 +86,7 @@ class MegatronCosts(EngineCosts):
         if layout.data_parallel_size * layout.cp == 1:
             return 0.0
         held = case.trained(stage)
-        gradient_bytes = 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
+        gradient_bytes = _reduced_bytes(case)
         shards = network.shard_group(layout)
         experts = network.expert_replica_group(layout)
         reduce_s = network.gather_s(hardware, shards, gradient_bytes * held.dense)
@@ -116,6 +133,11 @@ class MegatronCosts(EngineCosts):
                 for recompute in ("none", "full") if flash else ("none", "selective", "full"):
                     variant = {"vpp": vpp, "dp_shard": dp_shard, "dp_replicate": shares // dp_shard}
                     yield {**degrees, **variant, "recompute": recompute}
+
+
+def _reduced_bytes(case: StepCase) -> int:
+    """Return the bytes of a gradient as it is reduced."""
+    return 4 if case.workload.precision == "fp32" else case.software.gradient_bytes
 
 
 def _exposed_s(case: TimedCase, communication_s: float, compute_s: float) -> float:

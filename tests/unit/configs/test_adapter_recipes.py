@@ -49,7 +49,7 @@ def test_qwen3_30b_under_ep8():
     assert worst.gradients * GIB == 4 * learning
     assert worst.optimizer * GIB == 12 * (shared / 8 + of_experts)
     assert worst.activations * GIB == 2 * 2048 * 4096 * 48  # `recompute: full` keeps what enters each layer
-    assert 20 < worst.total < 26
+    assert 14 < worst.total < 17  # logits in chunks: a billion bytes instead of six
 
 
 def test_qwen3_8b_in_four_bits_on_24_gib():

@@ -80,7 +80,7 @@ def test_an_adapter_is_trained_on_a_node_where_whole_weights_would_not_fit(name)
     shape = ModelFacts(RECIPES[name][0]).shape
     whole = config.model_copy(update={"adapter": None})
     assert config.execution.nodes == 1 and config.product == "adapter"
-    assert memory(shape, config.engine, config.layout, whole.workload).peak_gib > GPU_GIB
+    assert memory(shape, config.engine, config.layout, whole.workload).peak_gib > 0.9 * GPU_GIB
 
 
 def test_the_quickstart_differs_from_the_one_on_fsdp_in_engine_and_layout_only():

@@ -150,9 +150,9 @@ def test_passes_of_each_step_take_a_forward_pass_over_its_rows():
 
 def test_a_head_of_scores_has_neither_logits_nor_their_product():
     scores = replace(WORK, scores_documents=True)
-    worst, whole = (memory(LLAMA, "fsdp", Layout(), work).worst for work in (scores, WORK))
+    worst, whole = (memory(LLAMA, "fsdp", Layout(dp_shard=8), work).worst for work in (scores, WORK))
     assert worst.logits == 0 < whole.logits
-    assert whole.weights - worst.weights == pytest.approx(4 * LLAMA.head_parameters / GIB)
+    assert whole.weights - worst.weights == pytest.approx(4 * LLAMA.head_parameters / 8 / GIB)
     layers, all_of_it = (estimate(Layout(), work, "fsdp").parts.compute for work in (scores, WORK))
     assert layers == pytest.approx(all_of_it - 64 * sum(vars(head_time(LLAMA_WORK, H100)).values()))
 

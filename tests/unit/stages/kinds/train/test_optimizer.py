@@ -11,7 +11,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from stages.kinds.train.blocks import OptimizerConfig
 from stages.models.known_models import KNOWN
 from stages.parallel.processes import joined_processes
+from stages.planner.costs import StepCase
+from stages.planner.engines.registry import COSTS
 from stages.planner.memory import GIB, memory
+from stages.planner.partition import pipeline_stages
 from tests.train_stage import make_config
 
 MUON = {"name": "muon"}
@@ -55,9 +58,9 @@ def test_fewer_bits_are_predicted_to_need_less():
     fewer = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", **IN_BF16}
     for optimizer, size in (({}, 16), ({"exp_avg_dtype": "bf16"}, 14), (fewer, 8)):
         config = make_config(optimizer=optimizer, **options)
-        worst = memory(shape, "fsdp", config.layout, config.workload).worst
-        found = (worst.weights + worst.gradients + worst.optimizer) * GIB
-        assert found == pytest.approx(size * shape.num_parameters / 8, rel=1e-3)
+        case = StepCase(shape, COSTS["fsdp"], config.layout, config.workload, COSTS["fsdp"].program(config.layout))
+        held = COSTS["fsdp"].model_states(case, *pipeline_stages(shape.num_layers, 1))
+        assert sum(held) == pytest.approx(size * shape.num_parameters / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize(
