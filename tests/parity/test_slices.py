@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
-    """Provide a function that returns each rank's peak memory and weight bytes after loading a model, or its error."""
+    """Provide a function that returns what each rank holds at the peak and after loading a model, or its error."""
     output = tmp_path_factory.mktemp("found")
     spec = {"models": models, "config": make_config({"dp_shard": 2}), "output": str(output)}
     (output / "spec.json").write_text(json.dumps(spec))
@@ -51,10 +51,14 @@ def found(models, tmp_path_factory):
 
 
 def test_no_process_holds_the_model(found):
-    """No process holds a whole model under FSDP, but its half (417 MiB in fp32) and 2 of 13 layers for the probe."""
+    """No process holds a whole model under FSDP, but its half (417 MiB in fp32) and 2 of 13 layers for the probe.
+
+    Nothing is left of the probe.
+    """
     for of_rank in found("large"):
         assert of_rank["shard_bytes"] == pytest.approx(417 / 2 * MIB, rel=0.01)
         assert of_rank["peak_bytes"] < 0.7 * 417 * MIB
+        assert of_rank["gathered_bytes"] == 0
 
 
 def test_all_processes_name_what_is_not_finite_on_one(found):

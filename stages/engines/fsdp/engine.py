@@ -29,7 +29,7 @@ from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, freeze_unused, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
-from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters
+from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
@@ -104,7 +104,7 @@ class FsdpEngine:
         # By the classes of modules, which FSDP2 changes.
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         self._parallelize(settings.layout, files, float8)
-        # After sharding, which replaces every parameter by a DTensor.
+        # After sharding, which replaces parameters by DTensors.
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
@@ -137,6 +137,10 @@ class FsdpEngine:
             sum((balance_weight * one for one in balance), parts[0]).backward()
             added_up.append(stacked(parts))
             balances += [one.detach() for one in balance]
+        # As FSDP2 does for its own (`reduce_unused`): AdamW would not decay a weight without a gradient.
+        for parameter in self._parameters:
+            if parameter.grad is None and not isinstance(parameter, DTensor):
+                parameter.grad = torch.zeros_like(parameter)
         # [micro-batches, 1 + metrics] → [1 + metrics], then over processes
         summed = self._all_reduce(torch.stack(added_up).sum(0))
         named = {METRIC: self._all_reduce(torch.stack(balances).sum()) / num_balanced} if balances else {}
@@ -312,7 +316,7 @@ class FsdpEngine:
         return squared.sqrt()
 
     def _local_gradients(self) -> list[Tensor]:
-        return [parameter.grad.to_local() for parameter in self._parameters if parameter.grad is not None]
+        return [local_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
 
     def _over_shares(self, values: Tensor) -> Tensor:
         """Sum values of the host over processes on the device; one process alone leaves them on the host."""

@@ -99,9 +99,9 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         state = self.state[parameter]
         kept = {"weight": parameter, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         # `view`, not `reshape`: the results are written back through these views.
-        flat = {name: _local(one).view(-1) for name, one in kept.items()}
+        flat = {name: local_of(one).view(-1) for name, one in kept.items()}
         assert parameter.grad is not None
-        gradient = _local(parameter.grad).reshape(-1)
+        gradient = local_of(parameter.grad).reshape(-1)
         return _ShardSlice(self._names[parameter], first_element(parameter), gradient, flat)
 
     def _update(self, pieces: list[_ShardSlice], step: int, group: dict[str, Any]) -> None:
@@ -218,7 +218,8 @@ def _key(*parts: object) -> int:
     return int.from_bytes(sha256(repr(parts).encode()).digest()[:4], signed=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -72,7 +72,8 @@ def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Apply a layout's recomputation, compilation, sharding and prefetching to the model in place.
 
-    Afterwards parameters are DTensors on `mesh`, with rank 0's weights; those on `meta` stay there for `shards.py`.
+    Afterwards parameters are DTensors on `mesh`, with rank 0's weights; those on `meta` stay there for `shards.py`. On
+    one process some stay as they are (`used_as_they_are`).
     """
     layers = transformer_layers(model.causal_lm)
     # Of one process alone every weight is its own shard: keeping them here would keep the model twice.
@@ -115,6 +116,10 @@ def apply_fsdp(
         if layout.cpu_offload
         else OffloadPolicy(),
     }
+    if mesh.size() == 1 and not layout.cpu_offload:
+        options["ignored_params"] = used_as_they_are(model, compute_dtype)
+        for one in options["ignored_params"]:  # FSDP2 moves its own alone; those on `meta` are read to the device
+            one.data = one.data if one.is_meta else one.data.to(mesh.device_type)
     for module in modules_kept_in_fp32(model.causal_lm, compute_dtype):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -136,6 +141,21 @@ def apply_fsdp(
         if mesh.device_type == "cpu":
             module.set_custom_reduce_scatter(AllToAllReduceScatter())
     reduce_unused(model)
+
+
+def used_as_they_are(model: nn.Module, compute_dtype: torch.dtype) -> set[nn.Parameter]:
+    """Return the parameters that one process need not copy before each use: FSDP2 would, though nothing is gathered.
+
+    Frozen ones that are kept in the dtype of computation, or as bytes; all, where everything is in fp32. Otherwise
+    those that learn are cast, and their gradients are added up in fp32, both by FSDP2.
+    """
+    learning = [one for one in model.parameters() if one.requires_grad]
+    are_whole = compute_dtype == torch.float32 and all(one.dtype == torch.float32 for one in learning)
+    return {
+        one
+        for one in model.parameters()
+        if (are_whole if one.requires_grad else one.dtype in (compute_dtype, torch.uint8))
+    }
 
 
 def reduce_unused(model: nn.Module) -> None:

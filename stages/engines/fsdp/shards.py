@@ -16,6 +16,7 @@ from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, transformer_layers
+from stages.engines.fsdp.optimizer import local_of
 from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
 from stages.engines.fsdp.sources import ModelFiles
 from stages.models.loaded_weights import check_all_finite
@@ -61,14 +62,21 @@ def check_sharded(
     """
     keep_kinds_of_layers(twin.causal_lm)
     # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.
-    apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
+    is_sharded = mesh.size() > 1
+    if is_sharded:
+        apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
+    in_fp32: dict[int, Tensor] = {}  # by identity, so that tied weights stay one
     for prefix, module in twin.named_modules():
         # The model's own shards, not copies: both are cut in the same way, by the same mesh.
         for name, weight in _own_weights(model.get_submodule(prefix)):
-            setattr(module, name, weight)
+            setattr(module, name, weight if is_sharded else in_fp32.setdefault(id(weight), _in_fp32(weight)))
     check_log_probabilities(twin, device)
-    for module in fsdp_modules(twin):
-        module.reshard()  # the root keeps the head gathered, in fp32, and cycles would keep the twin until a collection
+    # Cycles keep the twin until a collection, and with it weights in fp32: the head, which the root keeps gathered, or
+    # one process's copies.
+    for one in fsdp_modules(twin):
+        one.reshard()
+    if not is_sharded:
+        drop_weights(twin, list(twin.parameters()))
 
 
 def keep_kinds_of_layers(causal_lm: Any) -> None:
@@ -140,16 +148,17 @@ class _ShardReader:
             kept.copy_(rows)
 
     def _replace(self, empty: nn.Parameter, rows: Tensor, name: str) -> None:
-        assert isinstance(empty, DTensor)
-        if rows.shape != empty.to_local().shape:
+        expected = list(local_of(empty).shape)
+        if list(rows.shape) != expected:
             raise ModelError(
-                f"reading {name}: found {list(rows.shape)} as this process's rows of it, expected "
-                f"{list(empty.to_local().shape)} by config.json; fetch or save the model again"
+                f"reading {name}: found {list(rows.shape)} as this process's rows of it, expected {expected} by "
+                "config.json; fetch or save the model again"
             )
-        local = rows.to(self._device, empty.dtype, copy=True).contiguous()  # files are to be let go
-        options: dict[str, Any] = {"run_check": False, "shape": empty.shape, "stride": empty.stride()}
-        sharded = DTensor.from_local(local, empty.device_mesh, empty.placements, **options)
-        parameter = nn.Parameter(sharded, requires_grad=empty.requires_grad)
+        read: Tensor = rows.to(self._device, empty.dtype, copy=True).contiguous()  # files are to be let go
+        if isinstance(empty, DTensor):
+            options: dict[str, Any] = {"run_check": False, "shape": empty.shape, "stride": empty.stride()}
+            read = DTensor.from_local(read, empty.device_mesh, empty.placements, **options)
+        parameter = nn.Parameter(read, requires_grad=empty.requires_grad)
         for module, attribute in self._sharing[id(empty)]:
             setattr(module, attribute, parameter)
 
@@ -160,7 +169,16 @@ def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
+def _in_fp32(weight: Tensor) -> Tensor:
+    """Return a weight of one process as fp32, the same tensor if it is; codes of quantized ones stay bytes."""
+    local = local_of(weight)
+    if not local.is_floating_point():
+        return weight
+    return nn.Parameter(local.float(), requires_grad=False) if isinstance(weight, nn.Parameter) else local.float()
+
+
 def _rows(parameter: Tensor) -> slice:
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):
+        return slice(0, len(parameter)) if parameter.ndim else slice(None)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return slice(offset[0], offset[0] + shape[0])

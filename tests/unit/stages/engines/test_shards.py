@@ -1,4 +1,4 @@
-"""The check that a sharded model predicts like the unsharded one leaves no gathered weights in memory."""
+"""Weights of one process: read from files, checked against Transformers, and copied only where their dtype differs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import gc
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stages.adapters.config import AdapterConfig
+from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import find_weights
-from stages.engines.fsdp.parallelize import data_parallel_mesh, fsdp_modules, parallelize
+from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
+from stages.engines.settings import AdamSettings, EngineSettings
+from stages.models.facts import ModelFacts
 from stages.parallel.layout import Layout
 
 CPU = torch.device("cpu")
+LORA = {"adapter": AdapterConfig(rank=2)}
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_what_the_twin_gathers_is_freed_with_the_check(one_process: None, tmp_path: Path) -> None:
+def test_what_the_twin_computes_with_is_freed_with_the_check(one_process: None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
@@ -43,12 +50,22 @@ def test_what_the_twin_gathers_is_freed_with_the_check(one_process: None, tmp_pa
     parallelize(model, layout, mesh, torch.bfloat16)
     read_shards(model.causal_lm, files, CPU)
     check_sharded(model, twin, layout, mesh, CPU)
-    gathered = [
-        tensor
-        for module in fsdp_modules(twin)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-        for weight in group.fsdp_params
-        for tensor in weight.all_gather_outputs
-    ]
-    assert len(gathered) == len(list(model.parameters()))
-    assert sum(tensor.untyped_storage().size() for tensor in gathered) == 0
+    assert all(one.is_meta for one in twin.parameters())
+    assert not any(one.is_meta for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "fields", "copied"), [("fp32", {}, "nothing"), ("bf16", {}, "everything"), ("bf16", LORA, "factors")]
+)
+def test_one_process_copies_only_what_it_computes_with_in_another_dtype(
+    one_process: None, tmp_path: Path, precision: Any, fields: dict[str, Any], copied: str
+) -> None:
+    """One process uses weights as they are, without FSDP2's copy before each layer, unless their dtype is another."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    engine = FsdpEngine(ModelFacts(tmp_path), EngineSettings(Layout(), precision, AdamSettings(1e-2), **fields), CPU)
+    names = {name for name, one in engine._model.named_parameters() if isinstance(one, DTensor)}
+    everything = {name for name, _ in engine._model.named_parameters()}
+    factors = {name for name in everything if ".lora_" in name}
+    assert names == {"nothing": set(), "everything": everything, "factors": factors}[copied]
