@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.engine import FsdpEngine, full_tensor
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
@@ -52,7 +52,7 @@ def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     def fill(*_: object) -> None:
         if not gradients:
             named = engine._model.causal_lm.named_parameters()
-            gradients.update({name: one.grad.full_tensor().cpu() for name, one in named if one.grad is not None})
+            gradients.update({name: full_tensor(one.grad).cpu() for name, one in named if one.grad is not None})
 
     engine._optimizer.register_step_pre_hook(fill)
     return gradients

@@ -212,7 +212,7 @@ class FsdpEngine:
             # A state dict, not parameters: those are still gathered after an evaluation, in the dtype of computation,
             # where `reshard_after_forward` is false. Gathering is collective, so before other ranks return.
             weights = self._model.causal_lm.state_dict()
-            learned = {name: _full_tensor(weights[name]).cpu() for name in sorted(learning)}
+            learned = {name: full_tensor(weights[name]).cpu() for name in sorted(learning)}
             if not is_main_process():
                 return []
             start = self._taken_out, self._merged
@@ -220,7 +220,7 @@ class FsdpEngine:
             unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return [*problems, *([unloadable] if unloadable else [])]
         # A generator: one weight is gathered at a time, in the same order on every rank.
-        named_weights = ((name, _full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
+        named_weights = ((name, full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(
             self._model.causal_lm,
             named_weights,
@@ -328,5 +328,6 @@ class FsdpEngine:
         return values
 
 
-def _full_tensor(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
+    """Return a sharded tensor whole, which is collective, or the tensor if it is not sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
