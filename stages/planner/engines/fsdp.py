@@ -81,23 +81,26 @@ class FsdpCosts(EngineCosts):
             Moment("forward", sums, held + layer.gathered, arriving),
             Moment("head", sums, held + is_kept * layer.gathered, min(behind, num_layers) * layer.gathered),
         ]
-        # A group's reduction takes its input; in one process a divided copy besides, in several the last gradient, by a
+        # Bytes of a gradient until its group's reduction. One process in fp32 adds gradients up where they are.
+        is_copied = _is_copied(case)
+        waiting = size if is_copied else 0 if adds_up else 4
+        # The reduction takes its input; in one process a divided copy besides, in several the last gradient, by a
         # variable of a loop (torch 2.13).
-        reduced = 4 * (1 + is_alone)
+        reduced = 4 * (1 + is_alone) * is_copied
         held_by_loop = 0 if is_alone else 4 if keeps_whole else size
-        held = root.gathered + size * root.learning + kept
+        held = root.gathered + waiting * root.learning + kept
         for done in sorted({0, 1, num_layers - 1} - {num_layers}):
             # The reduction of the layer before may still run, whose input is kept.
-            passing = layer.gathered + (size + (reduced if done else 0)) * layer.learning
+            passing = layer.gathered + (waiting + (reduced if done else 0)) * layer.learning
             passing += whole * (1 - done / num_layers)
             shards, next_layers = sums or done * shard * layer.learning, min(behind, num_layers - 1)
             moments.append(Moment("layer", shards, held + passing, next_layers * layer.gathered, done))
         # The embedding is gathered for a backward pass that does not need it; then both are reduced, the root first.
         shards = sums or shard * num_layers * layer.learning
-        buffers = root.gathered + size * root.learning + reduced * layer.learning + embedding.gathered
+        buffers = root.gathered + waiting * root.learning + reduced * layer.learning + embedding.gathered
         moments.append(Moment("nothing", shards, buffers, gathers_ahead * embedding.gathered, num_layers))
         shards = sums or gradients - shard * embedding.learning
-        buffers = embedding.gathered + (4 if keeps_whole else size) * embedding.learning
+        buffers = embedding.gathered + (4 if keeps_whole and is_copied else waiting) * embedding.learning
         buffers += (reduced + held_by_loop) * root.learning
         moments.append(Moment("nothing", shards, buffers, idle_layers=num_layers))
         buffers = (reduced + held_by_loop) * embedding.learning
@@ -191,11 +194,21 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
         gathered = size * (held - outside) / stage.num_layers
     else:
         gathered = gathered_layer_bytes(shape, adapter, size)
-    return (
+    groups = (
         _Group(gathered, layer_learns),
         _Group(size * in_root, root_learns),
         _Group(size * (outside - in_root), outside_learns - root_learns),
     )
+    if layout.world_size > 1 or layout.cpu_offload:
+        return groups
+    # One process copies only what it has to cast, not what is frozen or computed with as it is.
+    layer, root, embedding = (_Group(size * _is_copied(case) * one.learning, one.learning) for one in groups)
+    return layer, root, embedding
+
+
+def _is_copied(case: StepCase) -> bool:
+    """Return whether FSDP2 copies weights that learn before each use, to gather or to cast them."""
+    return case.layout.world_size > 1 or case.layout.cpu_offload or case.workload.compute_bytes < 4
 
 
 def _reduces_once(case: StepCase) -> bool:
