@@ -187,7 +187,6 @@ ENGINES = {"fsdp": nullcontext, "megatron": megatron_on_fake_gpus}
 
 LORA: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32}}
 NF4: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32, "base_precision": "nf4"}}
-FP32: dict[str, Any] = {"precision": "fp32"}
 CASES = {
     "one GPU": Case("qwen3-8b", {}),
     "sharded": Case("qwen3-8b", {"dp_shard": 8}),
@@ -204,8 +203,6 @@ CASES = {
     "wide layers, LoRA": Case("llama3-70b", {"dp_shard": 64}, num_layers=3, options=LORA),
     "one GPU, LoRA": Case("llama3-70b", {}, num_layers=3, sequence_length=512, options=LORA),
     "one GPU, micro-batches": Case("qwen3-0.6b", {}, micro_batches=2, sequence_length=512),
-    "one GPU, fp32": Case("qwen3-8b", {}, num_layers=2, options=FP32),
-    "one GPU, fp32, micro-batches": Case("qwen3-0.6b", {}, micro_batches=2, sequence_length=512, options=FP32),
     "head and embedding of one weight": Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "full"}),
     "short rows": Case("qwen3-8b", {"dp_shard": 8}, sequence_length=256),
     "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
