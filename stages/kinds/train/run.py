@@ -110,7 +110,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         if data.lengths:
             write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
     plots = [LOSS_PLOT] if (context.work / LOSS_PLOT).exists() else []
-    return _result(training_run, data, evaluation, measured_at_end, prediction, plots)
+    return _result(training_run, data, evaluation, measured_at_end=measured_at_end, prediction=prediction, plots=plots)
 
 
 def _check_machine(config: TrainConfig) -> DeviceType:
@@ -268,6 +268,7 @@ def _result(
     training_run: TrainingRun,
     data: TrainingData,
     evaluation: LossMeans | None,
+    *,
     measured_at_end: dict[str, float],
     prediction: Prediction,
     plots: Sequence[str],
