@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines.fsdp.engine import FsdpEngine, full_tensor
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.optimizer import full_tensor
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts

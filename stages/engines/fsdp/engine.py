@@ -29,7 +29,7 @@ from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, freeze_unused, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
-from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, local_of
+from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
@@ -326,8 +326,3 @@ class FsdpEngine:
         if self.data_parallel_size > 1:
             dist.all_reduce(values)
         return values
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """Return a sharded tensor whole, which is collective, or the tensor if it is not sharded."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

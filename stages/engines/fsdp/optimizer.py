@@ -223,6 +223,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor whole, which is collective, or the tensor if it is not sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class MuonAndAdamW(torch.optim.AdamW):
     """Optimizer that updates groups marked `is_muon` (matrices or stacks of them) by Muon, and others by AdamW."""
 
@@ -255,8 +260,7 @@ class MuonAndAdamW(torch.optim.AdamW):
         if muon.adjust_lr_fn == "match_rms_adamw":
             ratio = 0.2 * math.sqrt(max(rows, columns))  # Liu et al. 2025, equation 4
         # Collective: every process of the mesh must reach the same parameters in the same order.
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        change = orthogonalized(whole.to(self._dtype), muon.ns_steps).to(parameter.dtype)
+        change = orthogonalized(full_tensor(update).to(self._dtype), muon.ns_steps).to(parameter.dtype)
         if isinstance(update, DTensor):
             # `src_data_rank=None`: each process cuts its shard from its own result, without communication.
             change = distribute_tensor(change, update.device_mesh, update.placements, src_data_rank=None)
