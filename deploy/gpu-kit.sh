@@ -17,10 +17,12 @@ if [ ! -e "$site/ready" ]; then
 fi
 # Two copies: $work stays on this machine between commands, $results may be replaced by what the caller takes along.
 [ -e "$work/gpu.json" ] || [ ! -e "$results/gpu.json" ] || cp "$results/gpu.json" "$work/"
-# In memory, where there is room: a model of 16 GB is written once and read often.
-models=$(cd "$work" && pwd)/models
-if [ "$(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1)" -gt 45 ] 2>/dev/null; then
-    models=/dev/shm/gpu-kit-models
+# In memory, where there is room: a model of 16 GB is written once and read often. In a folder of one's own: everyone may
+# write beside it. It goes with the last part.
+models=$(cd "$work" && pwd)/models shared=/dev/shm/gpu-kit-models.$(id -u)
+if [ "$(df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1)" -gt 45 ] 2>/dev/null &&
+    mkdir -p -m 700 "$shared" && [ -O "$shared" ] && [ ! -L "$shared" ]; then
+    models=$shared
 fi
 # Every part is a process of its own: without compiled modules each would take twice as long to start.
 unset PYTHONDONTWRITEBYTECODE

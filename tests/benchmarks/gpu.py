@@ -109,6 +109,8 @@ def main() -> None:
         run.part(what)
     print(table(run.rows))
     left = sum(not run.is_done(what) for what in chosen)
+    if not left:
+        shutil.rmtree(run.models, ignore_errors=True)  # they may lie in memory
     print(f"{left} parts are left: start this again" if left else "nothing is left to do")
 
 

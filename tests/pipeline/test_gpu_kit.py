@@ -97,6 +97,7 @@ def test_parts_run_with_nothing_but_the_kit_and_once(machine: Path) -> None:
         "test_kernels_on_gpu.py::test_log_probabilities_equal_the_cpu"
     ]
     assert first.splitlines()[-1] == "nothing is left to do"
+    assert not (machine / "models").exists()
     metrics, layer = row["metrics"], row["layer_ms"]
     assert metrics["tokens_per_s"] * metrics["step_time_s"] == pytest.approx(2 * 128)
     assert metrics["mfu"] > 0 and len(row["steps_s"]) == 5
