@@ -6,8 +6,10 @@ all positions and some entries of the vocabulary, not some positions and all ent
 then complete with their chunk and written once, in place and in the head's dtype. Chunks of positions would add up
 gradients as large as the head, in fp32; here only those of the hidden states are added up, of which there are fewer.
 
-A chunk gives each position the logarithm of its sum of exponentials, and the logits of wanted tokens that are in it:
-results of chunks join as those of tensor-parallel ranks do, which have consecutive entries each (Shoeybi et al. 2019).
+A chunk gives each position its largest logit, its sum of exponentials of differences from that, and the logits of
+wanted tokens that are in it: results of chunks join as those of tensor-parallel ranks do, which have consecutive
+entries each (Shoeybi et al. 2019). Largest logit and sum stay two numbers: the logarithm of a sum of exp(logit) is as
+large as a logit, and a confident token's log-probability, the small difference of both, would be as coarse as they are.
 
 Bytes of a logit in bf16: alive at the peak are 8, the head's output (2), its exponential in fp32 (4) and the gradient
 (2); a soft cap takes 2 more. To and from memory go at most 16, if compiled: the output is written and, for maximum and
@@ -188,30 +190,30 @@ class _LogProbabilities(torch.autograd.Function):
         selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
         tokens = wanted.reshape(hidden.shape[0] * hidden.shape[1], -1).index_select(0, positions)  # [positions, number]
         chunks = head.chunks(len(positions))
-        log_sums: list[Tensor] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         wanted_logits = torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device)
         for chunk in chunks:
             output = head.output(selected, chunk)
             places, is_here = head.places(tokens, chunk)
-            log_sum, of_chunk = head.kernel(_reduced)(output, places, head.transform, head.num_real(chunk))
-            log_sums.append(log_sum)
+            largest, total, of_chunk = head.kernel(_reduced)(output, places, head.transform, head.num_real(chunk))
+            sums.append((largest, total))
             # A token is in one chunk of one rank: the others add 0.
             wanted_logits += of_chunk if is_here is None else of_chunk.where(is_here, 0.0)
-        log_sum, wanted_logits = _joined(log_sums, wanted_logits, head.group)
+        largest, total, wanted_logits = _joined(sums, wanted_logits, head.group)
         kept = output if len(chunks) == 1 and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(selected, tokens, positions, log_sum, kept)
+        ctx.save_for_backward(selected, tokens, positions, largest, total, kept)
         ctx.head, ctx.chunks, ctx.shape = head, chunks, hidden.shape
         # Filled through a view: FSDP2 warns of a root module that returns one.
         result = torch.zeros(wanted.shape, dtype=torch.float32, device=hidden.device)
-        result.view(-1, tokens.shape[1]).index_copy_(0, positions, wanted_logits - log_sum.unsqueeze(1))
+        result.view(-1, tokens.shape[1]).index_copy_(0, positions, (wanted_logits - largest) - total.log())
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        selected, tokens, positions, log_sum, kept = ctx.saved_tensors
+        selected, tokens, positions, largest, total, kept = ctx.saved_tensors
         head, (learns_hidden, learns_weight, learns_bias, *_) = ctx.head, ctx.needs_input_grad
         gradient = gradients[0].reshape(-1, tokens.shape[1]).index_select(0, positions)  # [positions, number]
-        total = gradient.sum(1, keepdim=True)
+        scale = -gradient.sum(1, keepdim=True) / total  # that of exp(logits - largest), in -Σ gradient × p
         weight_gradient = torch.empty_like(head.weight) if learns_weight else None
         bias_gradient = torch.empty_like(head.bias) if learns_bias else None
         # fp32, since a sum of chunks in bf16 loses digits
@@ -221,7 +223,7 @@ class _LogProbabilities(torch.autograd.Function):
             output = head.output(selected, chunk) if kept is None else kept
             places, is_here = head.places(tokens, chunk)
             own = gradient if is_here is None else gradient.where(is_here, 0.0)
-            arguments = (log_sum.unsqueeze(1), places, own, total, head.transform, head.num_real(chunk))
+            arguments = (largest, scale, places, own, head.transform, head.num_real(chunk))
             output_gradient = head.kernel(_output_gradient)(output, *arguments)
             del output  # before another chunk's is made
             if learns_hidden:
@@ -238,14 +240,17 @@ class _LogProbabilities(torch.autograd.Function):
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None
 
 
-def _reduced(output: Tensor, places: Tensor, transform: LogitsTransform, num_real: int) -> tuple[Tensor, Tensor]:
-    """Return the log of each position's sum of exponentials, [positions], and the logits at places, both float32."""
+def _reduced(output: Tensor, places: Tensor, transform: LogitsTransform, num_real: int) -> tuple[Tensor, ...]:
+    """Return each position's largest logit, its Σ exp(logit - largest) and its logits at places.
+
+    float32: [positions, 1], [positions, 1], [positions, number].
+    """
     logits = _logits(output, transform, num_real)
     found = logits.gather(1, places)
     # Finite, also on a rank that has nothing but padding: -inf - -inf would be NaN.
     largest = logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    total = _minus(logits, largest, output, transform).exp_().sum(1)
-    return total.log() + largest.squeeze(1), found
+    total = _minus(logits, largest, output, transform).exp_().sum(1, keepdim=True)
+    return largest, total, found
 
 
 def _minus(logits: Tensor, values: Tensor, output: Tensor, transform: LogitsTransform) -> Tensor:
@@ -264,22 +269,22 @@ def _logits(output: Tensor, transform: LogitsTransform, num_real: int) -> Tensor
 
 def _output_gradient(
     output: Tensor,
-    log_sum: Tensor,
+    largest: Tensor,
+    scale: Tensor,
     places: Tensor,
     gradient: Tensor,
-    total: Tensor,
     transform: LogitsTransform,
     num_real: int,
 ) -> Tensor:
     """Return the gradient of Σ gradient × log p[token] by the head's output, [positions, entries], in its dtype.
 
-    `gradient` is [positions, number], 0 for tokens that are elsewhere; `total`, its sum with theirs, and `log_sum` are
-    [positions, 1].
+    `gradient` is [positions, number], 0 for tokens that are elsewhere. `largest` and `scale` are [positions, 1]: the
+    largest logit, and -Σ gradient (with theirs) over Σ exp(logit - largest).
     """
     logits = transform(output.float())
     # The derivative of a soft cap needs the logits again.
-    log_softmax = logits - log_sum if transform.softcap else _minus(logits, log_sum, output, transform)
-    result = log_softmax.exp_().mul_(-total)
+    difference = logits - largest if transform.softcap else _minus(logits, largest, output, transform)
+    result = difference.exp_().mul_(scale)
     if num_real < result.shape[1]:
         result[:, num_real:] = 0.0
     if torch.compiler.is_compiling() and places.shape[1] == 1:
@@ -299,39 +304,48 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _joined(log_sums: list[Tensor], wanted_logits: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Join the chunks' log-sums, each [positions], and all ranks' logits of wanted tokens, [positions, number]."""
-    log_sum = torch.stack(log_sums).logsumexp(0)
-    if group is None or not len(wanted_logits):
-        return log_sum, wanted_logits
-    # The maximum of all ranks, or exp would overflow.
-    largest = log_sum.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    sums = torch.cat([(log_sum - largest).exp().unsqueeze(1), wanted_logits], 1)  # [positions, 1 + number]
-    dist.all_reduce(sums, group=group)
-    return largest + sums[:, 0].log(), sums[:, 1:]
+def _joined(
+    sums: list[tuple[Tensor, Tensor]], wanted_logits: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Join chunks' largest logits and sums of exp(logit - largest), and all ranks' logits of wanted tokens.
+
+    The first two are [positions, 1] each, the last is [positions, number].
+    """
+    largests, totals = (torch.stack(values) for values in zip(*sums, strict=True))  # [chunks, positions, 1]
+    largest = largests.amax(0)
+    if group is not None and len(wanted_logits):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    # Differences from the largest of all chunks and ranks, or exp would overflow.
+    total = ((largests - largest).exp_() * totals).sum(0)
+    if group is not None and len(wanted_logits):
+        reduced = torch.cat([total, wanted_logits], 1)  # [positions, 1 + number]
+        dist.all_reduce(reduced, group=group)
+        total, wanted_logits = reduced[:, :1], reduced[:, 1:]
+    return largest, total, wanted_logits
 
 
 def _likeliest(hidden: Tensor, head: OutputHead, positions: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and numbers of the likeliest tokens at selected positions, each [positions, number]."""
     selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)  # [positions, width]
-    log_sums: list[Tensor] = []
+    sums: list[tuple[Tensor, Tensor]] = []
     values: list[Tensor] = []
     tokens: list[Tensor] = []
     for chunk in head.chunks(len(positions)):
         logits = _logits(head.output(selected, chunk), head.transform, head.num_real(chunk))
-        log_sums.append(logits.logsumexp(1))  # -inf where there is nothing but padding
         # The likeliest of all chunks and ranks are among the likeliest of each.
-        largest, places = _largest(logits, number)
-        values.append(largest)
+        likeliest, places = _largest(logits, number)
+        # Finite, also where there is nothing but padding.
+        largest = likeliest[:, :1].clamp(min=torch.finfo(torch.float32).min)
+        sums.append((largest, (logits - largest).exp_().sum(1, keepdim=True)))
+        values.append(likeliest)
         tokens.append(places + (head.first + chunk.start))
-    log_sum, _ = _joined(log_sums, logits[:, :0], head.group)
+    largest, total, _ = _joined(sums, logits[:, :0], head.group)
     # [positions, candidates]
     candidates, their_tokens = torch.cat(values, 1), torch.cat(tokens, 1)
     if head.group and len(positions):
         candidates, their_tokens = (_of_ranks(one, head.group) for one in (candidates, their_tokens))
-    largest, places = _largest(candidates, number)
-    return largest - log_sum.unsqueeze(1), their_tokens.gather(1, places)
+    likeliest, places = _largest(candidates, number)
+    return (likeliest - largest) - total.log(), their_tokens.gather(1, places)
 
 
 def _largest(values: Tensor, number: int) -> tuple[Tensor, Tensor]:

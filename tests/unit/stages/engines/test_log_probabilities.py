@@ -175,6 +175,45 @@ def test_chunks_do_not_add_up_in_half_precision(
     assert error_of_chunked < 2 * error_of_whole  # sums in bf16 are 3.5 times as far off already here
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_confident_tokens_keep_their_digits(
+    chunk_tokens: int, dtype: torch.dtype, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities near -1e-6 and their gradients are within two fp32 roundings near 1 of float64's.
+
+    A difference from the logarithm of the whole sum, which is near 40 here, would be off by up to 3.6e-6.
+    """
+    monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk_tokens * VOCABULARY)
+    torch.manual_seed(5)
+    # Hidden state i picks column i of the head: logits are exact in each dtype.
+    states = torch.eye(WIDTH, dtype=dtype)[None]
+    weight = (22 + 3 * torch.rand(VOCABULARY, WIDTH)).to(dtype)
+    wanted = torch.randint(VOCABULARY, (1, WIDTH))
+    weight[wanted[0], torch.arange(WIDTH)] += 18
+    exact = weight.double().requires_grad_()
+    expected = exact.T.log_softmax(-1).gather(-1, wanted[0, :, None])[:, 0]
+    assert -1e-5 < expected.min() < expected.max() < -1e-8
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), exact)
+
+    def results(group: Any) -> tuple[Tensor, Tensor]:
+        entries = VOCABULARY // tp
+        first = group.rank() * entries if group else 0
+        own = weight[first : first + entries].clone().requires_grad_()
+        head_of = OutputHead(own, group=group)
+        values = token_log_probabilities(states, head_of, wanted, torch.arange(WIDTH))
+        likeliest = likeliest_tokens(states, head_of, wanted, torch.arange(WIDTH), number=1)
+        assert torch.equal(likeliest[..., 1, 0], values)
+        return values[0].detach(), torch.autograd.grad(values.sum(), own)[0]
+
+    found = on_threads(tp, results) if tp > 1 else [results(None)]
+    for values, _ in found:
+        torch.testing.assert_close(values.double(), expected.detach(), atol=2.4e-7, rtol=1e-5)
+    gradient = torch.cat([one for _, one in found])
+    torch.testing.assert_close(gradient.double(), expected_gradient, atol=2.4e-7, rtol=0.004)
+
+
 def test_no_target_gives_zeros_and_zero_gradients(hidden: Tensor) -> None:
     module = head(bias=True)
     result = values_of(hidden, module, torch.full((ROWS, SEQUENCE), IGNORED))
