@@ -9,9 +9,8 @@ an error, which `check_exportable` finds before training.
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,16 @@ from transformers.core_model_loading import revert_weight_conversion
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
+from stages.models.carried_weights import carried_names, read_carried
 from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
-from stages.models.weight_files import weight_paths
+from stages.models.weight_files import read_tensors, weight_paths
 
 MAX_SHARD_BYTES = 5 * 10**9
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 """File name suffixes of weight files and their indices."""
 
-OLD_BUFFERS = r"rotary_emb\.inv_freq$"
-"""Pattern of names of weights that only old model files hold; Transformers now computes them from the config."""
 NUM_NAMED = 3
 
 Shapes = dict[str, tuple[int, ...]]
@@ -75,24 +73,15 @@ def export_model(
     originals = _originals(causal_lm, kept, source.folder) if is_main_process() else kept
     if score:
         originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
-    write_model(
-        originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=_ignored(causal_lm), score=score
-    )
+    carried = carried_names(causal_lm, weight_shapes(source.folder))
+    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=carried, score=score)
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:
     """Raise ModelError unless an export would write exactly the weights of the model folder `source`."""
-    tied = _tied(causal_lm)
-    empty = (
-        (name, torch.empty_like(weight, device="meta"))  # names and shapes alone, so that nothing is copied
-        for name, weight in causal_lm.state_dict().items()
-        if name not in tied
-    )
-    written = {name: tuple(weight.shape) for name, weight in _originals(causal_lm, empty, source)}
-    expected = weight_shapes(source)
-    is_carried = _ignored(causal_lm).search
-    needed = {name: shape for name, shape in expected.items() if name not in tied and not is_carried(name)}
-    unknown = sorted(name for name in needed if name not in written)
+    written, expected = own_weight_shapes(causal_lm, source), weight_shapes(source)
+    not_needed = {*_tied(causal_lm), *carried_names(causal_lm, expected)}
+    unknown = sorted(expected.keys() - written.keys() - not_needed)
     if unknown:
         raise ModelError(
             f"{source} holds {len(unknown)} weights that {type(causal_lm).__name__} does not have with this "
@@ -107,6 +96,17 @@ def check_exportable(causal_lm: Any, source: Path) -> None:
         )
 
 
+def own_weight_shapes(causal_lm: Any, source: Path) -> Shapes:
+    """Return the shapes of the weights that an export of the model would write, by their names in files."""
+    tied = _tied(causal_lm)
+    empty = (
+        (name, torch.empty_like(weight, device="meta"))  # names and shapes alone, so that nothing is copied
+        for name, weight in causal_lm.state_dict().items()
+        if name not in tied
+    )
+    return {name: tuple(weight.shape) for name, weight in _originals(causal_lm, empty, source)}
+
+
 def write_model(
     named_weights: Iterable[tuple[str, Tensor]],
     *,
@@ -114,13 +114,13 @@ def write_model(
     folder: Path,
     dtype: torch.dtype,
     tied: set[str],
-    carried: re.Pattern[str] | None = None,
+    carried: Set[str] = frozenset(),
     score: ScoreHead | None = None,
 ) -> None:
     """Write a Hugging Face model folder from weights that already have the names of the original files.
 
-    Weights that are `tied` may be missing; those of `source` that match `carried` and are not written are copied. Each
-    is written in its dtype; `dtype` is that of most, which the config names. Collective; raises as `export_model`.
+    Weights that are `tied` may be missing; those of `source` named in `carried` and not written are copied. Each is
+    written in its dtype; `dtype` is that of most, which the config names. Collective; raises as `export_model`.
     """
     # Gathering each weight is collective: ranks that do not write must take part, or rank 0 would wait.
     if not is_main_process():
@@ -128,12 +128,11 @@ def write_model(
             pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    writer = _ShardWriter(folder)
+    writer = ShardWriter(folder)
     for name, weight in named_weights:
         writer.add(name, weight.to("cpu").contiguous())  # safetensors refuses strided tensors
-    if carried is not None:
-        for name, weight in _carried(source.folder, carried, writer.names):
-            writer.add(name, weight)
+    for name, weight in read_carried(source.folder, carried - writer.names):
+        writer.add(name, weight)
     writer.finish()
     copy_all_but_weights(source.folder, folder)
     _write_config(source, folder, dtype, score.config if score else {})
@@ -162,7 +161,7 @@ def weight_shapes(folder: Path) -> Shapes:
     return shapes
 
 
-class _ShardWriter:
+class ShardWriter:
     """Writer of weights to safetensors files of at most 5 GB, which get their final names when all are written."""
 
     def __init__(self, folder: Path) -> None:
@@ -171,6 +170,14 @@ class _ShardWriter:
         self._pending_bytes = 0
         self._total_bytes = 0
         self._shards: list[list[str]] = []
+
+    def adopt(self, path: Path) -> None:
+        """Take a written file of the folder over as the next weight file."""
+        assert not self._pending, "files are adopted before weights are added"
+        tensors = read_tensors(path)
+        path.replace(self._part(len(self._shards)))
+        self._shards.append([tensor.name for tensor in tensors])
+        self._total_bytes += sum(tensor.end - tensor.start for tensor in tensors)
 
     @property
     def names(self) -> set[str]:
@@ -213,19 +220,6 @@ class _ShardWriter:
 
 def _tied(causal_lm: Any) -> set[str]:
     return set(getattr(causal_lm, "all_tied_weights_keys", None) or {})
-
-
-def _ignored(causal_lm: Any) -> re.Pattern[str]:
-    """Return a pattern of weights that Transformers does not load, such as layers of multi-token prediction."""
-    return re.compile("|".join([OLD_BUFFERS, *(getattr(causal_lm, "_keys_to_ignore_on_load_unexpected", None) or ())]))
-
-
-def _carried(source: Path, carried: re.Pattern[str], written: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for path in weight_paths(source):
-        with safe_open(path, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118
-                if name not in written and carried.search(name):
-                    yield name, weights.get_tensor(name)
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,10 +16,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.core.errors import ModelError
-from stages.engines.export import OLD_BUFFERS, write_model
+from stages.engines.export import weight_shapes, write_model
 from stages.engines.megatron.families import HEAD
 from stages.engines.megatron.parameter_shards import ParameterKey, ParameterShard, local_parameter_shards
 from stages.engines.weight_slices import WeightFiles
+from stages.models.carried_weights import OLD_BUFFERS
 from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import check_finite
 from stages.models.shape import ModelShape
@@ -47,7 +48,8 @@ def export_weights(chunks: Sequence[GPTModel], *, source: ModelFacts, folder: Pa
     """Write the trained model as a Hugging Face folder. Collective; rank 0 writes."""
     tied = {HEAD} if source.shape.tied_embeddings else set()
     weights = named_weights(chunks, source.shape, dtype)
-    write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=NOT_NEEDED)
+    carried = {name for name in weight_shapes(source.folder) if NOT_NEEDED.search(name)}
+    write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=carried)
 
 
 def named_weights(

@@ -33,15 +33,19 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
 
 @dataclass(frozen=True)
 class QuantizedLayers:
-    """Summary of the layers that will be quantized: number, and share of the model's weights."""
+    """Summary of the layers that will be quantized: number, and share of the model's weights.
+
+    carried: names of weights that are copied as they are, since Transformers does not load them.
+    """
 
     model_class: str
     num_layers: int
     fraction_of_weights: float
+    carried: frozenset[str]
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError if config and file headers show that a model cannot be quantized or served."""
+    """Raise ModelError or RecipeError if config and file headers show that a model cannot be quantized."""
     facts = ModelFacts(source)
     check_model_folder(facts)
     check_unquantized(facts, str(source))
@@ -50,7 +54,6 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
-    config.serving_engine.check_loadable(facts, projections, config.quantization)
     if config.method == "gguf":
         splitting_of(source)
         config.serving_engine.find_program()  # it tokenizes rows later, to compare its tokens with the model's
@@ -59,18 +62,21 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     """Return a summary of the quantized layers, from a model built without weights, within seconds.
 
-    Raises ModelError or RecipeError for what the model's modules do not allow.
+    Raises ModelError or RecipeError for what the model's modules do not allow, or the server of the result.
     """
     import torch  # takes seconds, so the checks of file headers come first
 
     from stages.models.start_up import hide_unused_packages
 
     hide_unused_packages()
-    from stages.kinds.quantize.layers import build_without_weights, check_quantizable, quantized_layers
+    from stages.kinds.quantize.layers import build_without_weights, carried_by, check_quantizable, quantized_layers
 
     model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
+    carried = frozenset(carried_by(model, source))
+    projections = [layer for layer in read_projections(source) if f"{layer.name}.weight" not in carried]
+    config.serving_engine.check_loadable(ModelFacts(source), projections, config.quantization)
     check_quantizable(model, config.quantization, config.ignore)
     quantized = quantized_layers(model, config.quantization)
     num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
     num_all = sum(map(torch.numel, model.parameters()))
-    return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all)
+    return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all, carried)

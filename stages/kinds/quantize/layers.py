@@ -7,7 +7,7 @@ quantizer takes apart again. Servers and Transformers read a quantized layer by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, Wei
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
+from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
+from stages.models.carried_weights import OLD_BUFFERS, carried_names
 from stages.models.linear_layers import EXPERTS, Projection, matches
 from stages.models.loading import model_without_weights
 from stages.serving.engine import Quantization
@@ -55,6 +57,24 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Projection]:
                 expert = _stored(model, f"{name}.{number}", *shape)
                 layers[f"{name}.{number}.{part}"] = Projection(f"{expert.name}.{stored_as[part]}", *shape)
     return layers
+
+
+def carried_by(model: PreTrainedModel, folder: Path) -> Shapes:
+    """Return weights in a model's folder, by name, that are copied as they are, since the model does not have them.
+
+    Transformers' patterns alone do not tell: they name layers by number, and a larger model has that layer itself.
+    Buffers of old files are left out: no one reads them.
+    """
+    stored, own = weight_shapes(folder), own_weight_shapes(model, folder)
+    names = carried_names(model, stored) - own.keys()
+    return {name: stored[name] for name in names if not re.search(OLD_BUFFERS, name)}
+
+
+def ignored_by_servers(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return names, or patterns, by which a server knows that weights of these names and shapes are not quantized."""
+    matrices = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2}
+    merged = {name.rpartition(".")[0] for name, shape in shapes.items() if len(shape) == 3}  # [experts, out, in]
+    return matrices | {rf"re:{re.escape(name)}\..*" for name in merged}
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:

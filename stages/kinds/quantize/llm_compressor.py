@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,15 +41,24 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
-from stages.kinds.quantize.layers import linear_layers, name_experts_as_stored, quantized_layers
+from stages.engines.export import ShardWriter
+from stages.kinds.quantize.layers import (
+    carried_by,
+    ignored_by_servers,
+    linear_layers,
+    name_experts_as_stored,
+    quantized_layers,
+)
 from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.samples import batches_of_one_length
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
+from stages.models.carried_weights import read_carried
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.loading import load_model
 from stages.models.model_folder import follow_file_mask
+from stages.models.weight_files import weight_paths
 from stages.serving.engine import Quantization
 
 SMOOTHING_STRENGTH = 0.8
@@ -66,6 +75,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
     model = load_model(source, dtype=dtype, trust_remote_code=job.trust_remote_code)
     layers, quantized = linear_layers(model), quantized_layers(model, quantization)
     ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
+    carried = carried_by(model, source)
     batches = [
         {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
         for batch in batches_of_one_length(job.samples, CALIBRATION_BATCH_TOKENS)
@@ -82,7 +92,8 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
         _fast_search(quantization),
     ):
         oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))  # each item is a batch
-    _save(model, source, job.target, {*ignored, *ignored.values()})
+    _save(model, source, job.target, {*ignored, *ignored.values(), *ignored_by_servers(carried)})
+    _add_carried(source, job.target, carried.keys())
     return list(problems_of_written(job.target, {layer.name for layer in quantized.values()}))
 
 
@@ -233,6 +244,18 @@ def _save(model: PreTrainedModel, source: Path, target: Path, ignored: set[str])
     copy_companions(source, target)
     for path in target.glob("*.safetensors"):  # safetensors writes files that only their owner may read
         follow_file_mask(path)
+
+
+def _add_carried(source: Path, target: Path, carried: Set[str]) -> None:
+    """Write the weights that Transformers did not load into files of their own beside the quantized ones."""
+    if not carried:
+        return
+    writer = ShardWriter(target)
+    for path in weight_paths(target):
+        writer.adopt(path)
+    for name, weight in read_carried(source, carried):
+        writer.add(name, weight)
+    writer.finish()
 
 
 def _serving_dtype(source: Path) -> torch.dtype:

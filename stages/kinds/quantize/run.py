@@ -20,6 +20,7 @@ from stages.kinds.quantize.check import check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import QuantizationJob, quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
+from stages.kinds.quantize.written import problems_of_carried
 from stages.models.model_folder import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
 
@@ -57,7 +58,7 @@ def run(config: QuantizeConfig, context: StageContext) -> StageResult:
             report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
         )
         problems = quantizer_of(config.method)(job)
-    for problem in problems:
+    for problem in (*problems, *problems_of_carried(source, target, layers.carried)):
         context.refuse(problem)
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")

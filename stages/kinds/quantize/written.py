@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from safetensors import safe_open
 
 from stages.core.errors import ModelError
+from stages.models.carried_weights import changed_or_lost
 from stages.models.facts import ModelFacts
 
 PACKED_TYPES = {"I32", "I8", "F8_E4M3"}
@@ -46,6 +47,15 @@ def problems_of_written(folder: Path, expected: set[str]) -> Iterator[ModelError
     if not ModelFacts(folder).config.get("quantization_config", {}).get("quant_method"):
         yield ModelError(
             f"the quantizer wrote no `quantization_config` into {folder / 'config.json'}: no server can read it"
+        )
+
+
+def problems_of_carried(source: Path, target: Path, carried: Set[str]) -> Iterator[ModelError]:
+    """Yield an error if weights of `source` that no quantizer loads, such as MTP layers, are not in `target` as is."""
+    if lost := changed_or_lost(source, target, carried):
+        yield ModelError(
+            f"the quantizer lost or changed {len(lost)} of {len(carried)} weights that the model does not load itself, "
+            f"such as layers of multi-token prediction ({', '.join(lost[:NUM_NAMED])}); choose another method"
         )
 
 
