@@ -24,9 +24,9 @@ class Efficiency:
 
     matmul: float = 0.80
     """Share of peak FLOP/s reached by a matrix product that is large in every dimension."""
-    matmul_half_waves: float = 1.125
+    matmul_half_waves: float = 1.04
     """Number of output tiles per processor at which a matrix product reaches half of the rate `matmul`."""
-    matmul_half_depth: float = 109.0
+    matmul_half_depth: float = 185.0
     """Length of the inner (summed) dimension at which a matrix product reaches half of the rate `matmul`."""
     grouped: float = 0.62
     """Speed of the experts' grouped matrix products, relative to that of dense matrix products."""
@@ -34,15 +34,15 @@ class Efficiency:
     """Share of peak FLOP/s reached by a fused attention kernel."""
     attention_in_eight_bits: float = 1.25
     """Rate of fused attention with 8-bit matrix products, relative to 16-bit ones; softmax is in fp32 in both."""
-    first_flash_attention: float = 0.31
+    first_flash_attention: float = 0.303
     """Share of peak FLOP/s reached by the first version of FlashAttention."""
-    memory: float = 0.93
+    memory: float = 0.746
     """Share of peak memory bandwidth reached by kernels that stream through memory."""
-    intra_link: float = 0.765
+    intra_link: float = 0.774
     """Share of the bandwidth within a node that collectives reach."""
     inter_link: float = 0.7
     """Share of the bandwidth between nodes that collectives reach."""
-    overlapped: float = 0.61
+    overlapped: float = 0.485
     """Share of communication hidden by compute that runs at the same time."""
     launch_s: float = 31.3e-6
     """Host seconds to launch one kernel from an eager program."""
@@ -183,11 +183,13 @@ HARDWARE = {
         Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6),
         Hardware("max-1550", 419, 26, None, 64.0, 1638, 64, 8, 53, 25, sustained=0.6),
         Hardware("m3-max", 28, 14, None, 48.0, 400, 40, 1, 1, 1),
-        # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch.
+        # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch. Its shares
+        # of products and memory are its own, as the others are fitted to runs on GPUs.
         Hardware(
             "cpu", 0.1, 0.2, None, 16, 20, 2, 4, 2, 1, 1.0, 1e-3, 1e-3, True,
             Efficiency(
-                launch_s=100e-6, overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05, streams=0
+                matmul_half_waves=1.125, matmul_half_depth=109.0, memory=0.93, intra_link=0.765, launch_s=100e-6,
+                overlapped=0.0, runtime_gib=0.43, communicator_gib=0.04, fragmentation=0.05, streams=0,
             ),
         ),
     )

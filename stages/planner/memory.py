@@ -114,6 +114,7 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     workspace = case.tokens * workspace_per_token(case) + weight_workspace(case.shape, case.workload)
     workspace += merged_experts_workspace(case)
     logits = _head(case, learns) if stage.has_head else 0.0
+    kept_logits = _kept_logits(case) if stage.has_head else 0.0
     # Under a pipeline: a hidden state and a gradient, each received and sent.
     messages = case.hidden_bytes * (4 * (layout.pp > 1) + 2 * (layout.tp > 1))
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
@@ -128,7 +129,7 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
         passing = (
             per_layer * max(0.0, layers - moment.idle_layers) * learns,
             workspace * (moment.computes == ("layer" if learns else "forward")),
-            logits * (moment.computes == "head"),
+            logits if moment.computes == "head" else kept_logits * (moment.computes != "forward"),
             messages + moment.buffers + moment.arriving,
         )
         # States last for the whole run: in flat buffers they leave no gaps.
@@ -186,9 +187,16 @@ def _head(case: StepCase, learns: bool) -> float:
         return inputs + (8 if learns else 6) * min(logits, LOGITS_CHUNK) + gradient
     # The head's gradient comes after the fp32 copies of the logits, of which forward passes alone have one. A loss that
     # torch compiles writes the logits' gradient into a tensor of its own, since they are not its own.
-    fused = size * case.layout.compile if learns else 0
+    fused = size * (case.layout.compile or case.software.keeps_logits) if learns else 0
     copies = fused if case.software.fused_cross_entropy else 8 if learns else 4
     return inputs + max((size + copies) * logits, size * logits + gradient)
+
+
+def _kept_logits(case: StepCase) -> float:
+    """Return the bytes of logits that the program holds on to during the backward pass."""
+    if not case.software.keeps_logits or case.workload.scores_documents:
+        return 0.0
+    return case.workload.compute_bytes * case.tokens * case.shape.vocab_size / case.layout.tp
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:

@@ -116,6 +116,8 @@ class ProgramTraits:
     chunked_logits: bool = True
     fused_cross_entropy: bool = False
     """True if logits that are not chunked are kept in 16 bits only, and their gradient overwrites them."""
+    keeps_logits: bool = False
+    """True if logits that are not chunked last until the step's end, beside their gradient, a tensor of its own."""
     gathers_gradients: bool = True
     """True if FSDP with `accumulate: auto` keeps unsharded gradients and reduces them only in the last micro-batch."""
     separate_embedding: bool = True

@@ -18,10 +18,7 @@ SOURCES = {
     "Megatron-LM": "Megatron-LM 2020",
     "NVIDIA/NeMo": "NeMo 24.07",
     "Megatron-Bridge": "Megatron-Bridge",
-    "Narayanan": "Narayanan 2021",
-    "Korthikanti": "Korthikanti 2022",
     "torchtitan": "torchtitan",
-    "Grattafiori": "Llama 3 405B",
 }
 """Short names of the publications that training runs come from, by a text that occurs in the column `source`."""
 FIRST_BF16_DAY = "02-28"
@@ -99,7 +96,7 @@ class Measured:
 
 def all_runs() -> list[Measured]:
     """Return the built-in published runs, without those that describe their model poorly or contradict themselves."""
-    tables = ("published_layouts.csv", "vtrain_single_node.csv", "literature.csv", "later_runs.csv")
+    tables = ("published_layouts.csv", "vtrain_single_node.csv", "later_runs.csv")
     return [measured for table in tables for measured in _runs(DATA / table)]
 
 
@@ -175,12 +172,6 @@ def _step_time_s(run: PublishedRun) -> float | None:
         return float(cells["iter_time_s"])
     if cells["tok_s_gpu"]:
         return run.workload.tokens_per_step / float(cells["tok_s_gpu"]) / num_gpus
-    if "Narayanan" in cells["source"]:
-        return _megatron_flops(run) / (float(cells["tflops_per_gpu"]) * 1e12 * num_gpus)
-    if "Grattafiori" in cells["source"]:
-        length = run.workload.sequence_length
-        flops = run.shape.flops().training([length], length) * run.workload.global_batch_size
-        return flops / (float(cells["tflops_per_gpu"]) * 1e12 * num_gpus)
     return None
 
 

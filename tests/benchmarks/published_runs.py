@@ -405,6 +405,8 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
         "overlaps_gradients": cells.switch("overlap_gradients"),
         "cuda_graphs": cells.switch("cuda_graphs", "cudagraph"),
         "fused_cross_entropy": cells.switch("fused_cross_entropy", "fused cross-entropy"),
+        "fused_elementwise": cells.switch("fused_elementwise"),
+        "keeps_logits": cells.switch("keeps_logits"),
         "fp8_attention": cells.switch("fp8_attention", "fp8 attention"),
         "fp8_activation_inputs": cells.switch("fp8_activations", "activation input in fp8"),
     }

@@ -14,6 +14,7 @@ from stages.core.errors import DataError
 from stages.models.known_models import KNOWN, known_model
 from stages.planner.memory import memory
 from stages.planner.search import memory_fit
+from tests.benchmarks.planner_runs import all_runs
 from tests.benchmarks.predict_table import PREDICTED, predict_table, predicted_memory_gib, predicted_step_time_s
 from tests.benchmarks.published_runs import VTRAIN_COLUMNS, read_table
 
@@ -321,3 +322,15 @@ def test_mixtures_are_launched_from_a_recording_since_a_version(tmp_path, versio
     row = f"Qwen3_30B_a3B,,,,,,,,4096,512,4,1,1,8,DDP+distopt,,8,GB200,MXFP8,8,Megatron-Bridge {version} GB200"
     (run,) = read_table(table(tmp_path, row, header=COLUMNS + ",ep,source"))[1]
     assert (run.software.cuda_graphs, run.software.overlaps_experts) == (is_recorded, is_recorded)
+
+
+def test_published_runs_that_ran_are_rarely_said_not_to_fit():
+    """At most a tenth of the runs that ran is said not to fit, and at most one of those that ran out is said to fit."""
+    verdicts: dict[bool, list[str]] = {False: [], True: []}
+    for run in all_runs():
+        if run.has_software:
+            fit = memory_fit(predicted_memory_gib(run.run), run.run.hardware.memory_gib)
+            verdicts[run.out_of_memory].append(fit)
+    ran, ran_out = verdicts[False], verdicts[True]
+    assert len(ran) > 250 and ran.count("does not fit") <= len(ran) / 10
+    assert len(ran_out) == 7 and ran_out.count("fits") <= 1

@@ -189,3 +189,19 @@ def test_what_is_offloaded_takes_as_much_of_the_host(shards):
     found = memory(LLAMA, "fsdp", layout, WORK)
     assert found.host_gib == pytest.approx(16 * LLAMA.num_parameters / shards / GIB)
     assert memory(LLAMA, "fsdp", Layout(dp_shard=shards), WORK).host_gib == 0
+
+
+def test_logits_that_a_program_keeps_are_there_beside_their_gradient_and_through_the_backward_pass():
+    """A fused loss in place holds 2 bytes a logit; one that leaves logits to others 4, of which 2 last."""
+    work, layout = Workload(2048, 8), Layout(dp_shard=8)
+    fused = ProgramTraits(chunked_logits=False, fused_cross_entropy=True)
+    keeps = replace(fused, keeps_logits=True)
+    logits = 2048 * LLAMA.vocab_size
+    in_place, beside = (
+        memory(LLAMA, "fsdp", layout, work, software=one, efficiency=NO_OVERHEAD) for one in (fused, keeps)
+    )
+    assert (beside.worst.logits - in_place.worst.logits) * GIB == pytest.approx(2 * logits)
+    many = Layout(dp_shard=8, recompute="full")  # whose layer needs more than the head
+    wide = replace(LLAMA, ffn_size=100 * LLAMA.ffn_size)
+    worst = memory(wide, "fsdp", many, work, software=keeps, efficiency=NO_OVERHEAD).worst
+    assert worst.workspace > 0 and worst.logits * GIB == pytest.approx(2 * logits)
