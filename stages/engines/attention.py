@@ -1,7 +1,7 @@
 """Attention over packed rows in which no document attends to another, without a sequence × sequence mask.
 
-`prepare_attention` chooses the `attn_implementation` that a model is built with, and `hidden_states` runs its decoder
-over a batch of packed documents. There are two ways:
+`hidden_states` runs a model's decoder over a batch of packed documents. There are two ways, of which `fsdp/probe.py`
+chooses one by trying them:
 
 - `packed_documents`, registered with Transformers' attention interface: attention within each document of a
   micro-batch, from their lengths alone. For every architecture whose attention goes through that interface, with
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+from transformers import AttentionInterface
 
 from stages.core.errors import ModelError
 from stages.data.batch import ModelInputs
@@ -36,25 +36,18 @@ from stages.parallel.accelerator import of_device
 
 PACKED_DOCUMENTS = "packed_documents"
 
-PACKED_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of attention layers, as in a config's `layer_types`, that our packed attention can compute."""
-
 FLASH_HEAD_WIDTH = 256
 
 
-def prepare_attention(model_config: Any, device: torch.device) -> str:
-    """Return the `attn_implementation` to build a causal language model with; registers our packed attention."""
-    model_class = _model_class(model_config)
-    if _goes_through_interface(model_config, model_class):
-        AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
-        return PACKED_DOCUMENTS
-    return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+def register_packed_attention() -> None:
+    """Make `packed_documents` an `attn_implementation` that Transformers knows."""
+    AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
 
 
 def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
     """Return the last hidden states [rows, sequence, width] of a headless model, each document by itself.
 
-    `decoder` was built with the `attn_implementation` that `prepare_attention` returned.
+    `decoder` was built with the `attn_implementation` that the probe chose.
     """
     output, in_rows = _run(decoder, inputs)
     return in_rows(output[0])
@@ -225,25 +218,3 @@ def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tenso
     """Return the causal mask, bool [length, length]: True where the row's token may see the column's token."""
     # window_tokens 2: each row is True at its own column and the one before
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
-
-
-def _model_class(model_config: Any) -> Any:
-    """Return Transformers' causal language model class for a config; None if the model brings its own code."""
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
-
-
-def _goes_through_interface(model_config: Any, model_class: Any) -> bool:
-    """Return whether an architecture passes every limit, such as a window, to our packed attention.
-
-    A window reaches it wherever flash attention is supported, which has no mask either.
-    """
-    layer_types = set(getattr(model_config, "layer_types", None) or ["full_attention"])
-    has_window = getattr(model_config, "sliding_window", None) is not None
-    return (
-        getattr(model_class, "_supports_attention_backend", False)
-        and not getattr(model_class, "_is_stateful", False)
-        and layer_types <= PACKED_LAYERS
-        and (model_class._supports_flash_attn or not has_window)
-    )

@@ -7,7 +7,7 @@ logging and the places of checkpoints. All methods are collective: every process
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,8 @@ class Engine(Protocol):
     device: torch.device
     compute_dtype: torch.dtype
     flops: ModelFlops
+    tags: Mapping[str, str]
+    """Facts of the built engine for people, among the tags of a training: how documents are laid out, and why."""
 
     def train_step(
         self, micro_batches: Sequence[Batch], loss: Loss, learning_rate: float, max_grad_norm: float | None

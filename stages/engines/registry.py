@@ -50,7 +50,8 @@ def _build_fsdp(inputs: EngineInputs) -> Engine:
         rows, start = InputRows(inputs.first_batches(adapter.highest_rank), inputs.scratch / "eva.safetensors"), None
     engine = FsdpEngine(inputs.model, inputs.settings, inputs.device, start, rows)
     if is_main_process():
-        for note in (rows.described() if rows else None, engine.note):
+        slower = None if engine.verdict.packs else engine.verdict.sentence
+        for note in (rows.described() if rows else None, slower, engine.note):
             if note:
                 inputs.report(note)
     return engine

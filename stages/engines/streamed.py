@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
-from stages.engines.fsdp.model import decoder_of
+from stages.engines.fsdp.layers import decoder_of
 from stages.engines.log_probabilities import logits_transform
 from stages.engines.rotary import rotates_by_document_length
 from stages.models.loading import load_model

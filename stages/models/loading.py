@@ -61,11 +61,11 @@ def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
     return _auto_class(head).from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
 
 
-def build_model(config: Any, *, head: Head = "tokens", **options: Any) -> Any:
-    """Return a model on the meta device, without weights; raises what Transformers does. options: Transformers' own."""
+def build_model(config: Any, *, head: Head = "tokens", device: str = "meta", **options: Any) -> Any:
+    """Return a model of a config, on the meta device without weights; raises and takes what Transformers does."""
     import torch
 
-    with torch.device("meta"):
+    with torch.device(device):
         return _auto_class(head).from_config(config, **options)
 
 

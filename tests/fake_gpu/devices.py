@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
-from stages.engines.fsdp import engine, parallelize, shards
+from stages.engines.fsdp import engine, model, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.kinds.train.methods.sft import SftLoss
@@ -104,6 +104,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
     # A fake index would be read as some number.
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
+    (model, "probe", _real(model.probe)),  # compares log-probabilities by value
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),

@@ -7,7 +7,7 @@ in fp32. One process is a group of one, at no measurable cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
@@ -27,7 +27,8 @@ from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import ScoreHead, check_exportable, export_model
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
-from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, freeze_unused, load_model
+from stages.engines.fsdp.layers import freeze_unused
+from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
@@ -78,6 +79,8 @@ class FsdpEngine:
         # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
         # modules and parameters as Transformers has them, and FSDP2 replaces both.
         self._model, files = self._start_model(settings.adapter)
+        self.verdict = self._model.verdict
+        self.tags: Mapping[str, str] = self.verdict.tags
         # The base's parameters, before adapter and score head add others that no file has.
         read_later = list(self._model.parameters()) if files else []
         check_mixture(self._model.causal_lm, settings.moe)
@@ -241,10 +244,11 @@ class FsdpEngine:
 
         Without files the weights are on rank 0: where an adapter is made of whole weights.
         """
-        options: dict[str, Any] = {"device": self.device, "trust_remote_code": self._trust_remote_code}
+        trusts = self._trust_remote_code
         if adapter and adapter.starts_from_weights:
-            return load_model(self._folder, reads_weights=self.data_rank == 0, **options), None
-        return find_weights(self._folder, **options)
+            model = load_model(self._folder, reads_weights=self.data_rank == 0, trust_remote_code=trusts)
+            return model, None
+        return find_weights(self._folder, trust_remote_code=trusts)
 
     def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
         # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.

@@ -25,7 +25,8 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
 from stages.engines.documents import PackedDocuments, pad_documents
-from stages.engines.fsdp.model import TargetLogProbabilities, decoder_of
+from stages.engines.fsdp.layers import decoder_of
+from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.models.loading import model_without_weights
 
 

@@ -6,7 +6,7 @@ model is sharded (`shards.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.core.errors import LifecycleError, ModelError
-from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines.attention import hidden_states, hidden_states_and_router_logits, prepare_attention
+from stages.data.batch import Batch
+from stages.engines.attention import hidden_states, hidden_states_and_router_logits
 from stages.engines.balance import balance_of_logits
+from stages.engines.fsdp.layers import decoder_of
+from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, packed, probe
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
     OutputHead,
@@ -34,11 +34,7 @@ from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 from stages.models.loaded_weights import check_finite
 
-PROBE_LENGTHS = (12, 7)
-"""Lengths in tokens of the two documents on which a loaded model's log-probabilities are checked."""
-PROBE_LONG_FROM = 8
-"""Number of tokens beyond which a document counts as long in the check of rotary angles that depend on length."""
-PROBE_TOLERANCE = 1e-3
+LARGEST_DIFFERENCE = 1e-3
 """Largest difference from Transformers' log-probabilities, in nats; kernels differ by 1e-6, a lost scale by more."""
 
 
@@ -48,9 +44,11 @@ class TargetLogProbabilities(nn.Module):
     It is the root of the FSDP tree, so that the head's weight is gathered while the log-probabilities are computed.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, verdict: Verdict) -> None:
+        """Create it around Transformers' model. verdict: of the probe that chose the model's attention."""
         super().__init__()
         self.causal_lm = causal_lm
+        self.verdict = verdict
         self.transform = logits_transform(causal_lm.config)
         self.compiles_head = False
         rotate_by_document(decoder_of(causal_lm))
@@ -99,18 +97,16 @@ class TargetLogProbabilities(nn.Module):
         return of_targets * batch.signal.has_target
 
 
-def load_model(
-    folder: Path, *, device: torch.device, reads_weights: bool, trust_remote_code: bool
-) -> TargetLogProbabilities:
+def load_model(folder: Path, *, reads_weights: bool, trust_remote_code: bool) -> TargetLogProbabilities:
     """Load the model of a Hugging Face folder in fp32 on the CPU; without `reads_weights`, weights are undefined.
 
     Raises ModelError when it is no causal language model, lacks weights, or does something to its logits that
     `logits_transform` does not know.
     """
     with _named_errors(folder):
-        config, build = _how_to_build(folder, device, trust_remote_code)
+        config, verdict, build = _how_to_build(folder, trust_remote_code)
         if not reads_weights:
-            return TargetLogProbabilities(_with_undefined_weights(loading.build_model(config, **build).eval()))
+            return TargetLogProbabilities(_with_undefined_weights(loading.build_model(config, **build).eval()), verdict)
         causal_lm, info = loading.load_model(
             folder,
             config=config,
@@ -122,67 +118,25 @@ def load_model(
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         _check_tied(folder, causal_lm, has_untied=head.weight is not embedding.weight)
         check_finite(folder, causal_lm.named_parameters())
-        model = TargetLogProbabilities(causal_lm)
+        model = TargetLogProbabilities(causal_lm, verdict)
         check_log_probabilities(model, torch.device("cpu"))
     return model
 
 
-def find_weights(
-    folder: Path, *, device: torch.device, trust_remote_code: bool
-) -> tuple[TargetLogProbabilities, ModelFiles]:
+def find_weights(folder: Path, *, trust_remote_code: bool) -> tuple[TargetLogProbabilities, ModelFiles]:
     """Return the model in fp32 with undefined weights, which take no memory, and the files to read them from later.
 
     Raises ModelError as `load_model` does, except for what only weights show.
     """
     with _named_errors(folder):
-        config, build = _how_to_build(folder, device, trust_remote_code)
+        config, verdict, build = _how_to_build(folder, trust_remote_code)
         causal_lm = loading.build_model(config, **build).eval()
         files = ModelFiles(folder, deepcopy(causal_lm))
         _check_complete(folder, files.missing, files.mismatched)
         _check_tied(folder, causal_lm, has_untied=files.has_untied())
         causal_lm._weight_conversions = files.conversions
-        model = TargetLogProbabilities(_with_undefined_weights(causal_lm))
+        model = TargetLogProbabilities(_with_undefined_weights(causal_lm), verdict)
     return model, files
-
-
-def decoder_of(causal_lm: Any) -> Any:
-    """Return the decoder of a causal language model, without its output head."""
-    if causal_lm.base_model is not causal_lm:
-        return causal_lm.base_model
-    embedding = causal_lm.get_input_embeddings()  # Llama 4's class names another attribute
-    return next(child for child in causal_lm.children() if any(module is embedding for module in child.modules()))
-
-
-def freeze_unused(causal_lm: Any) -> None:
-    """Freeze parts that text does not pass through (a vision tower), which only weight decay would change."""
-    if causal_lm.config.get_text_config() is causal_lm.config:
-        return
-    used = {
-        id(one) for part in (causal_lm.get_decoder(), causal_lm.get_output_embeddings()) for one in part.parameters()
-    }
-    for parameter in causal_lm.parameters():
-        if id(parameter) not in used:
-            parameter.requires_grad_(False)
-
-
-def transformer_layers(causal_lm: nn.Module) -> list[nn.Module]:
-    """Return the model's transformer layers in order, the units that FSDP2 gathers, recomputes and compiles."""
-    layers: list[nn.Module] = []
-    todo: list[nn.Module] = [causal_lm]
-    while todo:
-        module = todo.pop(0)
-        # Not searched further: a layer inside a layer is sharded with the outer one.
-        if isinstance(module, GradientCheckpointingLayer) or _is_unsplittable(causal_lm, module):
-            layers.append(module)
-        else:
-            todo += module.children()
-    if not layers:
-        raise ModelError(f"{type(causal_lm).__name__}: found no transformer layers to shard, recompute or compile")
-    return layers
-
-
-def _is_unsplittable(causal_lm: Any, module: nn.Module) -> bool:
-    return type(module).__name__ in (getattr(causal_lm, "_no_split_modules", None) or ())
 
 
 @contextmanager
@@ -198,12 +152,12 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _how_to_build(folder: Path, device: torch.device, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the model's config, and the keyword arguments with which Transformers builds the model."""
+def _how_to_build(folder: Path, trust_remote_code: bool) -> tuple[Any, Verdict, dict[str, Any]]:
+    """Return the model's config, the probe's verdict, and the arguments with which Transformers builds the model."""
     config = loading.load_config(folder, trust_remote_code=trust_remote_code)
-    attention = prepare_attention(config, device)
-    build = {"attn_implementation": attention, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    return config, build
+    verdict = probe(config, trust_remote_code=trust_remote_code)
+    build = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    return config, verdict, {"attn_implementation": verdict.attention, **build}
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
@@ -243,29 +197,18 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
     """
     causal_lm = model.causal_lm.eval()
     vocab_size = causal_lm.config.get_text_config().vocab_size
-    documents = (torch.arange(sum(PROBE_LENGTHS)) % vocab_size).split(PROBE_LENGTHS)
+    documents = (torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)
     # The first document counts as long; the second and last as short, which leaves the frequencies as they were.
-    with long_from(decoder_of(causal_lm), PROBE_LONG_FROM):
-        found = model(_packed(documents).to(device))[0]
-        alone = [_by_transformers(model, _packed([document]).to(device)) for document in documents]
+    with long_from(decoder_of(causal_lm), LONG_FROM):
+        found = model(packed(documents).to(device))[0]
+        alone = [_by_transformers(model, packed([document]).to(device)) for document in documents]
     difference = (found - torch.cat(alone)).abs().max().item()
-    if not difference < PROBE_TOLERANCE:  # also where the difference is NaN
+    if not difference < LARGEST_DIFFERENCE:  # also where the difference is NaN
         raise ModelError(
             f"{type(causal_lm).__name__} gives other log-probabilities to packed documents than to each alone "
             f"(by {difference:.2g} nats): its attention, or what it does to its logits, is not known here; this "
             "architecture cannot be trained"
         )
-
-
-def _packed(documents: Sequence[Tensor]) -> Batch:
-    """Pack documents of token ids into a batch of one row; all tokens but each document's first are targets."""
-    # The target of a token is the next one; a document's last token has none.
-    targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
-    lengths = [len(document) for document in documents]
-    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
-    borders = Documents(numbers[None], len(lengths), lengths)
-    return Batch.of(torch.cat(list(documents))[None], targets[None], positions[None], borders)
 
 
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:

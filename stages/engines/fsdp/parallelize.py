@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from stages.engines.fsdp.model import TargetLogProbabilities, transformer_layers
+from stages.engines.fsdp.layers import transformer_layers
+from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout

@@ -16,6 +16,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch, ModelInputs
 from stages.engines.export import ScoreHead
 from stages.engines.fsdp.model import TargetLogProbabilities
+from stages.engines.fsdp.probe import Verdict
 from stages.models.loading import build_model, class_with_head, load_tokenizer
 
 WRITTEN_AS = "score.weight"
@@ -24,8 +25,9 @@ WRITTEN_AS = "score.weight"
 class DocumentScores(TargetLogProbabilities):
     """Reward model whose forward pass returns each document's score at its last token, and 0 elsewhere."""
 
-    def __init__(self, causal_lm: Any, padding_token: int | None) -> None:
-        super().__init__(causal_lm)
+    def __init__(self, causal_lm: Any, verdict: Verdict, padding_token: int | None) -> None:
+        """Create it around a model whose output head gives one number. verdict: of the probe of its architecture."""
+        super().__init__(causal_lm, verdict)
         self._padding_token = padding_token
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
@@ -66,7 +68,7 @@ def with_score_head(model: TargetLogProbabilities, folder: Path, seed: int) -> t
     # A head of one row cannot be tied; the export would leave a tied weight out.
     causal_lm.all_tied_weights_keys = {}
     _check_names(causal_lm, head)
-    return DocumentScores(causal_lm, head.config["pad_token_id"]), head
+    return DocumentScores(causal_lm, model.verdict, head.config["pad_token_id"]), head
 
 
 def _head_name(causal_lm: Any) -> str:

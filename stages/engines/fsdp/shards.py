@@ -15,7 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
-from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities, transformer_layers
+from stages.engines.fsdp.layers import keep_kinds_of_layers, transformer_layers
+from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
 from stages.engines.fsdp.optimizer import local_of
 from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
 from stages.engines.fsdp.sources import ModelFiles
@@ -77,33 +78,6 @@ def check_sharded(
         one.reshard()
     if not is_sharded:
         drop_weights(twin, list(twin.parameters()))
-
-
-def keep_kinds_of_layers(causal_lm: Any) -> None:
-    """Keep only a model's first layers, at least two and enough to show every kind (types, sizes, settings).
-
-    Towers of other modalities stay whole: text does not run through them.
-    """
-    config = causal_lm.config.get_text_config()
-    of_text = set(causal_lm.modules() if config is causal_lm.config else causal_lm.get_decoder().modules())
-    layers = [layer for layer in transformer_layers(causal_lm) if layer in of_text]
-    types = getattr(config, "layer_types", None) or [None] * len(layers)
-    kinds = [(repr(layer), kind, _settings(layer)) for layer, kind in zip(layers, types, strict=True)]
-    holders = [one for one in causal_lm.modules() if isinstance(one, nn.ModuleList) and list(one) == layers]
-    for holder in holders:
-        # `index` is a kind's first layer; the largest of these is the last layer that shows a new kind.
-        del holder[max(2, 1 + max(map(kinds.index, kinds))) :]
-        config.num_hidden_layers = len(holder)
-
-
-def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the simple attributes of a layer's modules, except the layer's index, to compare kinds of layers."""
-    return [
-        (prefix, name, value)
-        for prefix, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, int | float | str | None) and "idx" not in name  # `layer_idx` differs everywhere
-    ]
 
 
 class _ShardReader:

@@ -8,7 +8,7 @@ Call `prepare_megatron()` before anything of this module is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ class MegatronEngine:
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.num_devices = dist.get_world_size()
+        self.tags: Mapping[str, str] = {"documents": "packed"}
         self.compute_dtype = compute_dtype(settings.precision)
         self._adapter = peft_adapter(folder, settings.adapter, settings.seed, start) if settings.adapter else None
         self.flops = self._adapter.flops(shape.flops()) if self._adapter else shape.flops()

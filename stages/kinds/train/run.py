@@ -279,6 +279,7 @@ def _result(
         "engine": config.engine,
         "layout": describe_layout(config.engine, config.layout),
         "device": engine.device.type,
+        **engine.tags,
         **prediction.tags,
     }
     if peak:

@@ -2,80 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    DeepseekV3Config,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines import attention
-from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, prepare_attention
+from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, register_packed_attention
 from stages.engines.documents import PackedDocuments
-from stages.engines.fsdp.model import decoder_of
+from stages.engines.fsdp.layers import decoder_of
+from stages.engines.fsdp.probe import probe
+from tests.zoo.models import tiny_config
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
+PACKED = {
+    "grouped queries": "qwen3",
+    "no grouping": "olmo2",
+    "learned positions": "gpt2",
+    "mixture of experts": "qwen3_moe",
+    "values narrower than keys": "deepseek_v3",
+    "sliding window": "mistral",
+    "soft-capped scores": "gemma2",
+    "attention sinks": "gpt_oss",
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
-
-PACKED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "grouped queries": lambda: Qwen3Config(**SHAPE, head_dim=8),
-    "no grouping": lambda: LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}),
-    "learned positions": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32),
-    "mixture of experts": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, num_experts=4),
-    "values narrower than keys": lambda: DeepseekV3Config(
-        **{**SHAPE, "num_key_value_heads": 4}, **EXPERTS, **LATENT, n_routed_experts=4, n_group=1, topk_group=1
-    ),
-    "sliding window": lambda: MistralConfig(**SHAPE, sliding_window=4),
-    "soft-capped scores": lambda: Gemma2Config(**SHAPE, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0),
-    "attention sinks": lambda: GptOssConfig(
-        **SHAPE, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2
-    ),
-}
-AS_ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "position biases": lambda: BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
-    "attention in chunks": lambda: Llama4TextConfig(
-        **SHAPE, head_dim=8, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=8
-    ),
-    "recurrent state": lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
-}
+AS_ROWS = {"position biases": "bloom", "attention in chunks": "llama4_text", "recurrent state": "mamba"}
+"""Families of the zoo, by what is special in their attention."""
 LENGTHS = [7, 3, 6, 12, 1, 3]
 ROWS = 2
 
 
-def build(config: PreTrainedConfig, attn_implementation: str) -> nn.Module:
+def build(config: PreTrainedConfig, attention: str | None) -> nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    register_packed_attention()
+    model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=attention)
     for parameter in model.parameters():
         if parameter.ndim > 1:  # large enough that a token that sees too much makes a difference
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=1.7 * parameter.shape[-1] ** -0.5)
     return model.eval()
 
 
@@ -100,14 +68,15 @@ def gradients_of(model: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [*PACKED, *AS_ROWS])
 def test_packed_documents_equal_each_document_alone(kind: str) -> None:
-    attn_implementation = prepare_attention((PACKED | AS_ROWS)[kind](), CPU)
-    assert (attn_implementation == PACKED_DOCUMENTS) == (kind in PACKED)
+    config = tiny_config((PACKED | AS_ROWS)[kind])
+    attention = probe(config, trust_remote_code=False).attention
+    assert (attention == PACKED_DOCUMENTS) == (kind in PACKED)
     batch = packed_batch(LENGTHS, ROWS)
 
-    model = build((PACKED | AS_ROWS)[kind](), attn_implementation)
+    model = build(config, attention)
     packed = hidden_states(decoder_of(model), batch.inputs).flatten(0, 1)
 
-    reference = build((PACKED | AS_ROWS)[kind](), "eager")
+    reference = build(config, "eager")
     documents = batch.inputs.input_ids.flatten().split(LENGTHS)
     alone = torch.cat(
         [decoder_of(reference)(input_ids=document[None], use_cache=False)[0][0] for document in documents]
@@ -122,10 +91,9 @@ def test_packed_documents_equal_each_document_alone(kind: str) -> None:
 
 
 def test_one_document_a_row_is_ordinary_causal_attention() -> None:
-    config = PACKED["grouped queries"]()
     batch = packed_batch([16, 16], rows=2)
-    packed = hidden_states(build(config, prepare_attention(config, CPU)).base_model, batch.inputs)
-    plain = build(PACKED["grouped queries"](), "eager").base_model(input_ids=batch.inputs.input_ids, use_cache=False)[0]
+    packed = hidden_states(build(tiny_config("qwen3"), PACKED_DOCUMENTS).base_model, batch.inputs)
+    plain = build(tiny_config("qwen3"), "eager").base_model(input_ids=batch.inputs.input_ids, use_cache=False)[0]
     torch.testing.assert_close(packed, plain, atol=1e-5, rtol=1e-5)
 
 
@@ -146,9 +114,8 @@ def test_a_model_that_hides_the_documents_from_its_attention_is_refused() -> Non
 
 
 def test_recomputed_layers_see_the_same_documents() -> None:
-    config = PACKED["grouped queries"]()
     batch = packed_batch(LENGTHS, ROWS)
-    expected, found = (build(config, prepare_attention(config, CPU)).train() for _ in range(2))
+    expected, found = (build(tiny_config("qwen3"), PACKED_DOCUMENTS).train() for _ in range(2))
     found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected_gradients, found_gradients = (
         gradients_of(model, hidden_states(model.base_model, batch.inputs)) for model in (expected, found)

@@ -61,7 +61,7 @@ def as_batch(tokens, is_learned):
 
 def ours(folder, file, rows, **fields):
     config = AdapterConfig(rank=4, alpha=8, init="eva", **fields)
-    model = load_model(folder, device=torch.device("cpu"), reads_weights=True, trust_remote_code=False)
+    model = load_model(folder, reads_weights=True, trust_remote_code=False)
     given = InputRows([as_batch(*one) for one in rows], file)
     directions = start_directions(model, config, given, folder, False)
     lora = add_adapter(model.causal_lm, config, seed=0, directions=directions)

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> Any:
-    model = load_model(folder, device=torch.device("cpu"), reads_weights=True, trust_remote_code=False).causal_lm
+    model = load_model(folder, reads_weights=True, trust_remote_code=False).causal_lm
     check_exportable(model, folder)
     return model
 

@@ -63,7 +63,7 @@ def packed_documents() -> list[list[int]]:
 
 
 def loaded(folder: Path) -> fsdp_model.TargetLogProbabilities:
-    return load_model(folder, device=torch.device("cpu"), reads_weights=True, trust_remote_code=False)
+    return load_model(folder, reads_weights=True, trust_remote_code=False)
 
 
 @torch.no_grad()

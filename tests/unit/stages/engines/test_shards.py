@@ -44,7 +44,7 @@ def test_what_the_twin_computes_with_is_freed_with_the_check(one_process: None, 
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
     layout = Layout()
     mesh = data_parallel_mesh(layout, CPU)
-    model, files = find_weights(tmp_path, device=CPU, trust_remote_code=False)
+    model, files = find_weights(tmp_path, trust_remote_code=False)
     drop_weights(model, list(model.parameters()))
     twin = deepcopy(model)
     parallelize(model, layout, mesh, torch.bfloat16)

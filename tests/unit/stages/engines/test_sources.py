@@ -83,7 +83,7 @@ def save(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 def files_of(folder: Path) -> ModelFiles:
-    return find_weights(folder, device=torch.device("cpu"), trust_remote_code=False)[1]
+    return find_weights(folder, trust_remote_code=False)[1]
 
 
 def shard(weight: Tensor, process: int) -> slice:

@@ -1,0 +1,276 @@
+"""Probe of an architecture: its documents train packed in one row, as rows of their own, or not at all.
+
+The answer is measured, for any model that Transformers can build, on a slice of it: random weights in fp64 on the CPU,
+the first layers, enough to show every kind, and narrow where the model is large, with windows and chunks shorter than
+the documents. A way to train is right if other tokens in one document change nothing in the next, and if each document
+gets the log-probabilities that Transformers gives it alone. Real weights are compared too, once they are read
+(`check_log_probabilities`), but too late for a choice, in fp32, and on documents shorter than any window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers.initialization import no_init_weights
+
+from stages.core.errors import ModelError
+from stages.data.batch import IGNORED, Batch, Documents
+from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
+from stages.engines.fsdp.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
+from stages.engines.rotary import long_from, rotate_by_document
+from stages.models import loading
+
+LENGTHS = (12, 7)
+"""Lengths in tokens of the two documents of a probe."""
+LONG_FROM = 8
+"""Number of tokens beyond which a document counts as long in the check of rotary angles that depend on length."""
+LARGEST_LEAK = 1e-6
+"""Largest change of a document's log-probabilities, in nats, by other tokens in the document before it."""
+LARGEST_DIFFERENCE = 1e-5
+"""Largest difference from Transformers' log-probabilities in nats."""
+ROWS = ("sdpa", "eager")
+"""Transformers' own attention for documents as rows of their own, the fastest first."""
+
+SHORT = 4
+"""Length in tokens of a slice's windows and chunks, so that the documents of a probe reach beyond."""
+NARROW = 512
+"""Hidden size above which a slice is narrower than its model, with fewer heads of the same width."""
+MOST_EXPERTS = 32
+LARGEST_SLICE = 2**27
+"""Largest number of a slice's parameters that text passes through: 1 GiB in fp64."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Answer of a probe: the way to train an architecture's documents that is fastest among those that are right."""
+
+    attention: str | None
+    """Transformers' `attn_implementation` to build the model with; None for its default."""
+    sentence: str
+    """Sentence for people: the way that was chosen with what was measured, and why faster ones are wrong."""
+
+    @property
+    def packs(self) -> bool:
+        """Return whether documents are packed in rows, instead of each a row of its own."""
+        return self.attention == PACKED_DOCUMENTS
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags of a training of the probed architecture."""
+        return {"documents": "packed" if self.packs else "rows", "probe": self.sentence}
+
+
+def probe(config: Any, *, trust_remote_code: bool) -> Verdict:
+    """Find out how documents of a model with this config can be trained; raise ModelError if in no way."""
+    register_packed_attention()
+    reason: Exception | None = None
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # a training's own random numbers stay as they are
+        for small, cuts_layers in product(_narrowed(config), (True, False)):
+            slices = _Slices(small, cuts_layers, trust_remote_code)
+            try:
+                expected = slices.alone()
+            except Exception as error:  # whatever an architecture makes of sizes that it was never built with
+                reason = error
+            else:
+                return _choose(slices, expected)
+    return Verdict(None, f"documents train as rows of their own: no slice of this architecture runs ({reason})")
+
+
+def _choose(slices: _Slices, expected: Tensor) -> Verdict:
+    """Try the ways to train in order; return the first that is right. expected: log-probabilities of each alone."""
+    wrong: list[str] = []
+    for attention in (PACKED_DOCUMENTS, *ROWS):
+        way = "packed" if attention == PACKED_DOCUMENTS else f"as rows of their own, with {attention}"
+        try:
+            usual, changed, seen = slices.together(attention)
+        except Exception as error:  # of an architecture that cannot be run so
+            wrong.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        leak = (usual - changed)[LENGTHS[0] :].abs().max().item()
+        difference = (usual - expected).abs().max().item()
+        measured = (
+            f"{way}: other tokens in one document change the next by {leak:.1g} nats, and Transformers' own "
+            f"log-probabilities differ by {difference:.1g}"
+        )
+        if unseen := slices.layer_types - seen:
+            wrong.append(f"{way}: no layer of type {', '.join(sorted(unseen))} was run")
+        elif leak <= LARGEST_LEAK and difference <= LARGEST_DIFFERENCE:  # not where one is NaN
+            kinds = f" (layers: {', '.join(sorted(seen))})" if seen else ""
+            return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]))
+        else:
+            wrong.append(measured)
+    raise ModelError(
+        f"this architecture cannot be trained: tried on a slice of it with random weights, {'; '.join(wrong)}; take "
+        "another model"
+    )
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Small models of one architecture with the same random weights, each with another implementation of attention."""
+
+    config: Any
+    cuts_layers: bool
+    trust_remote_code: bool
+
+    @property
+    def layer_types(self) -> set[str]:
+        return set(getattr(self.config.get_text_config(), "layer_types", None) or ())
+
+    def alone(self) -> Tensor:
+        """Return the documents' log-probabilities [tokens, vocabulary], each alone, by Transformers' plain products."""
+        causal_lm = self._build("eager")
+        decoder = decoder_of(causal_lm)
+        with long_from(decoder, LONG_FROM), _InDoublePrecision():
+            states = [decoder(input_ids=one[None], use_cache=False)[0] for one in self._documents[:2]]
+        return _log_probabilities(causal_lm, torch.cat(states, dim=1))
+
+    def together(self, attention: str) -> tuple[Tensor, Tensor, set[str]]:
+        """Return two documents' log-probabilities as training runs them: as they are, and with another first one.
+
+        Also returns the types of the layers that ran.
+        """
+        causal_lm = self._build(attention)
+        decoder = decoder_of(causal_lm)
+        rotate_by_document(decoder)
+        first, second, other = self._documents
+        with long_from(decoder, LONG_FROM), _layers_that_run(causal_lm) as seen, _InDoublePrecision():
+            found, changed = (
+                _log_probabilities(causal_lm, hidden_states(decoder, packed([begin, second]).inputs))
+                for begin in (first, other)
+            )
+        return found, changed, seen
+
+    @property
+    def _documents(self) -> Sequence[Tensor]:
+        """Token ids of the first and the second document, and of another first one; 0 may be padding."""
+        lengths = (*LENGTHS, LENGTHS[0])
+        return torch.arange(1, 1 + sum(lengths)).remainder(self.config.get_text_config().vocab_size).split(lengths)
+
+    def _build(self, attention: str) -> Any:
+        torch.manual_seed(0)
+        # Plain products for experts too: kernels for all at once have no fp64, and add up by the experts' shares.
+        build = {"attn_implementation": attention, "experts_implementation": "eager"}
+        options: dict[str, Any] = {**build, "trust_remote_code": self.trust_remote_code}
+        with no_init_weights():  # memory that is never written, of towers of images and of later layers, takes none
+            causal_lm = loading.build_model(deepcopy(self.config), device="cpu", **options)
+        causal_lm.tie_weights()
+        if self.cuts_layers:
+            keep_kinds_of_layers(causal_lm)
+        of_text = [one for part in parts_for_text(causal_lm) for one in part.parameters()]
+        if (num_parameters := sum(map(Tensor.numel, of_text))) > LARGEST_SLICE:
+            raise MemoryError(f"a slice of {num_parameters} parameters is too large for a probe")
+        for weight in {*causal_lm.parameters()} - {*of_text}:
+            weight._is_hf_initialized = True  # the mark that Transformers puts on weights that it has read
+        causal_lm.initialize_weights()
+        for weight in of_text:
+            if weight.ndim > 1:  # larger than a new model's, so that a token that sees too much makes a difference
+                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+        return causal_lm.double().eval()
+
+
+class _InDoublePrecision(TorchFunctionMode):
+    """Context in which code that asks for fp32 (softmax, norms) gets fp64, so that only real differences are seen.
+
+    Where scores are large, as Gemma 4's, rounding in fp32 alone would change log-probabilities by 5e-5.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = Tensor.double if func is Tensor.float else func
+        named = {name: _doubled(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_doubled, args), **named)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def _layers_that_run(causal_lm: Any) -> Iterator[set[str]]:
+    """Collect the types, as in the config's `layer_types`, of text layers that run in this context."""
+    seen: set[str] = set()
+    types = getattr(causal_lm.config.get_text_config(), "layer_types", None) or ()
+
+    def note(kind: str) -> Callable[..., None]:
+        return lambda *_: seen.add(kind)
+
+    layers = zip(text_layers(causal_lm), types, strict=False)  # the slice has the first layers only
+    handles = [layer.register_forward_hook(note(kind)) for layer, kind in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _log_probabilities(causal_lm: Any, hidden: Tensor) -> Tensor:
+    """Return log-probabilities [tokens, vocabulary] from last hidden states [1, tokens, width].
+
+    What an architecture does to its logits is left out: it is the same for every token.
+    """
+    logits: Tensor = causal_lm.get_output_embeddings()(hidden)[0]
+    return logits.double().log_softmax(-1)
+
+
+def _narrowed(config: Any) -> Iterator[Any]:
+    """Yield configs of slices: the narrowest first, for which an architecture may have no layers, the whole last."""
+    width = config.get_text_config().hidden_size
+    divisors = [divisor for divisor in (16, 8, 4, 2) if width / divisor >= NARROW / 2]
+    for divisor in (*divisors, 1):
+        small = deepcopy(config)
+        if _narrow(small.get_text_config(), divisor):
+            yield small
+    short = deepcopy(config)
+    _shorten(short.get_text_config())
+    yield short
+
+
+def _narrow(text: Any, divisor: int) -> bool:
+    """Divide hidden size and heads, whose width stays, and bound other sizes; return whether all can be divided."""
+    _shorten(text)
+    for name, value in _numbers(text):
+        if name.endswith(("hidden_size", "heads", "n_head", "n_embd", "d_model", "d_ssm", "lru_width", "proj_dim")):
+            if value % divisor:
+                return False
+            setattr(text, name, value // divisor)
+        elif name.endswith(("intermediate_size", "ffn_dim", "n_inner")):
+            setattr(text, name, min(value, NARROW // 4))
+        elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+            setattr(text, name, min(value, MOST_EXPERTS))
+    return True
+
+
+def _shorten(text: Any) -> None:
+    """Bound vocabulary, windows and chunks of attention."""
+    for name, value in _numbers(text):
+        if "vocab_size" in name:
+            setattr(text, name, min(value, 64))
+        elif name.endswith(("window", "window_size", "chunk_size")):
+            setattr(text, name, min(value, SHORT))
+    if text.pad_token_id is not None:
+        text.pad_token_id = 0  # within the small vocabulary
+
+
+def _numbers(text: Any) -> list[tuple[str, int]]:
+    """Return the fields of a config that are whole numbers above 0."""
+    return [(name, value) for name, value in vars(text).items() if type(value) is int and value > 0]
+
+
+def packed(documents: Sequence[Tensor]) -> Batch:
+    """Pack documents of token ids into a batch of one row; all tokens but each document's first are targets."""
+    # The target of a token is the next one; a document's last token has none.
+    targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    lengths = [len(document) for document in documents]
+    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
+    borders = Documents(numbers[None], len(lengths), lengths)
+    return Batch.of(torch.cat(list(documents))[None], targets[None], positions[None], borders)

@@ -1,0 +1,87 @@
+"""The probe lets documents be packed where none sees another, and names what it measured where they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stages.core.errors import ModelError
+from stages.engines.attention import PACKED_DOCUMENTS
+from stages.engines.fsdp.layers import transformer_layers
+from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
+from stages.engines.fsdp.probe import LARGEST_SLICE, Verdict, _narrowed, _Slices, probe
+from tests.zoo.models import tiny_config
+
+PACKED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "cohere2", "olmo3", "apertus", "gpt2", "opt",
+    "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma3", "gemma4",
+)  # fmt: skip
+AS_ROWS = ("nemotron", "bloom", "falcon", "llama4_text", "llama4", "lfm2", "mamba", "bamba", "qwen3_next", "qwen3_5")
+"""Families whose documents are packed, or are rows of their own: chosen so that each reason occurs."""
+QWEN3_30B = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}  # fmt: skip
+
+
+def verdict_on(family: str, **fields: Any) -> Verdict:
+    return probe(tiny_config(family, **fields), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("family", [*PACKED, *AS_ROWS])
+def test_documents_are_packed_where_that_is_right(family: str) -> None:
+    assert verdict_on(family).packs == (family in PACKED)
+
+
+def test_a_short_convolution_that_leaks_into_the_next_document_is_found() -> None:
+    """LFM2's convolutions see the two tokens before: packed, the end of one document changes the start of the next.
+
+    A new model's small weights hide that from a comparison of log-probabilities within 1e-3 nats.
+    """
+    config = tiny_config("lfm2")
+    torch.manual_seed(0)
+    causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_DOCUMENTS).eval()
+    verdict = probe(config, trust_remote_code=False)
+    check_log_probabilities(TargetLogProbabilities(causal_lm, verdict), torch.device("cpu"))
+    assert verdict.attention == "sdpa"
+    assert "(layers: conv, full_attention); packed: other tokens in one document change the next by" in verdict.sentence
+
+
+def test_chunks_that_are_longer_than_the_probes_documents_are_found() -> None:
+    """Llama 4's chunks of 8,192 tokens are shortened, also in a model that sees, whose text has a config of its own."""
+    text = {**tiny_config("llama4").text_config.to_dict(), "attention_chunk_size": 8192}
+    assert verdict_on("llama4", text_config=text).attention == "sdpa"
+
+
+def test_an_architecture_that_looks_ahead_is_refused_with_what_was_measured() -> None:
+    with pytest.raises(ModelError, match=r"cannot be trained: .* packed: .* as rows of their own, with eager: .* nats"):
+        verdict_on("gemma3_text", use_bidirectional_attention=True)
+
+
+def test_every_type_of_layer_is_seen_also_one_that_comes_late() -> None:
+    types = [*["sliding_attention"] * 5, "full_attention"] * 2
+    verdict = verdict_on("gemma3_text", num_hidden_layers=12, layer_types=types)
+    assert verdict.packs
+    assert verdict.sentence.endswith("(layers: full_attention, sliding_attention)")
+
+
+@torch.no_grad()
+def test_a_large_model_is_probed_on_a_narrow_slice_of_its_first_layers() -> None:
+    config = tiny_config("qwen3_moe", **QWEN3_30B)
+    slices = _Slices(next(_narrowed(config)), cuts_layers=True, trust_remote_code=False)
+    causal_lm = slices._build("eager")
+    assert len(transformer_layers(causal_lm)) == 2
+    assert sum(one.numel() for one in causal_lm.parameters()) < LARGEST_SLICE / 8
+    assert config.num_hidden_layers == 48
+
+
+def test_random_numbers_of_a_training_stay_as_they_are() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    verdict_on("qwen3")
+    assert torch.equal(torch.rand(3), expected)

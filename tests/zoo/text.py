@@ -1,0 +1,236 @@
+"""Config fields of tiny models, one of each text family of Transformers that this project is tried on.
+
+Sizes are the smallest that show an architecture: two layers (more where kinds of layers take turns), grouped queries,
+heads of 32 values (the narrowest that vLLM's CPU kernels take), windows and chunks shorter than the test's documents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **SPECIAL_TOKENS,
+}
+"""Fields of families whose heads have a width of their own, or take `hidden_size / num_attention_heads`."""
+WIDE = {**SIZES, "head_dim": 32}
+SPLIT = {**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Fields of families without a head width of their own: two heads of 32 share the hidden size."""
+UNGROUPED = {**SPLIT, "num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GROUPS = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_routed_experts": 4}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+GATED_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, **SPECIAL_TOKENS}
+FALCON = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, **SPECIAL_TOKENS}
+
+TEXT_FAMILIES: dict[str, dict[str, Any]] = {
+    # dense
+    "llama": SPLIT,
+    "mistral": {**WIDE, "sliding_window": 4},
+    "ministral": {**WIDE, **WINDOWS},
+    "ministral3": WIDE,
+    "qwen2": SPLIT,
+    "qwen3": WIDE,
+    "gemma": WIDE,
+    "gemma2": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 32},
+    "vaultgemma": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 32},
+    "phi": UNGROUPED,
+    "phi3": SPLIT,
+    "cohere": SPLIT,
+    "cohere2": {**WIDE, **WINDOWS},
+    "granite": SPLIT,
+    "olmo": UNGROUPED,
+    "olmo2": UNGROUPED,
+    "olmo3": {**UNGROUPED, **WINDOWS},
+    "glm": WIDE,
+    "glm4": WIDE,
+    "nemotron": WIDE,
+    "starcoder2": SPLIT,
+    "stablelm": SPLIT,
+    "smollm3": {**SPLIT, "no_rope_layers": [1, 0]},
+    "seed_oss": WIDE,
+    "exaone4": {**SPLIT, **WINDOWS},
+    "ernie4_5": WIDE,
+    "hunyuan_v1_dense": WIDE,
+    "arcee": SPLIT,
+    "apertus": SPLIT,
+    "helium": {**SPLIT, "head_dim": 32},
+    "diffllama": SIZES,
+    "minicpm3": {**UNGROUPED, **LATENT},
+    "gpt2": GPT2,
+    "gpt_neo": {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_position_embeddings": 64,
+        "window_size": 4,
+        "attention_types": [[["global", "local"], 1]],
+        **SPECIAL_TOKENS,
+    },
+    "gpt_neox": UNGROUPED,
+    "gptj": {**GPT2, "rotary_dim": 16},
+    "gpt_bigcode": GPT2,
+    "opt": {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        **SPECIAL_TOKENS,
+    },
+    "bloom": {"vocab_size": 64, "hidden_size": 64, "n_layer": 2, "n_head": 2, **SPECIAL_TOKENS},
+    "falcon": FALCON,
+    "mpt": {"vocab_size": 64, "d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 64, **SPECIAL_TOKENS},
+    # mixtures of experts
+    "mixtral": {**WIDE, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "qwen2_moe": {**SPLIT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**WIDE, **EXPERTS, "num_experts": 4},
+    "phimoe": {**SPLIT, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "olmoe": {**UNGROUPED, "num_experts_per_tok": 2, "num_experts": 4},
+    "granitemoe": {**SPLIT, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "gpt_oss": {
+        **WIDE,
+        **WINDOWS,
+        "intermediate_size": 64,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+    },
+    "glm4_moe": {**WIDE, **EXPERTS, **GROUPS},
+    "glm4_moe_lite": {**UNGROUPED, **EXPERTS, **GROUPS, **LATENT},
+    "deepseek_v2": {**UNGROUPED, **EXPERTS, **GROUPS, **LATENT},
+    "deepseek_v3": {**UNGROUPED, **EXPERTS, **GROUPS, **LATENT},
+    "ernie4_5_moe": {**WIDE, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},
+    "hunyuan_v1_moe": {**WIDE, "num_experts": 4, "moe_topk": 2},
+    "minimax_m2": {**WIDE, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "dots1": {**WIDE, **EXPERTS, **GROUPS},
+    "llama4_text": {
+        **WIDE,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "attention_chunk_size": 4,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    # states beside attention, or instead of it
+    "qwen3_next": {
+        **WIDE,
+        **EXPERTS,
+        **GATED_DELTA,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_5_text": {**WIDE, **GATED_DELTA},
+    "qwen3_5_moe_text": {**WIDE, **EXPERTS, **GATED_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    "mamba": {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4, **SPECIAL_TOKENS},
+    "mamba2": {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "state_size": 16,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+        **SPECIAL_TOKENS,
+    },
+    "bamba": {**SPLIT, **MAMBA_2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **SPLIT,
+        **MAMBA_2,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {**WIDE, **MAMBA_2, "mamba_d_ssm": 128},
+    "jamba": {**SPLIT, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "use_mamba_kernels": False},
+    "lfm2": {**SPLIT, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {
+        **SPLIT,
+        **EXPERTS,
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    },
+    "recurrent_gemma": {
+        **SPLIT,
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "lru_width": 64,
+        "attention_window_size": 4,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "nemotron_h": {
+        **WIDE,
+        "layers_block_type": ["mamba", "attention", "moe"],
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "zamba2": {
+        **UNGROUPED,
+        "num_hidden_layers": 3,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "chunk_size": 8,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_mem_blocks": 1,
+    },
+    "minimax": {
+        **WIDE,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "rwkv": {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "context_length": 64, **SPECIAL_TOKENS},
+    "kimi_linear": {
+        **UNGROUPED,
+        **EXPERTS,
+        **GROUPS,
+        **LATENT,
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 32,
+        "linear_num_heads": 2,
+    },
+    "olmo_hybrid": {**UNGROUPED, "layer_types": ["linear_attention", "full_attention"]},
+}
