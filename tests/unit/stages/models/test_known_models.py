@@ -1,0 +1,56 @@
+"""Published models that are known by name have as many parameters as was published, and as Transformers builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from stages.models.known_models import PUBLISHED, known_model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    published = PUBLISHED[name]
+    assert published.source
+    assert published.shape.num_parameters == pytest.approx(published.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("CohereConfig", "command r v01"),
+        ("GemmaConfig", "gemma 7b"),
+        ("Gemma2Config", "gemma2 2b"),
+        ("GptOssConfig", "gpt oss 120b"),
+        ("SmolLM3Config", "smollm3 3b"),
+    ],
+)
+def test_parameters_are_those_of_transformers_defaults(config: str, name: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)())
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    assert PUBLISHED[name].shape.num_parameters == pytest.approx(num_parameters, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("google/gemma-2-9b-it", "gemma2 9b"),
+        ("google/gemma-7b", "gemma 7b"),
+        ("unsloth/gemma-3-27b-it", "gemma3 27b"),
+        ("ibm-granite/granite-3.3-8b-instruct", "granite3 8b"),
+        ("meta-llama/Llama-3.2-3B", "llama3.2 3b"),
+        ("mistralai/Mistral-Small-24B-Base-2501", "mistral small 24b"),
+        ("MiniMaxAI/MiniMax-M2", "minimax m2"),
+        ("HuggingFaceTB/SmolLM3-3B", "smollm3 3b"),
+        ("allenai/Olmo-3.1-32B-Think", "olmo3 32b"),
+    ],
+)
+def test_names_are_understood_as_hubs_write_them(written: str, name: str) -> None:
+    assert known_model(written) == PUBLISHED[name].shape
+
+
+@pytest.mark.parametrize("written", ["ibm-granite/granite-8b-code-base", "google/codegemma-2b", "microsoft/phi-4-mini"])
+def test_other_models_of_a_family_are_not_taken_for_a_known_one(written: str) -> None:
+    assert known_model(written) is None
