@@ -67,8 +67,8 @@ check: environments .venv/.test-ready
 benchmarks: environments .venv/.test-ready
 	for benchmark in $(BENCHMARKS); do .venv/bin/python $$benchmark || exit 1; done
 
-# Without what they share, and the trainer that one of them compares with.
-BENCHMARKS := $(filter-out %/workload.py %/planner_runs.py %/published_runs.py %/predict_table.py %/trl_sft.py $(wildcard tests/benchmarks/gpu*.py),$(wildcard tests/benchmarks/*.py))
+# Without what they share, the trainer that some compare with, and what needs a model from outside.
+BENCHMARKS := $(filter-out %/workload.py %/real_model.py %/planner_runs.py %/published_runs.py %/predict_table.py %/trl_sft.py $(wildcard tests/benchmarks/gpu*.py),$(wildcard tests/benchmarks/*.py))
 
 # For a machine with a GPU, Python 3.12, torch and NumPy, but no network: what it lacks, in one folder. With the checkout
 # it must not be larger than what such machines take.

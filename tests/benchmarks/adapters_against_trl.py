@@ -43,7 +43,7 @@ def one_round(root: Path, index: int, steps: int, threads: int) -> tuple[float, 
     metrics = run_stage(root, stage_input(root, name=f"ours-{index}", steps=steps, adapter=ADAPTER), threads)
     ours = statistics.median(step["tokens_per_s"] for step in metrics[WARMUP_STEPS:])
     ours_gib = max(step["peak_memory_gib"] for step in metrics)
-    printed = run_trl(root, steps, threads, str(ADAPTER["rank"]))
+    printed = run_trl(root, steps, threads, "--rank", str(ADAPTER["rank"]))
     trl = ROWS_PER_STEP * SEQUENCE_LENGTH / statistics.median(printed["step_times_s"][WARMUP_STEPS:])
     trl_gib = printed["peak_memory_gib"]
     print(

@@ -103,12 +103,18 @@ def run_stage(root: Path, given: StageInput, threads: int) -> list[dict[str, flo
     done = subprocess.run(stage_command(given, work), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the train stage ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(work)
 
 
-def run_trl(root: Path, steps: int, threads: int, *rank: str) -> dict[str, Any]:
+def read_metrics(work: Path) -> list[dict[str, float]]:
+    """Return the metrics of every step that a train stage has logged so far."""
+    file = work / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def run_trl(root: Path, steps: int, threads: int, *options: str) -> dict[str, Any]:
     """Train with `trl_sft.py` in a process of its own, and return the JSON object that it prints."""
-    command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *rank]
+    command = [sys.executable, str(Path(__file__).with_name("trl_sft.py")), str(root), str(steps), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
