@@ -50,7 +50,7 @@ RULES = [
     (r"stages\.data(\..*)?", DATA),
     (r"stages\.models\.(loaded_weights|start_up|stored_tensors|transformers_flops)", MODELS - {"peft"}),
     (r"stages\.models\.tokenizer_check", {"tokenizers"}),
-    (r"stages\.parallel\.(accelerator|devices|processes)", {"torch"}),
+    (r"stages\.parallel\.(accelerator|cpu_products|devices|processes)", {"torch"}),
     (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),
     (r"stages\.hubs(\..*)?", HUBS),
     (r"stages\.adapters\.(check|effect|experts|lora|quantized|start|targets)", MODELS),

@@ -42,6 +42,7 @@ from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, compute_deterministically, type_at_hand
+from stages.parallel.cpu_products import multiply_by_onednn
 from stages.parallel.device_types import DeviceType, check_device
 from stages.parallel.devices import device_peak
 from stages.parallel.engines.registry import RULES
@@ -129,6 +130,8 @@ def _check_machine(config: TrainConfig) -> DeviceType:
         raise ResourceError(missing)
     if config.execution.deterministic:
         compute_deterministically()
+    if accelerator.torch_type == "cpu" and config.precision == "fp32":
+        multiply_by_onednn()
     # A variable that is set already wins over the engine's.
     os.environ |= {**RULES[config.engine].environment(accelerator.torch_type, config.layout), **os.environ}
     return accelerator
