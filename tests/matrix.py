@@ -85,7 +85,7 @@ CAPABILITIES = (
     Capability(
         "GRPO with vLLM and synchronised weights",
         ("tests/pipeline/test_grpo.py", "tests/unit/stages/rollouts", "tests/unit/stages/rewards"),
-        not_run="sampling on GPUs of its own",
+        not_run="sampling on GPUs of its own; vLLM's sleep on GPUs that train (a stand-in enforces memory)",
     ),
     Capability(
         "adapters: LoRA, DoRA, QLoRA; merging",

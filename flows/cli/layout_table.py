@@ -10,6 +10,7 @@ from flows.planning.layout_advice import Explained, Ranked
 from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.memory import GIB
+from stages.planner.prediction import sampling_parts
 from stages.planner.search import UNCERTAINTY, Candidate
 from stages.planner.time import step_traffic
 
@@ -54,6 +55,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
         "fits": candidate.fits,
         "memory_fit": candidate.memory_fit,
         "memory_parts_gib": asdict(candidate.memory.worst),
+        **sampling_parts(candidate),
         "step_time_parts_s": asdict(candidate.time.parts),
         "bubble_fraction": candidate.time.bubble_fraction,
         "reference_pass_s": candidate.time.reference_pass_s,
@@ -107,6 +109,7 @@ def explained_as_text(answer: Explained) -> str:
         f"{candidate.memory_fit}",
         "memory of a rank, GiB:",
         *_stages(candidate),
+        *_sampling(candidate),
         f"step: {candidate.time.step_time_s:.3g} s, {candidate.time.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, "
         f"MFU {candidate.time.mfu:.1%}",
         *(
@@ -176,6 +179,18 @@ def _stages(candidate: Candidate) -> list[str]:
     headings = ("stage", "total", *(name.replace("_", " ") for name in asdict(candidate.memory.worst)))
     rows = ((str(index), *(f"{gib:.1f}" for gib in (stage.total, *asdict(stage).values()))) for index, stage in shown)
     return [f"  {line}" for line in _aligned([headings, *rows])]
+
+
+def _sampling(candidate: Candidate) -> list[str]:
+    """Return lines on the memory of a device that training and a sampling server share; none without such a server."""
+    sampling = candidate.memory.sampling
+    if sampling is None:
+        return []
+    parts = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in asdict(sampling).items())
+    return [
+        f"memory while completions are sampled on the same devices, GiB: {sampling.total:.1f} ({parts})",
+        f"memory that the sleeping server keeps meanwhile, GiB: {candidate.memory.asleep_gib:.1f}",
+    ]
 
 
 def _traffic_gib(answer: Explained) -> dict[str, float]:

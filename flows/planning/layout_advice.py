@@ -84,7 +84,9 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
     if Path(model).suffix in (".yaml", ".yml"):
         shape, config = _of_recipe(Path(model), options.stage)
         workload, num_gpus = config.workload, _training_gpus(config, options.num_gpus)
+        server = config.colocated_server
     else:
+        server = None
         shape, workload = _of_config(model), Workload(DEFAULT_SEQUENCE_LENGTH, DEFAULT_BATCH_ROWS)
         num_gpus = options.num_gpus
     workload = replace(
@@ -96,7 +98,7 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
         total_tokens=options.tokens or workload.total_tokens,
     )
     engines = (options.engine,) if options.engine else ENGINES
-    return SearchRequest(shape, workload, hardware, num_gpus, engines)
+    return SearchRequest(shape, workload, hardware, num_gpus, engines, server=server)
 
 
 def ranked(request: SearchRequest, top: int) -> Ranked:
@@ -171,7 +173,8 @@ def _training_gpus(config: TrainConfig, num_gpus: int) -> int:
     if left < 1:
         raise RecipeError(
             f"--gpus is {num_gpus}, of which the server that samples takes {config.sampling_devices} "
-            "(serving.tensor_parallel_size); none is left to train on: name those of both"
+            "(serving.tensor_parallel_size × data_parallel_size); none is left to train on: name those of both, or let "
+            "them share devices (`placement: colocated`)"
         )
     return left
 

@@ -80,7 +80,10 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
     Raises LayoutError if none fits, and ResourceError for a GPU that the planner does not know.
     """
     counts = _process_counts(config)
-    requests = [SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES) for count in counts]
+    requests = [
+        SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES, server=config.colocated_server)
+        for count in counts
+    ]
     candidates = [candidate for request in requests for candidate in fitting_layouts(request)]
     by_time = sorted(candidates, key=lambda candidate: candidate.time.step_time_s)
     fastest = [candidate for candidate in by_time if candidate.engine == config.engine]

@@ -89,6 +89,11 @@ class ModelShape:
         """Width of the keys of all key-value heads together; values have the same width."""
         return self.num_kv_heads * self.head_dim
 
+    def kv_cache_bytes(self, num_tokens: int, bytes_per_value: int, ranks: int) -> float:
+        """Return the bytes of the keys and values of a server's request on one of the `ranks` that share each layer."""
+        heads = max(1, self.num_kv_heads // ranks)
+        return 2 * self.num_layers * heads * self.head_dim * bytes_per_value * num_tokens
+
     @property
     def rotary_width(self) -> int:
         """Width of the rotary parts of queries or keys of all heads in latent attention; 0 in other attention."""

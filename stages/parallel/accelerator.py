@@ -126,6 +126,12 @@ def free_bytes(device: torch.device) -> int:
     return module.recommended_max_memory() - module.driver_allocated_memory()  # Metal
 
 
+def total_bytes(device: torch.device) -> int:
+    """Return the whole memory of an accelerator in bytes."""
+    module: Any = torch.get_device_module(device)
+    return module.mem_get_info(device)[1] if hasattr(module, "mem_get_info") else module.recommended_max_memory()
+
+
 def peak_bytes(device: torch.device) -> int:
     """Return this process's peak tensor memory in bytes since `forget_peak`; on Metal the allocator's current one."""
     module: Any = torch.get_device_module(device)

@@ -17,7 +17,7 @@ from stages.planner.compute import LayerTime, LayerWork, PassTimes
 from stages.planner.hardware import Hardware
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters
-from stages.planner.workload import ProgramTraits, Workload
+from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class SearchRequest:
     software: ProgramTraits | None = None
     available_gib: float | None = None
     """Memory available on each device in GiB; None: the hardware's memory."""
+    server: ColocatedServer | None = None
+    """Sampling server on the same devices, if there is one."""
 
     @property
     def memory_gib(self) -> float:
@@ -157,6 +159,10 @@ class EngineCosts(ABC):
     @abstractmethod
     def model_states(self, case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
         """Return the bytes of weights, of gradients and of optimizer state on one process rank."""
+
+    def bytes_at_rest(self, case: StepCase, stage: PipelineStage) -> float:
+        """Return the bytes that one process rank keeps between steps, as while completions are sampled."""
+        return sum(self.model_states(case, stage))
 
     @abstractmethod
     def moments(self, case: StepCase, stage: PipelineStage) -> tuple[Moment, ...]:

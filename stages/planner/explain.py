@@ -65,7 +65,7 @@ def _device_room(candidate: Candidate) -> str:
 def _too_large(candidate: Candidate, best: Candidate | None) -> str:
     needed_gib = candidate.memory.peak_gib
     over_gib = needed_gib - candidate.available_gib
-    causes = nlargest(2, asdict(candidate.memory.worst).items(), key=lambda part: part[1])
+    causes = nlargest(2, asdict(candidate.memory.fullest).items(), key=lambda part: part[1])
     named = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in causes)
     gain = "" if best is None else _gain(candidate, best)
     return f"{candidate.text}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"

@@ -23,7 +23,7 @@ from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.workload import ProgramTraits, Workload
+from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 GIB = 2**30
 LOGITS_CHUNK = 2**27
@@ -53,6 +53,30 @@ class StageMemory:
         return sum(vars(self).values())
 
 
+AWAKE_GIB = 1.5
+"""GiB of device memory of a server that samples, beside runtime, weights and KV cache: activations and CUDA graphs.
+
+An assumption, as is `ASLEEP_GIB`: no GPU has measured them for this project."""
+ASLEEP_GIB = 0.5
+"""GiB of device memory that a sleeping server keeps beside its runtime: CUDA graphs and communicators."""
+
+
+@dataclass(frozen=True)
+class SamplingMemory:
+    """Memory of one device in GiB, by use, while a server that shares it with the training samples completions."""
+
+    training_states: float
+    """GiB of weights, of the reference model too, and optimizer state, which the training keeps."""
+    server_weights: float
+    kv_cache: float
+    runtime: float
+    """GiB of driver and libraries of both programs, and of the server's activations."""
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Predicted memory in GiB of all pipeline stages, or only of the first and last if one of them uses most."""
@@ -60,6 +84,10 @@ class MemoryEstimate:
     stages: tuple[StageMemory, ...]
     host_gib: float = 0.0
     """GiB of host memory that each process rank uses for offloading."""
+    asleep_gib: float = 0.0
+    """GiB of device memory that a sampling server on the same devices keeps while it sleeps."""
+    sampling: SamplingMemory | None = None
+    """Memory while such a server samples; None without one."""
 
     @property
     def worst(self) -> StageMemory:
@@ -68,8 +96,14 @@ class MemoryEstimate:
 
     @property
     def peak_gib(self) -> float:
-        """Peak memory in GiB of a process rank of the fullest pipeline stage."""
-        return self.worst.total
+        """Peak memory in GiB of a device of the fullest pipeline stage, in the phase that takes most."""
+        learning_gib = self.worst.total + self.asleep_gib
+        return max(learning_gib, self.sampling.total) if self.sampling else learning_gib
+
+    @property
+    def fullest(self) -> StageMemory | SamplingMemory:
+        """Memory by use in the phase that takes most: a step of the training, or sampling on the same devices."""
+        return self.sampling if self.sampling and self.peak_gib == self.sampling.total else self.worst
 
 
 def memory(
@@ -82,17 +116,36 @@ def memory(
     efficiency: Efficiency | None = None,
     every_stage: bool = True,
     learns: bool = True,
+    server: ColocatedServer | None = None,
 ) -> MemoryEstimate:
     """Estimate a step's peak memory of every pipeline stage, or faster only of the first and last ones.
 
-    learns: whether the model learns; else forward passes alone are counted, as of a teacher.
+    learns: whether the model learns; else forward passes alone are counted, as of a teacher. server: on the same
+    devices.
     """
     costs = COSTS[engine]
     case = StepCase(workload.trained_shape(shape), costs, layout, workload, software or costs.program(layout))
     stages = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)
     chosen = stages if every_stage or len(stages) < 3 else _fullest(stages)
-    held = tuple(_stage(case, stage, efficiency or Efficiency(), learns) for stage in chosen)
-    return MemoryEstimate(held, max(host_bytes(case, stage) for stage in chosen) / GIB)
+    efficiency = efficiency or Efficiency()
+    held = tuple(_stage(case, stage, efficiency, learns) for stage in chosen)
+    host_gib = max(host_bytes(case, stage) for stage in chosen) / GIB
+    if server is None:
+        return MemoryEstimate(held, host_gib)
+    sampling = SamplingMemory(
+        training_states=max(_bytes_at_rest(case, stage, server) for stage in chosen) / GIB,
+        server_weights=server.weight_bytes(shape) / GIB,
+        kv_cache=server.least_kv_cache_gib(shape),
+        runtime=2 * efficiency.runtime_gib + AWAKE_GIB,
+    )
+    return MemoryEstimate(held, host_gib, efficiency.runtime_gib + ASLEEP_GIB, sampling)
+
+
+def _bytes_at_rest(case: StepCase, stage: PipelineStage, server: ColocatedServer) -> float:
+    """Return the bytes that the training keeps on a rank while completions are sampled, the reference's included."""
+    whole = replace(case, workload=replace(case.workload, adapter=None))
+    reference, _, _ = case.engine.model_states(whole, stage) if server.has_reference else (0.0, 0.0, 0.0)
+    return case.engine.bytes_at_rest(case, stage) + reference
 
 
 def _fullest(stages: tuple[PipelineStage, ...]) -> tuple[PipelineStage, ...]:

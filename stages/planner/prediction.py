@@ -9,19 +9,24 @@ from typing import Any
 
 from stages.core.errors import LayoutError
 from stages.planner.costs import SearchRequest
-from stages.planner.memory import memory
-from stages.planner.search import Candidate, fitting_layouts, memory_fit
+from stages.planner.hardware import Efficiency
+from stages.planner.memory import SamplingMemory, memory
+from stages.planner.search import UNCERTAINTY, Candidate, fitting_layouts, memory_fit
 
 NUM_ALTERNATIVES = 5
 NUM_PARTS_NAMED = 3
+MOST_SHARE = 0.92
+"""Largest share of a device's memory for a sampling server: vLLM's default."""
 
 
 def predicted_metrics(candidate: Candidate) -> dict[str, float]:
     """Return a layout's predicted step time, memory and pipeline bubble as metrics (`predicted_step_time_s`, …)."""
     metrics = {
         "predicted_step_time_s": candidate.time.step_time_s,
-        "predicted_memory_gib": candidate.memory.peak_gib,
+        "predicted_memory_gib": candidate.memory.worst.total,
     }
+    if candidate.memory.sampling:
+        metrics["predicted_sampling_memory_gib"] = candidate.memory.sampling.total
     if candidate.layout.pp > 1:
         metrics["predicted_pipeline_bubble_fraction"] = candidate.time.bubble_fraction
     return metrics
@@ -32,13 +37,20 @@ def check_memory(request: SearchRequest, candidate: Candidate, available_gib: fl
     needed_gib = candidate.memory.peak_gib
     if memory_fit(needed_gib, available_gib) != "does not fit":
         return
-    parts = nlargest(NUM_PARTS_NAMED, vars(candidate.memory.worst).items(), key=lambda part: part[1])
+    parts = nlargest(NUM_PARTS_NAMED, vars(candidate.memory.fullest).items(), key=lambda part: part[1])
     largest = ", ".join(f"{name} {gib:.1f}" for name, gib in parts)
+    when = " while completions are sampled" if candidate.memory.fullest is candidate.memory.sampling else ""
     raise LayoutError(
-        f"the layout {candidate.text} would run out of memory: predicted "
+        f"the layout {candidate.text} would run out of memory{when}: predicted "
         f"{needed_gib:.1f} GiB a device ({largest}), available {available_gib:.1f} GiB; "
         f"{_advice(replace(request, available_gib=available_gib), candidate)}"
     )
+
+
+def server_share(sampling: SamplingMemory, total_gib: float, efficiency: Efficiency) -> float:
+    """Return the share of a device's memory for a server that samples on it, beside what the training keeps there."""
+    kept_gib = (1 + UNCERTAINTY) * sampling.training_states + efficiency.runtime_gib
+    return max(0.0, min(MOST_SHARE, 1 - kept_gib / total_gib))
 
 
 def teacher_memory_gib(request: SearchRequest, candidate: Candidate) -> float:
@@ -74,7 +86,14 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
         "memory_gib": candidate.memory.peak_gib,
         "step_time_parts_s": vars(candidate.time.parts),
         "memory_parts_gib": vars(candidate.memory.worst),
+        **sampling_parts(candidate),
     }
+
+
+def sampling_parts(candidate: Candidate) -> dict[str, Any]:
+    """Return the memory while a server samples on the same devices as a JSON field; {} without such a server."""
+    sampling = candidate.memory.sampling
+    return {"sampling_memory_parts_gib": vars(sampling)} if sampling else {}
 
 
 def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:

@@ -160,6 +160,7 @@ def _memory(request: SearchRequest, engine: EngineName, layout: Layout, *, every
         software=request.software or COSTS[engine].program(layout, request.hardware),
         efficiency=request.hardware.efficiency,
         every_stage=every_stage,
+        server=request.server,
     )
 
 

@@ -13,6 +13,7 @@ from stages.planner.adapted import PlannedAdapter
 Precision = Literal["fp32", "bf16", "fp8"]
 PlannedPrecision = Precision | Literal["fp4"]
 """Precisions for which the planner can predict, including fp4, which only other training programs use."""
+GIB = 2**30
 OptimizerName = Literal["adamw", "muon"]
 
 
@@ -139,3 +140,26 @@ class ProgramTraits:
     """True if tensor-parallel ranks each keep only a share of the layer inputs that full recomputation keeps."""
     balances_head: bool = False
     """True if pipeline stages with the embedding or the head get fewer layers even where layers divide evenly."""
+
+
+@dataclass(frozen=True)
+class ColocatedServer:
+    """Sampling server on the training's devices, each of which holds a part of one of its copies of the model.
+
+    kv_cache_gib: on each device, where the recipe sets it. num_tokens: most of a prompt and its completion.
+    has_reference: whether the training keeps the start model's weights, too.
+    """
+
+    tensor_parallel_size: int
+    bytes_per_number: int
+    num_tokens: int
+    kv_cache_gib: float | None = None
+    has_reference: bool = False
+
+    def weight_bytes(self, shape: ModelShape) -> float:
+        return shape.num_parameters * self.bytes_per_number / self.tensor_parallel_size
+
+    def least_kv_cache_gib(self, shape: ModelShape) -> float:
+        """Return the recipe's GiB for keys and values, or those of one request of full length: the least."""
+        one = shape.kv_cache_bytes(self.num_tokens, self.bytes_per_number, self.tensor_parallel_size) / GIB
+        return self.kv_cache_gib or one

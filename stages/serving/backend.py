@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -44,14 +45,18 @@ class EngineAddress:
 
 
 def post_to_engine(
-    address: EngineAddress, expected: Expected, route: str, bodies: Iterable[dict[str, Any]]
+    address: EngineAddress,
+    expected: Expected,
+    route: str,
+    bodies: Iterable[dict[str, Any]],
+    query: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Answer]:
     """Post requests to an engine itself, not its proxy; return the answers in order; raises as `ask_aiohttp`."""
 
     async def post() -> list[Answer]:
         headers = {"Authorization": f"Bearer {expected.key}"}
         async with aiohttp.ClientSession(connector=address.connector(), headers=headers) as session:
-            url = address.url / route
+            url = (address.url / route).with_query(query)
             return [await ask_aiohttp(session, expected, "POST", url, json=body) for body in bodies]
 
     return asyncio.run(post())

@@ -186,9 +186,8 @@ def _too_little_memory(facts: ModelFacts, serving: ServingConfig, gib: float, to
         return
     if shape.sliding_window:
         return
-    heads = max(1, shape.num_kv_heads // serving.tensor_parallel_size)
     bytes_per_value = 4 if serving.dtype == "float32" else 2
-    needed = 2 * shape.num_layers * heads * shape.head_dim * bytes_per_value * tokens / BYTES_PER_GIB
+    needed = shape.kv_cache_bytes(tokens, bytes_per_value, serving.tensor_parallel_size) / BYTES_PER_GIB
     if needed > gib:
         yield (
             "serving.kv_cache_memory_gib",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # their HTTP imports would slow every plan
 LAUNCH_FILE = "launch.json"
 PARSER_TIMEOUT_S = 300.0
 REASON_CHARACTERS = 200
+SleepingPart = Literal["weights", "kv_cache"]
+"""Parts of a sleeping server's device memory, taken again one after another."""
 
 
 class LaunchSpec(StrictModel):
@@ -68,6 +70,13 @@ class LaunchSpec(StrictModel):
         0,
         description="Number of servers started together for a short trial, this one included: they start fast and "
         "share the GPUs. 0: no trial.",
+    )
+    data_parallel_size: int = Field(1, description="Copies of the model in the server, each on devices of its own.")
+    sleeps: bool = Field(
+        False, description="True if training uses the same devices: it frees their memory while it sleeps."
+    )
+    gpu_share: float | None = Field(
+        None, description="Share of a GPU's memory that the server may take, 0 to 1; None: the engine's default."
     )
     serving: ServingConfig
     engine: str = "vllm"
@@ -280,6 +289,18 @@ class Engine(Protocol):
         No request may be under way. Raises as `load_adapter` does.
         """
 
+    def sleep(self, address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
+        """Let a running server, started as one that `sleeps`, free device memory. No request may be under way.
+
+        keeps_weights: in the host's memory; else they must be loaded again. Raises as `load_adapter` does.
+        """
+
+    def wake_up(self, address: EngineAddress, api_key: str, part: SleepingPart, timeout_s: float) -> None:
+        """Let a sleeping server take device memory again for one part; with both it answers requests again.
+
+        Raises as `load_adapter` does.
+        """
+
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Raise RecipeError, with a remedy, if a model's layers could not be served once quantized. facts: before."""
 
@@ -372,7 +393,7 @@ class FixedWeights:
     def _refuse_reloads(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
 
-    check_takes_weights = check_reads = prepare_reloads = reload_weights = _refuse_reloads
+    check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Accept every quantized model; engines that can serve only some override this check."""

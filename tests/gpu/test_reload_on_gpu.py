@@ -1,17 +1,23 @@
-"""vLLM beside a GPU's training takes new weights while it runs, and answers with them."""
+"""vLLM beside a GPU's training takes new weights while it runs, also after it slept, and answers with them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from stages.core.errors import ResourceError
+from stages.parallel.accelerator import free_bytes
 from tests.gpu.device import needs_device
 from tests.train_stage import make_artifacts, make_teacher
 
+if TYPE_CHECKING:  # whose HTTP library the kit's environment may lack
+    from stages.serving.server import Server
+
 TOKENS = list(range(5, 69))
+GPU_SHARE = 0.3
 MOST_NATS = 0.1
 """Largest mean difference of a token's log-probability that counts as rounding to bf16 by other kernels."""
 
@@ -40,11 +46,24 @@ def test_a_reload_replaces_the_weights(tmp_path: Path) -> None:
         expected.append(logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0])
         engine.prepare_reloads(folder)
     assert (expected[0] - expected[1]).abs().mean() > 2 * MOST_NATS
-    spec = new_launch_spec(models[0], "policy", serving).model_copy(update={"for_training": True})
+    shared = {"for_training": True, "sleeps": True, "gpu_share": GPU_SHARE}
+    spec = new_launch_spec(models[0], "policy", serving).model_copy(update=shared)
     with started_server(spec, ServeExecution(), tmp_path / "server.log", tmp_path / "server") as server:
         server.wait_until_ready(150)
         for folder, values in zip(models, expected, strict=True):
             if folder != models[0]:
                 server.engine.reload_weights(server.address, server.api_key, folder, 60)
-            found = server.client.predictions([TOKENS])[0].log_probabilities
-            assert (torch.tensor(found) - values).abs().mean() < MOST_NATS
+            assert _difference(server, values) < MOST_NATS
+        awake = free_bytes(torch.device("cuda"))
+        server.engine.sleep(server.address, server.api_key, 60, keeps_weights=False)
+        assert free_bytes(torch.device("cuda")) > awake + serving.kv_cache_memory_gib * 2**30 * 0.9
+        server.engine.wake_up(server.address, server.api_key, "weights", 60)
+        server.engine.reload_weights(server.address, server.api_key, models[0], 60)
+        server.engine.wake_up(server.address, server.api_key, "kv_cache", 60)
+        assert _difference(server, expected[0]) < MOST_NATS
+
+
+def _difference(server: Server, values: torch.Tensor) -> float:
+    """Return the mean |Δ log-probability| of the tokens between a server and given values."""
+    found = server.client.predictions([TOKENS])[0].log_probabilities
+    return (torch.tensor(found) - values).abs().mean().item()

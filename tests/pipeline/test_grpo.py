@@ -76,7 +76,7 @@ def asked(work: Path) -> dict[int, set[str]]:
 
 def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tmp_path: Path) -> None:
     """GRPO resumes without loss after kills of the trainer (second round) and its vLLM (before the last round)."""
-    config = make(NUM_STEPS)
+    config = make(NUM_STEPS, grpo={**OPTIONS, "placement": "colocated"})
     work = make_context(tmp_path / "work", artifacts, config).work
     runtime = work / "scratch" / "server"
     attempt = start(work, config)
@@ -108,8 +108,25 @@ def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tm
 
 
 def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict[str, Path], tmp_path: Path) -> None:
-    config = make(4, learning_rate=1e-2, adapter={"rank": 4}, layout={"dp_shard": 2, "micro_batch_size": 2})
-    _check_rounds(config, make_context(tmp_path / "work", artifacts, config).work)
+    """GRPO on two processes samples each round with a new adapter, from a server that sleeps between the rounds.
+
+    A vLLM for CPUs keeps its memory while it sleeps; tests/unit/stages/kinds/train/rollouts/test_sleep.py has one that
+    frees it.
+    """
+    layout = {"dp_shard": 2, "micro_batch_size": 2}
+    options = {**OPTIONS, "placement": "colocated", "data_parallel_size": 1}
+    config = make(4, learning_rate=1e-2, adapter={"rank": 4}, layout=layout, grpo=options)
+    work = make_context(tmp_path / "work", artifacts, config).work
+    _check_rounds(config, work)
+    _check_slept(work, num_rounds=2)
+
+
+def _check_slept(work: Path, num_rounds: int) -> None:
+    """Check by the log of a vLLM that it slept after every round, and woke up in two parts for all but the first."""
+    log = (work / "server.log").read_text()
+    assert log.count('"POST /sleep?level=') == num_rounds
+    for part in ("weights", "kv_cache"):
+        assert log.count(f'"POST /wake_up?tags={part} ') == num_rounds - 1
 
 
 @pytest.mark.nightly

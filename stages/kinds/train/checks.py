@@ -132,6 +132,13 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
     engine = chosen_engine(options.serving)
     if not engine.capabilities.new_weights:
         yield f"{block}.serving.engine: {engine.name} cannot load new weights while it runs; say `engine: vllm`"
+    if not options.server and options.is_colocated:
+        yield from _of_shared_devices(config, options)
+    if options.server and options.is_colocated:
+        yield (
+            f"{block}.placement: colocated is for a server that the stage starts, on the training's devices; "
+            f"remove it, or {block}.server"
+        )
     if config.execution.nodes > 1:
         yield "completions are sampled on one node; say `execution.nodes: 1`"
     if config.adapter:
@@ -140,6 +147,17 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
         yield (
             f"{block}.server: takes whole weights only, and an adapter learns; remove it, so that the stage starts "
             "a server that loads adapters, or remove `adapter`"
+        )
+
+
+def _of_shared_devices(config: TrainFields, options: SamplingOptions) -> Iterator[str]:
+    """Yield a problem of a sampling server that needs more devices than those that it shares with training."""
+    num_devices = options.serving.tensor_parallel_size * options.copies(config.processes)
+    if not isinstance(config.layout, AutoLayout) and num_devices > config.processes:
+        yield (
+            f"{config.sampling_block}.placement: colocated, and the server takes {num_devices} devices "
+            "(serving.tensor_parallel_size × data_parallel_size), where "
+            f"{config.processes} train{'s' * (config.processes == 1)}; lower these, or say `placement: separate`"
         )
 
 
@@ -354,6 +372,7 @@ def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
     if sampling and sampling.server:
         why = f"`{block}.server` was started by others"
         yield from ((f"{block}.serving.{field}", why) for field in OF_OWN_SERVERS)
+        yield f"{block}.data_parallel_size", why
     if not sampling:
         yield "execution.ready_timeout_s", f"`method: {config.method}` samples no completions"
     if not (sampling or config.teacher_server):

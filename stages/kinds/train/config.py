@@ -14,6 +14,7 @@ from stages.core.errors import LifecycleError
 from stages.core.fields import without
 from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
+from stages.kinds.train.methods.rollouts import NOT_LEARNED_FROM
 
 LAYOUT_PROBLEM = "layout"
 """Type name of pydantic's validation errors about a parallel layout, so that code can recognise them."""
@@ -48,6 +49,8 @@ class TrainConfig(TrainFields):
     LESS_MEMORY: ClassVar[str] = "lower layout.micro_batch_size or data.sequence_length, or say layout.recompute: full"
 
     def device_roles(self, variable: str, devices: Sequence[str]) -> str | None:
+        if self.colocated_server:
+            return f"{self.processes} device{'s' * (self.processes > 1)} in turns for training and sampling"
         if not self.sampling_devices:
             return None
         training = "1 device trains" if self.processes == 1 else f"{self.processes} devices train"
@@ -65,8 +68,11 @@ class TrainConfig(TrainFields):
         """Return the fields that enter the cache key: all that can change the trained weights.
 
         `decay_norms_and_biases` enters only where weights decay, the steps between evaluations only for `keep: best`.
+        Where completions are sampled does not enter: it decides about devices and speed, as `execution` does, and
+        stands beside the server's other options, which may change the completions.
         """
-        identity = super().identity()
+        where = {f"{self.sampling_block}.{field}" for field in NOT_LEARNED_FROM} if self.sampling else set()
+        identity = without(super().identity(), where)
         if self.keep == "best":
             identity["evaluate_every_steps"] = self.execution.evaluate_every_steps
         return identity if self.weight_decay else without(identity, {"decay_norms_and_biases"})

@@ -30,7 +30,7 @@ from stages.kinds.train.blocks import (
 )
 from stages.kinds.train.methods.options import MethodFields, MethodName
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
-from stages.planner.workload import Workload
+from stages.planner.workload import ColocatedServer, Workload
 
 
 class TrainFields(MethodFields):
@@ -164,6 +164,21 @@ class TrainFields(MethodFields):
     def sampling_devices(self) -> int:
         """Number of devices of the sampling server, besides those that train; on a CPU both share the cores."""
         return self.sampling.num_devices if self.sampling else 0
+
+    @property
+    def colocated_server(self) -> ColocatedServer | None:
+        """Sampling server on the training's devices, as the planner needs it; None without one."""
+        sampling = self.sampling
+        if not (sampling and sampling.is_colocated):
+            return None
+        serving = sampling.serving
+        return ColocatedServer(
+            serving.tensor_parallel_size,
+            4 if sampling.dtype(self.precision) == "float32" else 2,
+            min(self.data.sequence_length, serving.max_model_len or self.data.sequence_length),
+            serving.kv_cache_memory_gib,
+            self.needs_reference,
+        )
 
     @property
     def devices(self) -> int:

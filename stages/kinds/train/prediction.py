@@ -65,7 +65,8 @@ def predict_run(
     hardware = _hardware(config, context, device)
     if shape is None or hardware is None:
         return Prediction(config.layout)
-    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size)
+    server = config.colocated_server
+    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size, server=server)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
     of_teacher = _check_teacher(config, teacher, request, candidate, available_gib)

@@ -49,6 +49,17 @@ class FsdpCosts(EngineCosts):
         # LoRA factors and their gradients are in fp32, whatever the base is stored in.
         return frozen + 4 * trained, 4 * trained, size.moments * trained
 
+    def bytes_at_rest(self, case: StepCase, stage: PipelineStage) -> float:
+        """Return the bytes of weights and optimizer state, and of weights that a forward pass leaves gathered.
+
+        Gradients are freed after each step. After a forward pass alone, the root and layers that are not gathered again
+        for a backward pass stay gathered.
+        """
+        weights, _, optimizer = self.model_states(case, stage)
+        layer, root, embedding = _groups(case, stage)
+        kept = 0.0 if _gathers_again(case.layout) else stage.num_layers * layer.gathered + embedding.gathered
+        return weights + optimizer + root.gathered + kept
+
     def moments(self, case: StepCase, stage: PipelineStage) -> tuple[Moment, ...]:
         """Return the moments of the last micro-batch at which a rank may hold most memory, in their order.
 

@@ -25,8 +25,8 @@ from stages.core.supervised import was_killed
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
-from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig, ServingConfig
-from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization, UncheckedOptions
+from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig
+from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization, SleepingPart, UncheckedOptions
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
@@ -107,7 +107,7 @@ class VllmProgram:
         serving = spec.serving
         command = [str(self.command)]
         # Not in an image, whose command has no path: our files are not there.
-        if self._runs_in_one_worker(serving) and self._is_eager(spec) and self.command.is_absolute():
+        if self._runs_in_one_worker(spec) and self._is_eager(spec) and self.command.is_absolute():
             command = [str(self.python), "-P", str(FORKING)]
         command += ["serve", str(spec.model), "--served-model-name", spec.own_name]
         command += ["--uds", str(address.socket), "--dtype", serving.dtype]
@@ -125,9 +125,14 @@ class VllmProgram:
             command += ["--trust-remote-code"]
         if spec.adapters:
             command += adapter_arguments(spec)
-        if spec.num_tried > 1 and not self.runs_on_cpu:
-            # By default each would take 92% of a GPU's memory.
-            command += ["--gpu-memory-utilization", f"{GPU_SHARE / spec.num_tried:.2f}"]
+        if not self.runs_on_cpu:
+            # By default each server would take 92% of a GPU's memory.
+            share = GPU_SHARE / spec.num_tried if spec.num_tried > 1 else spec.gpu_share
+            command += ["--gpu-memory-utilization", f"{share:.2f}"] if share else []
+            command += ["--enable-sleep-mode"] if spec.sleeps else []
+        if spec.data_parallel_size > 1:
+            # One API server: by default there are as many as copies, and only one of them would know a loaded adapter.
+            command += ["--data-parallel-size", str(spec.data_parallel_size), "--api-server-count", "1"]
         if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
             command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
         command += [part for parts in written(serving.arguments).values() for part in parts]
@@ -135,13 +140,12 @@ class VllmProgram:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
             # distribution that was sampled from, temperature included.
             command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-        if self._runs_in_one_worker(serving):
+        if self._runs_in_one_worker(spec):
             command += ["--distributed-executor-backend", "uni"]
         return command
 
     def server_environment(self, spec: LaunchSpec, api_key: str) -> dict[str, str]:
         """Return our environment with the API key, settings for CPUs, and no variables that would confuse vLLM."""
-        serving = spec.serving
         # Sockets get names relative to the working folder, since their paths may not be longer than 107 bytes.
         environment = {**inherited_environment(), **SETTINGS, "VLLM_API_KEY": api_key, "VLLM_RPC_BASE_PATH": "."}
         for variable, value in LOOPBACK.items():
@@ -154,7 +158,7 @@ class VllmProgram:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
         # The routes that load other weights run any method of a worker; the proxy passes none of them on, either.
         environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
-        if self._runs_in_one_worker(serving):
+        if self._runs_in_one_worker(spec):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if self.runs_on_cpu and self._is_eager(spec):
             # Without this, the first request for log-probabilities compiles for 17 s in spite of --enforce-eager.
@@ -165,9 +169,9 @@ class VllmProgram:
         """Return whether vLLM runs without compilation, which takes minutes before a trial's first answer on a CPU."""
         return spec.serving.enforce_eager or (spec.num_tried > 0 and self.runs_on_cpu)
 
-    def _runs_in_one_worker(self, serving: ServingConfig) -> bool:
+    def _runs_in_one_worker(self, spec: LaunchSpec) -> bool:
         """Return whether vLLM's worker runs inside the engine's process, which saves a second import of vLLM."""
-        return self.runs_on_cpu and serving.tensor_parallel_size == 1
+        return self.runs_on_cpu and spec.serving.tensor_parallel_size == spec.data_parallel_size == 1
 
 
 def find_vllm() -> VllmProgram:
@@ -305,6 +309,16 @@ class Vllm:
         from stages.serving.vllm.swap import reload_weights
 
         reload_weights(address, api_key, folder, timeout_s)
+
+    def sleep(self, address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
+        from stages.serving.vllm.swap import sleep
+
+        sleep(address, api_key, timeout_s, keeps_weights=keeps_weights)
+
+    def wake_up(self, address: EngineAddress, api_key: str, part: SleepingPart, timeout_s: float) -> None:
+        from stages.serving.vllm.swap import wake_up
+
+        wake_up(address, api_key, part, timeout_s)
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         heads, device = servability.AttentionHeads.of(facts.config), servability.serving_device()

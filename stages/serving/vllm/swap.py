@@ -9,8 +9,9 @@ that others started is asked about itself, and gets its weights, by vLLM's devel
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from stages.models.facts import ModelFacts
 from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count
+from stages.serving.engine import SleepingPart
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEAD_FILE = "head.safetensors"
@@ -60,6 +62,24 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
     post(address, api_key, "reset_prefix_cache", {}, "", timeout_s)
 
 
+def sleep(address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
+    """Let a running vLLM free its devices' memory until `wake_up`; raises as `load_adapter`.
+
+    keeps_weights: copies them to the host's memory (vLLM's level 1); else they are lost (level 2), as its KV cache is.
+    A build for CPUs keeps its memory, and only stops answering.
+    """
+    query = {"level": "1" if keeps_weights else "2"}
+    post(address, api_key, "sleep", {}, "", timeout_s, query=query)
+
+
+def wake_up(address: EngineAddress, api_key: str, part: SleepingPart, timeout_s: float) -> None:
+    """Let a sleeping vLLM take device memory for its weights or its KV cache again; raises as `load_adapter`.
+
+    With both it answers requests again. Weights that were lost are not there before `reload_weights`.
+    """
+    post(address, api_key, "wake_up", {}, f" for its {part}", timeout_s, query={"tags": part})
+
+
 def prepare_reloads(folder: Path) -> None:
     """Untie a model's output head from its embedding on disk, so that vLLM can load new weights while it runs.
 
@@ -91,12 +111,20 @@ def prepare_reloads(folder: Path) -> None:
     write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
-def post(address: EngineAddress, api_key: str, route: str, body: dict[str, Any], what: str, timeout_s: float) -> None:
+def post(
+    address: EngineAddress,
+    api_key: str,
+    route: str,
+    body: dict[str, Any],
+    what: str,
+    timeout_s: float,
+    query: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Post to one of vLLM's own routes; raises as `load_adapter` does. what: follows the route's name in messages."""
     doing = f"{route.rpartition('/')[2]}{what}"
     expected = Expected(f"asking vLLM to {doing}: it", ANSWER_BYTES, timeout_s, key=api_key)
     try:
-        post_to_engine(address, expected, route, [body])[0].check()
+        post_to_engine(address, expected, route, [body], query)[0].check()
     except (OSError, aiohttp.ClientError) as error:
         cause = shortened(str(error), 200)
         raise TransientError(f"asking vLLM to {doing}: {type(error).__name__}: {cause}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -14,6 +14,10 @@ from stages.serving.registry import chosen_engine, installed_version
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+NOT_LEARNED_FROM = ("placement", "data_parallel_size")
+"""Sampling options that change devices and speed only, and so are left out of a stage's cache key."""
 
 
 class SamplingServer(StrictModel):
@@ -47,6 +51,12 @@ class SamplingOptions(StrictModel):
     server: Annotated[SamplingServer | None, AddedLater()] = Field(
         None, description="Address of a sampling server that runs already, instead of one that the stage starts."
     )
+    data_parallel_size: Annotated[PositiveInt | None, AddedLater()] = Field(
+        None,
+        description="Copies of the model among which the sampling server divides prompts, each on "
+        "`serving.tensor_parallel_size` devices. Default: 1, or with `placement: colocated` as many as the training's "
+        "devices take. Not in the cache key.",
+    )
 
     def dtype(self, precision: str) -> str:
         """Return the dtype in which the sampling server computes, given the precision of the training."""
@@ -55,8 +65,21 @@ class SamplingOptions(StrictModel):
         return "float32" if precision == "fp32" else "bfloat16"
 
     @property
+    def is_colocated(self) -> bool:
+        """True if the sampling server uses the training's devices, and sleeps while it learns."""
+        return False
+
+    @property
     def num_devices(self) -> int:
-        return 0 if self.server else self.serving.tensor_parallel_size
+        """Number of devices of the sampling server, besides those that train."""
+        if self.server or self.is_colocated:
+            return 0
+        return self.serving.tensor_parallel_size * self.copies(0)
+
+    def copies(self, num_training: int) -> int:
+        """Return the server's number of model copies. num_training: devices of the node that train."""
+        most = num_training // self.serving.tensor_parallel_size if self.is_colocated else 1
+        return self.data_parallel_size or max(1, most)
 
     @property
     def engine_version(self) -> dict[str, str]:
@@ -103,6 +126,16 @@ class RolloutOptions(SamplingOptions, ABC):
         description="Largest number of samplings in a round (dynamic sampling), 1: one. Groups of equal rewards give "
         "no gradient and are replaced by other prompts' groups; after the last sampling they stay.",
     )
+
+    placement: Annotated[Literal["separate", "colocated"], AddedLater()] = Field(
+        "separate",
+        description="Devices of the sampling server. separate: its own. colocated: those that train; it sleeps during "
+        "updates, so one GPU suffices. Not in the cache key.",
+    )
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement == "colocated"
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:

@@ -7,10 +7,9 @@ a few fixed completions that it answers with the engine's weights.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,29 +18,27 @@ from typing import ClassVar, Protocol, Self
 import torch
 
 from stages.core.contract import StageContext, is_main_process
-from stages.core.errors import LifecycleError, ResourceError, ServerError, TrainingError, TransientError
+from stages.core.errors import LifecycleError, ServerError, TrainingError, TransientError
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
 from stages.data.batch import Batch
-from stages.engines.engine import Engine
+from stages.engines.engine import Engine, free_memory
 from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing, most_tokens
+from stages.kinds.train.rollouts.own_server import OwnServer, shared_gpu
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.models.recorded import Predicted
-from stages.parallel.accelerator import type_at_hand
 from stages.remote.http import key_in
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
-from stages.serving.config import ServeExecution, ServingConfig
 from stages.serving.engine import Engine as ServingEngine
-from stages.serving.engine import LaunchSpec
-from stages.serving.registry import ENGINES, chosen_engine, new_launch_spec
-from stages.serving.server import Server, started_server
+from stages.serving.engine import SleepingPart
+from stages.serving.registry import ENGINES
 
 MOST_RESTARTS = 3
 """Largest number of restarts of a sampling server in a row, without a completed sampling between them."""
@@ -84,15 +81,25 @@ class ServerProvider(Protocol):
 
 
 class RolloutServer:
-    """Sampling server as rank 0 uses it: opens with the first weights, is restarted on failure, must be closed."""
+    """Sampling server as rank 0 uses it: opens with the first weights, is restarted on failure, must be closed.
+
+    sleeps: it shares its devices with training; between `rest` and the next `take` it holds no memory of theirs.
+    """
 
     def __init__(
-        self, host: ServerProvider, execution: TrainExecution, warn: Callable[[str], None], *, is_adapter: bool
+        self,
+        host: ServerProvider,
+        execution: TrainExecution,
+        warn: Callable[[str], None],
+        *,
+        is_adapter: bool,
+        sleeps: bool = False,
     ) -> None:
         self._host = host
         self._execution = execution
         self._warn = warn
         self._is_adapter = is_adapter
+        self._sleeps = sleeps
         self._stack = ExitStack()
         self._server: SamplingServer | None = None
         self._folder: Path | None = None
@@ -107,12 +114,16 @@ class RolloutServer:
         try:
             if self._server is None:
                 self._start()
-            elif self._is_adapter:
-                self._swap_adapter(self._server, before)
             else:
-                self._host.prepare(folder)
-                server, timeout_s = self._server, self._execution.rollout_timeout_s
-                server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
+                # Weights before the KV cache: while they are read, their files' content is in memory, too.
+                self._wake_up(self._server, "weights")
+                if self._is_adapter:
+                    self._swap_adapter(self._server, before)
+                else:
+                    self._host.prepare(folder)
+                    server, timeout_s = self._server, self._execution.rollout_timeout_s
+                    server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
+                self._wake_up(self._server, "kv_cache")
         except (ServerError, TransientError) as error:
             if self._server is None:
                 raise
@@ -143,7 +154,24 @@ class RolloutServer:
                 if isinstance(error, ServerError) and server.alive() and server.client.is_healthy():
                     raise
                 self._restart(error)
-        self._restarts = 0
+        if not self._sleeps:
+            self._restarts = 0
+
+    def rest(self) -> None:
+        """Let the server free the devices that it shares with training, if it shares them; no request may be under way.
+
+        One that does not is ended, and started again by `take`. Raises TransientError when it fails repeatedly.
+        """
+        if not self._sleeps or self._server is None:
+            return
+        server, timeout_s = self._server, self._execution.rollout_timeout_s
+        try:
+            # An adapter's base is not given to the server again, and whole weights are.
+            server.engine.sleep(server.address, server.api_key, timeout_s, keeps_weights=self._is_adapter)
+        except (ServerError, TransientError) as error:
+            self._end(error)
+        else:
+            self._restarts = 0
 
     def predictions(self, rows: list[list[int]]) -> list[Predicted]:
         """Return the server's log-probabilities of the tokens in each row; TransientError if it fails repeatedly."""
@@ -183,14 +211,22 @@ class RolloutServer:
             # an adapter reloaded in place gave answers of the old one (off by 0.5 nats).
             server.engine.unload_adapter(server.address, server.api_key, f"{POLICY}-{before.name}", timeout_s)
 
+    def _wake_up(self, server: SamplingServer, part: SleepingPart) -> None:
+        if self._sleeps:
+            server.engine.wake_up(server.address, server.api_key, part, self._execution.rollout_timeout_s)
+
     def _restart(self, error: LifecycleError) -> None:
+        self._end(error)
+        self._start()
+
+    def _end(self, error: LifecycleError) -> None:
+        """End a server that failed; raise TransientError if it has failed too often in a row."""
         self._restarts += 1
         if self._restarts > MOST_RESTARTS:
             reason = f"the server that samples failed {self._restarts} times in a row: {error}"
             raise TransientError(reason, died=not self._running.alive()) from error
         self._warn(f"the server that samples {self._host.remedy}: {error}")
         self.close()
-        self._start()
 
     def _start(self) -> None:
         assert self._folder
@@ -199,68 +235,6 @@ class RolloutServer:
             # The server is up: `close` ends it from here on. If opening failed, `stack` has ended it already.
             self._stack = stack.pop_all()
         self._server = server
-
-
-BASE = "base"
-"""Name under which the sampling server serves the frozen base model of an adapter."""
-
-
-@dataclass(frozen=True)
-class OwnServer:
-    """Sampling server that the stage starts and ends, on its own devices. base: folder of an adapter's frozen model."""
-
-    remedy: ClassVar[str] = "is started again, with the same weights"
-
-    context: StageContext
-    serving: ServingConfig
-    execution: TrainExecution
-    base: Path | None
-
-    @contextmanager
-    def opened(self, folder: Path, name: str) -> Iterator[Server]:
-        execution = ServeExecution(ready_timeout_s=self.execution.ready_timeout_s)
-        log_file, runtime = self.context.work / "server.log", self.context.scratch / "server"
-        self.prepare(folder)
-        gpus = own_gpus(self.serving.tensor_parallel_size)
-        with started_server(self._spec(folder, name), execution, log_file, runtime, gpus) as server:
-            server.wait_until_ready(execution.ready_timeout_s)
-            yield server
-
-    def prepare(self, folder: Path) -> None:
-        if self.base is None:
-            chosen_engine(self.serving).prepare_reloads(folder)
-
-    def _spec(self, folder: Path, name: str) -> LaunchSpec:
-        if self.base is None:
-            spec = new_launch_spec(folder.resolve(), name, self.serving)
-        else:
-            adapters = {name: folder.resolve()}
-            spec = new_launch_spec(self.base, name, self.serving, adapters=adapters, base_name=BASE)
-        return spec.model_copy(update={"for_training": True, "swaps_adapters": self.base is not None})
-
-
-def own_gpus(num_wanted: int) -> dict[str, str]:
-    """Return the environment variable by which the sampling server sees only GPUs that no training process uses."""
-    variable = type_at_hand().visible_devices
-    return not_trained_on(variable, os.environ, torch.accelerator.device_count(), num_wanted) if variable else {}
-
-
-def not_trained_on(variable: str, environment: Mapping[str, str], num_devices: int, num_wanted: int) -> dict[str, str]:
-    """Return a value for `variable`, which lists visible devices: those that this node's training processes leave free.
-
-    Without a value in the environment there are `num_devices`. Raises ResourceError for fewer than wanted.
-    """
-    visible = (environment.get(variable) or ",".join(map(str, range(num_devices)))).split(",")
-    num_training = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    # The training process with LOCAL_RANK i uses the i-th visible device, so those from `num_training` on are free.
-    left = visible[num_training:]
-    if len(left) < num_wanted:
-        raise ResourceError(
-            f"the server that samples takes {num_wanted} devices (serving.tensor_parallel_size), but {num_training} of "
-            f"the {len(visible)} visible ones ({variable}) are used for training; give the stage "
-            f"{num_training + num_wanted}"
-        )
-    return {variable: ",".join(left)}
 
 
 NUM_DOCUMENTS = 16
@@ -307,7 +281,7 @@ class Probe:
         batch = _untempered(packing).batch([documents])
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
-    def check(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
+    def compare(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
         """Return the mean |Δ log-probability| between server and engine, in nats. of_engine: float32 [rows, sequence].
 
         Raises TrainingError when the server answers with other weights than the engine's.
@@ -463,8 +437,18 @@ class SyncedServer:
             host = ExternalServer.of(config, model)
         else:
             serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
-            host = OwnServer(context, serving, config.execution, model.folder if config.adapter else None)
-        self._server = RolloutServer(host, config.execution, context.warn, is_adapter=config.adapter is not None)
+            base = model.folder if config.adapter else None
+            host = OwnServer(
+                context, options, serving, config.execution, base, shared_gpu(config, model, engine.device)
+            )
+        self._is_colocated = options.is_colocated
+        self._server = RolloutServer(
+            host,
+            config.execution,
+            context.warn,
+            is_adapter=config.adapter is not None,
+            sleeps=options.is_colocated,
+        )
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.
         self._weights = context.scratch / WEIGHTS
@@ -476,12 +460,14 @@ class SyncedServer:
     def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
         """Give the server a step's weights, let rank 0 write completions to a file, and wait for it. Collective.
 
+        A server on the training's devices sleeps afterwards, and must not be asked until the next sampling.
         Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and as `check`.
         """
         sync_s = self._give_weights(step)
         self._watchdog.begins(f"the completions for step {step}")
         if is_main_process():
             write(self._server)
+            self._server.rest()
         self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
         return sync_s
 
@@ -496,9 +482,13 @@ class SyncedServer:
         for problem in self._engine.export(folder, getattr(torch, self._dtype)):
             # such as numbers too large for the dtype: the server would answer with other weights than the engine's
             raise problem
+        of_engine = self._probed()
+        if self._is_colocated:
+            free_memory()
+            self._engine.broadcast_from_rank0(0.0)  # the server wakes up when all processes have freed theirs
         if is_main_process():
             self._server.take(folder)
-        self.check(step)
+        self._compare(of_engine, step)
         return time.perf_counter() - began_s
 
     def check(self, step: int) -> None:
@@ -506,10 +496,15 @@ class SyncedServer:
 
         Collective. Raises TrainingError when it answers with other weights than the engine's.
         """
-        if self._probe:
-            of_engine = self._engine.target_log_probabilities(self._probe.batch)
-            if is_main_process():
-                self._probe.check(of_engine, self._server, self.bound_dtype, step)
+        self._compare(self._probed(), step)
+
+    def _probed(self) -> torch.Tensor | None:
+        """Return the engine's log-probabilities of the probe, float32 [rows, sequence]; None before it is chosen."""
+        return self._engine.target_log_probabilities(self._probe.batch) if self._probe else None
+
+    def _compare(self, of_engine: torch.Tensor | None, step: int) -> None:
+        if self._probe and of_engine is not None and is_main_process():
+            self._probe.compare(of_engine, self._server, self.bound_dtype, step)
 
     @property
     def has_probe(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from flows.planning.plan import Plan, plan
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
 from stages.core.errors import ResourceError
-from stages.kinds.train.rollouts.server import not_trained_on
+from stages.kinds.train.rollouts.own_server import gpus_beside_training
 from stages.parallel.engines import fsdp
 
 RECIPE = Path(__file__).parents[4] / "configs" / "qwen3-8b-grpo-8gpu.yaml"
+beside_training = partial(gpus_beside_training, "CUDA_VISIBLE_DEVICES", shared=False)
 
 
 def install_torch_for(folder: Path, monkeypatch: pytest.MonkeyPatch, cuda: str) -> None:
@@ -65,7 +67,7 @@ def test_processes_train_on_the_first_gpus_and_the_server_gets_the_rest(eight_gp
     environment = local.environment(on_devices(stage, range(8)).config)
     of_a_rank = {**environment, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7", "a process trains on the one of its local rank"
-    assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 4) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert beside_training(of_a_rank, 8, 4) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 
 def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -> None:
@@ -75,12 +77,10 @@ def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -
     assert "2 devices train, 1 samples completions: CUDA_VISIBLE_DEVICES 7,2 and 5" in note
     environment = local.environment(on_devices(planned(recipe).stages["grpo"], [0, 1, 2]).config)
     of_a_rank = {**environment, "LOCAL_WORLD_SIZE": "2"}
-    assert not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert beside_training(of_a_rank, 8, 1) == {"CUDA_VISIBLE_DEVICES": "5"}
     with pytest.raises(ResourceError, match=r"takes 2 devices .* 2 of the 3 visible ones .* give the stage 4"):
-        not_trained_on("CUDA_VISIBLE_DEVICES", of_a_rank, 8, 2)
-    assert not_trained_on("CUDA_VISIBLE_DEVICES", {}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, (
-        "one process, all seen"
-    )
+        beside_training(of_a_rank, 8, 2)
+    assert beside_training({}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, "one process, all seen"
 
 
 def test_one_device_trains_and_two_sample() -> None:

@@ -23,8 +23,8 @@ def words(model):
     return {word for field in fields for word in literals(field.annotation)}.union(*map(words, inner))
 
 
-OF_EXECUTION = words(Execution)
-"""Literal strings that fields of the `execution` block accept; this block does not affect a version."""
+OF_EXECUTION = {*words(Execution), "colocated"}
+"""Literal strings of fields that do not affect a version: those of the block `execution`, and `grpo.placement`."""
 HELD = json.loads(FROZEN.read_text())
 
 

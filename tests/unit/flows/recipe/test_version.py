@@ -18,6 +18,7 @@ from stages.core.contract import StageConfig
 from stages.core.fields import OutsideInput, Reference, find_marker
 from stages.harnesses.registry import HARNESSES
 from stages.kinds.registry import KINDS
+from stages.kinds.train.methods.rollouts import NOT_LEARNED_FROM
 
 CALIBRATION = {"dataset": "problems"}
 TRAINING = {
@@ -74,6 +75,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "distill", "distill": {"teacher_server": SERVER}},
         {**TRAINING, "method": "cpo"},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "beta": 0.1, "server": SERVER}},
+        {**TRAINING, "method": "grpo", "grpo": ROLLOUTS},
         {**TRAINING, "method": "cpo", "cpo": {"loss_type": "simpo"}},
         {**TRAINING, "method": "sft", "optimizer": {"name": "muon"}},
         {**TRAINING, "method": "sft", "precision": "fp8"},
@@ -282,11 +284,16 @@ def test_every_kind_has_an_example():
     assert EXAMPLES.keys() == KINDS.keys()
 
 
+def is_of_execution(path: tuple[str, ...]) -> bool:
+    """Return whether a field is of the block `execution`, or one of the few beside it that are about devices only."""
+    return path[0] == "execution" or path[-1] in NOT_LEARNED_FROM
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_identity_field_changes_the_version(kind):
     known = {id(example): version(example) for example in examples(kind)}
     for path in paths(kind):
-        if path[0] != "execution":
+        if not is_of_execution(path):
             pairs = list(variants(kind, path))
             assert pairs, f"no second value was found for {path}"
             assert [other for config, other in pairs if known[id(config)] == version(other)] == []
@@ -296,7 +303,7 @@ def test_every_identity_field_changes_the_version(kind):
 def test_no_execution_field_changes_the_version(kind):
     known = {id(example): (version(example), resume_key(example)) for example in examples(kind)}
     for path in paths(kind):
-        if path[0] == "execution":
+        if is_of_execution(path):
             pairs = list(variants(kind, path))
             assert pairs, f"no second value was found for {path}"
             for config, other in pairs:

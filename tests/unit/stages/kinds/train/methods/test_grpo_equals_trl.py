@@ -35,7 +35,10 @@ NAMES_OF_TRL = {
     "importance_weight": "sampling/importance_sampling_ratio/mean",
 }
 TRL_DEFAULT = {"importance_sampling_mode": "sequence_mask"}
-NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "server", "serving", "stop", "system"}
+NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "server", "serving", "stop", "system"} | {
+    "data_parallel_size",
+    "placement",
+}
 COMBINATIONS = [
     {},
     TRL_DEFAULT,

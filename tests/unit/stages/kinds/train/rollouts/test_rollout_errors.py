@@ -63,6 +63,11 @@ def test_a_server_of_its_own_has_devices_of_its_own() -> None:
     assert recipe.stages["grpo"].devices == 8
     (note,) = device_notes(recipe, list(recipe.stages))
     assert note.startswith("grpo: 4 devices train, 4 sample completions")
+    shared = load_recipe(Path(__file__).parents[6] / "configs" / "qwen3-0.6b-grpo-one-gpu.yaml")
+    assert shared.stages["grpo"].devices == 1
+    assert list(device_notes(shared, ["grpo"])) == [
+        "grpo: 1 device in turns for training and sampling; on a CPU both share the cores"
+    ]
     assert make().devices == 2
     assert make({"serving": {"tensor_parallel_size": 4}}, layout={"dp_shard": 4}).devices == 8
     assert make().workload.tokens_per_step == 8 * 512 // 640 * 640 + 640, "completions as long as they may be, in rows"
