@@ -123,30 +123,47 @@ def test_ranks_and_memory_that_suffice(plan):
     assert plan(serving={"tensor_parallel_size": 4, "kv_cache_memory_gib": 0.001, "max_model_len": 256})
 
 
-def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan):
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """Provide a function that installs a vLLM whose interpreter is a shell script, for plans to ask its parser."""
+    environment = tmp_path / "environment"
+    package = environment / "lib" / "python3.12" / "site-packages" / "vllm-0.32.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (environment / "bin").mkdir()
+    monkeypatch.setenv("LIFECYCLE_VLLM", str(environment / "bin" / "vllm"))
+
+    def install(script):
+        for name in ("vllm", "python"):
+            (environment / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (environment / "bin" / name).chmod(0o755)
+
+    return install
+
+
+def test_a_plan_does_not_wait_for_the_parser_of_arguments(plan, vllm):
+    """A plan that may not wait notes unchecked options, and has the parser's answer once another plan has asked.
+
+    `test_arguments.py` asks the real parser, which takes eight seconds of processor time.
+    """
+    problem = "block-siz: vLLM has no such option; did you mean block-size?"
+    vllm(f"cat > /dev/null; echo '{json.dumps([problem])}'")
     serving = {"arguments": {"block-siz": 16}}
     note = "stages.serve.serving.arguments: whether vLLM takes them is asked when it runs"
     assert note in plan(serving=serving, at_once=True).notes
     with pytest.raises(RecipeError, match="block-siz: vLLM has no such option; did you mean block-size"):
         plan(serving=serving)
+    vllm("exit 1")
     with pytest.raises(RecipeError, match="did you mean block-size"):  # it is known now
         plan(serving=serving, at_once=True)
 
 
-def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, tmp_path, monkeypatch):
+def test_arguments_that_nobody_could_check_are_named_with_the_reason(plan, vllm):
     """Engine arguments that could not be checked are reported in the plan, with the reason.
 
     The engine's own parser fails here, as does a build for GPUs that cannot be imported.
     """
-    environment = tmp_path / "environment"
-    (environment / "bin").mkdir(parents=True)
-    for name in ("vllm", "python"):
-        (environment / "bin" / name).write_text("#!/bin/sh\necho 'ImportError: no libcuda.so.1' >&2\nexit 1\n")
-        (environment / "bin" / name).chmod(0o755)
-    package = environment / "lib" / "python3.12" / "site-packages" / "vllm-0.32.0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    monkeypatch.setenv("LIFECYCLE_VLLM", str(environment / "bin" / "vllm"))
+    vllm("echo 'ImportError: no libcuda.so.1' >&2; exit 1")
     (note,) = plan(serving={"arguments": {"block-siz": 16}}).notes
     assert note.startswith("stages.serve.serving.arguments: whether vLLM takes them was not checked: its parser does n")
     assert "ImportError: no libcuda.so.1" in note
