@@ -9,9 +9,11 @@ from collections.abc import Generator
 import pytest
 
 from tests.costs import pytest_runtest_protocol, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
+from tests.databases import new_databases
 from tests.sweeper import pytest_configure, pytest_unconfigure
 
 __all__ = [
+    "new_databases",
     "pytest_configure",
     "pytest_runtest_protocol",
     "pytest_sessionfinish",

@@ -39,10 +39,11 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def own(tmp_path_factory, new_databases):
     """Provide the lifecycle home that all tests of this file share, without making sure that its servers are up."""
     home = ForkedHome(tmp_path_factory.mktemp("faults") / "home")
     home.folder.mkdir()
+    new_databases.put_into(home.folder)
     yield home
     assert home.lifecycle("down").returncode == 0
 
@@ -253,11 +254,12 @@ def test_commands_say_that_no_worker_runs_what_is_scheduled(own):
 
 
 @needs_root
-def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_nothing(tmp_path, fault):
+def test_a_disk_that_is_full_while_a_refresh_is_recorded_is_named_and_costs_nothing(tmp_path, fault, new_databases):
     fault.name, fault.stage = "disk full while logging", "download"
     home = Home(tmp_path / "disk" / "home")
     with small_disk(tmp_path / "disk", 200):
         home.folder.mkdir()
+        new_databases.put_into(home.folder)
         assert home.lifecycle("up").returncode == 0
         recipe = home.recipe("full", rows=stage("steps", TINY_STEP_SECONDS="2", PYTHONPATH=str(STAND_IN)))
         refresh = home.lifecycle_beside("run", str(recipe))

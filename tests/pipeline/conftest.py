@@ -9,12 +9,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def home_with_servers(tmp_path_factory):
+def home_with_servers(tmp_path_factory, new_databases):
     """Provide the home that a worker's test files share one after another, as an object that starts and empties it."""
     from lent_home import LentHome
 
     home = LentHome(tmp_path_factory.mktemp("lent") / "home")
-    home.begin()
+    home.begin(new_databases)
     yield home
     home.stop()
 

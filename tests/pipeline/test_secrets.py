@@ -121,9 +121,11 @@ def bad_recipe(home, planted):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, hub, planted):
+def seen(tmp_path_factory, hub, planted, new_databases):
     """Provide all that may hold no secret of two scheduled refreshes: home, records, texts, command lines."""
     home = WorkerHome(tmp_path_factory.mktemp("secrets") / "home")
+    home.folder.mkdir(mode=0o700)
+    new_databases.put_into(home.folder)
     home.environment |= {name: planted[name] for name in IN_THE_ENVIRONMENT}
     home.environment["HOOK"] = f"http://127.0.0.1:9/{planted['WEBHOOK']}"
     home.environment |= {"HF_ENDPOINT": hub.url, "MLFLOW_TRACKING_USERNAME": "me"}
