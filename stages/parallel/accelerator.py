@@ -94,6 +94,13 @@ def device_of_this_process() -> torch.device:
     return device
 
 
+@cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an accelerator, such as (9, 0); None if its kind has no such number."""
+    module: Any = torch.get_device_module(device)
+    return module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
+
+
 def check_precision(found: DeviceType, precision: str) -> None:
     """Raise ResourceError if this process's accelerator is too old to compute in the recipe's precision (fp8)."""
     if found.fp8_from > (0, 0):

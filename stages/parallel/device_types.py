@@ -37,8 +37,8 @@ class DeviceType:
     """Python package without which torch does not know this kind of device."""
     pins_host_memory: bool = True
     has_float64: bool = True
-    has_flash_kernel: bool = False
-    """True if flash attention over packed documents (`torch.nn.attention.varlen`) runs on these devices."""
+    attention: tuple[str, ...] = ("padded",)
+    """Names of kernels in `stages/engines/attention_kernels.py`; the first that can compute an attention does."""
     fp8_from: tuple[int, int] = (0, 0)
     """Lowest compute capability of devices that multiply in 8 bits; (0, 0): not checked."""
     allocator: str | None = None
@@ -53,6 +53,7 @@ class DeviceType:
 
 
 _EIGHT_BITS = "products in 8 bits are for NVIDIA's GPUs here; say `precision: bf16`"
+_FUSED_ATTENTION = ("flash", "efficient", "flex")
 DEVICE_TYPES = (
     DeviceType(
         "cuda",
@@ -61,7 +62,7 @@ DEVICE_TYPES = (
         "nccl",
         "CUDA_VISIBLE_DEVICES",
         listed_in=("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*"),
-        has_flash_kernel=True,
+        attention=_FUSED_ATTENTION,
         fp8_from=(8, 9),
         # Packed rows have ever new numbers of documents and targets, which leave gaps between segments of fixed sizes.
         allocator="expandable_segments:True",
@@ -72,7 +73,7 @@ DEVICE_TYPES = (
         "cuda",
         "nccl",
         "HIP_VISIBLE_DEVICES",
-        has_flash_kernel=True,
+        attention=_FUSED_ATTENTION,
         lacks={"fp8": _EIGHT_BITS},
     ),
     DeviceType(

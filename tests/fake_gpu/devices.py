@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
+from stages.engines import attention_kernels
 from stages.engines.fsdp import engine, model, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
@@ -99,6 +100,21 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_values
 
 
+class _FlexAttention(torch.autograd.Function):
+    """FlexAttention that allocates what its kernels do; torch compiles none while tensors are fake."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
+
+
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (accelerator, "DEVICE_TYPES", (GPU,)),
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
@@ -110,6 +126,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
     (batch, "target_positions", _real(batch.target_positions)),  # on the host
     (SftLoss, "counts", _real(SftLoss.counts)),
+    (attention_kernels, "_compiled_flex", lambda: lambda *states, **_: _FlexAttention.apply(*states)),
     (WeightFiles, "read", _read),
     (nn.Module, "_apply", _apply),
     (dist, "all_gather_object", _all_gather_object),

@@ -187,8 +187,11 @@ ENGINES = {"fsdp": nullcontext, "megatron": megatron_on_fake_gpus}
 
 LORA: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32}}
 NF4: dict[str, Any] = {"adapter": {"rank": 16, "alpha": 32, "base_precision": "nf4"}}
+FP32: dict[str, Any] = {"precision": "fp32"}
 CASES = {
     "one GPU": Case("qwen3-8b", {}),
+    "one GPU, fp32": Case("qwen3-8b", {}, options=FP32),
+    "one GPU, fp32, micro-batches": Case("qwen3-8b", {}, micro_batches=2, documents=8, options=FP32),
     "sharded": Case("qwen3-8b", {"dp_shard": 8}),
     "hybrid, gathered once": Case("qwen3-8b", {"dp_shard": 8, "dp_replicate": 2, "reshard_after_forward": False}),
     "selective": Case("qwen3-8b", {"dp_shard": 8, "recompute": "selective"}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,22 +28,34 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def attend(device: str | torch.device, dtype: torch.dtype, window: int | None) -> list[Tensor]:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 100},
+    "soft cap": {"sliding_window": 100, "softcap": 2.0},
+    "sinks": {"s_aux": torch.linspace(-1, 1, HEADS)},
+}
+
+
+def attend(device: str | torch.device, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     """Return attention's output and the gradients of queries, keys and values, as fp32 tensors on the CPU."""
     torch.manual_seed(0)
     shapes = [(2, heads, sum(LENGTHS) // 2, HEAD_WIDTH) for heads in (HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)]
     states = [torch.randn(shape).bfloat16().to(device, dtype).requires_grad_() for shape in shapes]
-    documents = PackedDocuments(LENGTHS, torch.device(device))
-    output, _ = packed_attention(nn.Identity(), *states, None, documents, sliding_window=window)
+    blocks = torch.full((sum(LENGTHS),), -1)
+    blocks[300:600] = 0
+    documents = PackedDocuments(LENGTHS, torch.device(device), blocks=blocks if "softcap" in options else None)
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    output, _ = packed_attention(nn.Identity(), *states, None, documents, **options)
     weights = torch.randn(output.shape).bfloat16().to(device, dtype)
     gradients = torch.autograd.grad((output * weights).sum(), states)
     return [tensor.float().cpu() for tensor in (output, *gradients)]
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize(("dtype", "error"), ERRORS)
-def test_packed_attention_equals_the_cpu(dtype: torch.dtype, error: float, window: int | None) -> None:
-    for found, expected in zip(attend(DEVICE, dtype, window), attend("cpu", torch.float32, window), strict=True):
+def test_packed_attention_equals_the_cpu(dtype: torch.dtype, error: float, kind: str) -> None:
+    found_here, expected_there = attend(DEVICE, dtype, **OPTIONS[kind]), attend("cpu", torch.float32, **OPTIONS[kind])
+    for found, expected in zip(found_here, expected_there, strict=True):
         assert relative_error(found, expected) < error
 
 

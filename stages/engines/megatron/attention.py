@@ -3,9 +3,9 @@
 Megatron hands queries, keys and values of its tokens to a *core attention*, together with `PackedTokens`, which holds
 the borders of documents and the angles of rotation. There are two:
 
-- `LocalAttention` needs torch alone. Whole documents: the kernels of the FSDP engine (`stages.engines.attention`).
-  Under context parallelism: keys and values of all ranks are gathered, and a mask of positions and document numbers
-  decides what a token sees. (Megatron's own local attention refuses both packing and context parallelism.)
+- `LocalAttention` needs torch alone, by the kernels of the FSDP engine (`stages.engines.attention_kernels`). Under
+  context parallelism keys and values of all ranks are gathered. (Megatron's own local attention refuses both packing
+  and context parallelism.)
 - `TransformerEngineAttention` hands the same to Transformer Engine's fused kernels, with their ring exchange.
 
 Rotation happens here too, with angles that are computed once a micro-batch by Transformers' own module, so that every
@@ -23,10 +23,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
-from torch.nn import functional
 
-from stages.engines.attention import packed_attention
-from stages.engines.documents import PackedDocuments
+from stages.engines.attention_kernels import AttentionOptions, attend
+from stages.engines.documents import PackedDocuments, place_tokens
 from stages.engines.megatron.kernels import Rotation
 
 
@@ -42,10 +41,8 @@ class PackedTokens(PackedSeqParams):
     cosines: Tensor | None = None
     """Cosines of the rotary angles of this rank's tokens, [1, tokens, head width]."""
     sines: Tensor | None = None
-    positions: Tensor | None = None
-    """Position of each token in its document, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
-    document_ids: Tensor | None = None
-    """Index of the document of each token, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
+    places: Tensor | None = None
+    """Index of each token among all documents, for every context-parallel rank: int64 [ranks, tokens of a rank]."""
     rows: Tensor | None = None
     """Index of the micro-batch's row that each token is in, int64 [tokens]; -1 in padding."""
     num_rows: int = 0
@@ -70,43 +67,19 @@ class LocalAttention(nn.Module):
         """
         tokens = packed_seq_params
         query, key = rotate(query, key, tokens)
+        assert tokens.documents is not None and tokens.places is not None
         if self.context_group.size() > 1:
-            key, value = (
+            # Rotated before: a gathered key has its position in it already. In the order of the ranks' tokens …
+            gathered = (
                 gather_from_sequence_parallel_region(states.contiguous(), group=self.context_group)
                 for states in (key, value)
             )
-            # Rotated before: a gathered key has its position in it already.
-            return self._masked(query, key, value, tokens)
-        # Megatron's [tokens, 1, heads, head width] → Transformers' [1, heads, tokens, head width]
-        states = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        output, _ = packed_attention(
-            self, *states, None, tokens.documents, scaling=self.softmax_scale, sliding_window=self.window_tokens
-        )
-        return output.flatten(2).transpose(0, 1)  # [1, tokens, heads, head width] → [tokens, 1, heads × head width]
-
-    def _masked(self, query: Tensor, key: Tensor, value: Tensor, tokens: PackedTokens) -> Tensor:
-        # keys and values are of all ranks' tokens
-        queries, keys, values = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        output = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=self._visible(tokens),
-            scale=self.softmax_scale,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
-        return output.permute(2, 0, 1, 3).flatten(2)  # [1, heads, tokens, …] → [tokens, 1, heads × head width]
-
-    def _visible(self, tokens: PackedTokens) -> Tensor:
-        """Return the mask, bool [tokens, tokens of all ranks]: True where a token of this rank may see another."""
-        assert tokens.positions is not None and tokens.document_ids is not None
-        rank = self.context_group.rank()
-        # `tokens.positions` [ranks, tokens] flattened is in the order of the ranks, as the gathered keys are.
-        own_positions, own_ids = tokens.positions[rank, :, None], tokens.document_ids[rank, :, None]
-        distance = own_positions - tokens.positions.flatten()  # [tokens, 1] - [tokens of all ranks]
-        # Padding is a document of its own: its tokens see each other, so that no row of the mask is empty.
-        visible = (distance >= 0) & (own_ids == tokens.document_ids.flatten())
-        return visible if self.window_tokens is None else visible & (distance < self.window_tokens)
+            # … then in that of the documents.
+            order = tokens.places.flatten()
+            key, value = (place_tokens(states, order, len(order)) for states in gathered)
+        options = AttentionOptions(self.softmax_scale, window_tokens=self.window_tokens)
+        output = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), tokens.documents, options)
+        return output.flatten(1).unsqueeze(1)  # [tokens, heads, head width] → [tokens, 1, heads × head width]
 
 
 def rotate(query: Tensor, key: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor]:

@@ -110,11 +110,12 @@ class Pipeline:
         like = torch.empty((), dtype=self.dtype, device=self.device)
         cosines, sines = self.rotary(like, split.positions[rank].unsqueeze(0))
         return PackedTokens(
-            documents=PackedDocuments(split.lengths, self.device),
+            documents=PackedDocuments(
+                split.lengths, self.device, queries=split.places[rank] if self.layout.cp > 1 else None
+            ),
             cosines=cosines,
             sines=sines,
-            positions=split.positions,
-            document_ids=split.document_ids,
+            places=split.places,
             rows=split.local(inputs.documents.token_rows, rank, padding=-1).squeeze(0),
             num_rows=len(inputs.input_ids),
         )

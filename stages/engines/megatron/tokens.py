@@ -31,8 +31,8 @@ class TokenSplit:
     """Index in the flattened rows of each token, int64 [ranks, tokens of a rank]; `num_tokens` for padding."""
     positions: Tensor
     """Position of each token in its document, int64 [ranks, tokens of a rank]."""
-    document_ids: Tensor
-    """Index of each token's document, int64 [ranks, tokens of a rank]."""
+    places: Tensor
+    """Index of each token among all padded documents, in their order, int64 [ranks, tokens of a rank]."""
     num_tokens: int
     """Number of tokens in the flattened rows, before padding."""
     target_positions: tuple[Tensor, ...]
@@ -45,9 +45,9 @@ class TokenSplit:
         return padded[self.origins[rank]].unsqueeze(0)
 
     def to(self, device: torch.device) -> TokenSplit:
-        origins, positions, ids = (part.to(device) for part in (self.origins, self.positions, self.document_ids))
+        origins, positions, places = (part.to(device) for part in (self.origins, self.positions, self.places))
         targets = tuple(part.to(device) for part in self.target_positions)
-        return TokenSplit(self.lengths, origins, positions, ids, self.num_tokens, targets)
+        return TokenSplit(self.lengths, origins, positions, places, self.num_tokens, targets)
 
 
 def padded_size(micro_batches: Iterable[Batch], num_ranks: int, divisor: int) -> int:
@@ -82,7 +82,7 @@ def split_tokens(batch: Batch, num_ranks: int, size: int) -> TokenSplit:
     # [ranks, tokens of a rank]; padding comes from a last place that has no target
     has_target = functional.pad(batch.signal.has_target.flatten(), (0, 1))[origins]
     targets = tuple(of_rank.nonzero().squeeze(1) for of_rank in has_target)
-    return TokenSplit(tuple(padded.tolist()), origins, positions[held], document_ids[held], num_tokens, targets)
+    return TokenSplit(tuple(padded.tolist()), origins, positions[held], held, num_tokens, targets)
 
 
 def gather_tokens(values: Tensor, split: TokenSplit, group: dist.ProcessGroup) -> Tensor:

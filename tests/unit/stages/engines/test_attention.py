@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines import attention
+from stages.engines import attention_kernels
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, register_packed_attention
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.layers import decoder_of
@@ -140,11 +140,11 @@ def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: py
         ]
         return torch.cat(documents)
 
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_attn)
     documents = PackedDocuments([3, 5], CPU)
     torch.manual_seed(0)
     query, key, value = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
-    scoring = attention.AttentionOptions(8**-0.5, 0.0, None, None, None)
-    given = attention._flash_attention(query, key, value, documents, scoring)
-    expected = attention._bucketed_attention(query, key, value, documents, scoring)
+    scoring = attention_kernels.AttentionOptions(8**-0.5, 0.0, None, None, None)
+    given = attention_kernels._flash(query, key, value, documents, scoring)
+    expected = attention_kernels._padded(query, key, value, documents, scoring)
     assert (given - expected).abs().max().item() < 1e-6

@@ -29,7 +29,8 @@ def test_every_token_is_with_one_rank_at_its_own_position(lengths, num_ranks, tp
     assert sorted(split.origins[is_real].tolist()) == list(range(sum(lengths)))
     origins = split.origins[is_real]
     assert torch.equal(split.positions[is_real], batch.inputs.position_ids[0, origins])
-    assert torch.equal(split.document_ids[is_real], batch.documents.ids[0, origins])
+    own = torch.repeat_interleave(torch.tensor(split.lengths))[split.places]  # document of each token
+    assert torch.equal(own[is_real], batch.documents.ids[0, origins])
 
 
 @given(documents, ranks, st.sampled_from([1, 2]))

@@ -1,0 +1,357 @@
+"""Attention over packed documents, and the table of kernels that compute it.
+
+`attend` takes documents, sliding windows, soft caps, sinks and blocks of tokens that see each other, and computes by
+the first kernel in the device's list (`stages/parallel/device_types.py`) that supports what is asked:
+
+- `flash`: variable lengths, by `torch.nn.attention.varlen`.
+- `efficient`: torch's memory-efficient kernel, over documents padded in buckets of similar length.
+- `flex`: FlexAttention, compiled, which skips what no query sees by blocks of 128 tokens.
+- `padded`: torch's SDPA, or products where scores are changed, in the same buckets. GPUs do not have it in their lists:
+  SDPA may take its math kernel there, which holds all pairs of positions in memory.
+- `cudnn`: cuDNN's kernel, over buckets; only with LIFECYCLE_ATTENTION=cudnn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from stages.core.errors import ModelError
+from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
+from stages.parallel.accelerator import capability_of, of_device
+
+SWITCH = "LIFECYCLE_ATTENTION"
+"""Environment variable that names a kernel to take where it can compute what is asked: `cudnn`."""
+
+Feature = Literal["sliding window", "soft cap", "sinks", "blocks", "dropout", "context parallelism"]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options by which architectures change attention: scale, dropout, sliding window, soft cap and sinks."""
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    window_tokens: int | None = None
+    """Size of the sliding attention window in tokens, the token itself included; None: no window."""
+    softcap: float | None = None
+    """Soft cap of attention scores, which become softcap × tanh(score / softcap) (Gemma 2)."""
+    sinks: Tensor | None = None
+    """Attention sinks [heads]: scores of an absent token, which takes a share of the attention weights (gpt-oss)."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Attention that a kernel is asked for; everything that the choice of the kernel depends on."""
+
+    device: str
+    """Name of the kind of device in `DEVICE_TYPES`."""
+    capability: tuple[int, int] | None
+    """Compute capability of the device; None if it has no such number."""
+    dtype: torch.dtype
+    head_width: int
+    value_width: int
+    features: frozenset[Feature]
+
+
+Compute = Callable[[Tensor, Tensor, Tensor, PackedDocuments, AttentionOptions], Tensor]
+"""Type of a kernel's function of queries [queries, heads, head width], keys, values, documents and options."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Attention kernel, with what it supports."""
+
+    compute: Compute
+    features: frozenset[Feature]
+    dtypes: Mapping[torch.dtype, tuple[int, int]] = field(default_factory=dict)
+    """Lowest compute capability for each dtype that the kernel takes; empty: any dtype on any device."""
+    widest_head: int | None = None
+    has_one_width: bool = False
+    """True if values must be as wide as keys."""
+    aligned_bytes: int = 1
+    """Bytes that the width of a head must be a multiple of."""
+
+    def problems(self, request: Request) -> Iterator[str]:
+        """Yield why the kernel cannot compute the attention; nothing if it can."""
+        if missing := request.features - self.features:
+            yield f"has no {' and no '.join(sorted(missing))}"
+        name, widths = str(request.dtype).removeprefix("torch."), (request.head_width, request.value_width)
+        lowest = self.dtypes.get(request.dtype)
+        if self.dtypes and lowest is None:
+            yield f"does not take {name}"
+        elif lowest and request.capability and request.capability < lowest:
+            needed, capability = (".".join(map(str, one)) for one in (lowest, request.capability))
+            yield f"takes {name} from compute capability {needed} on, and this device has {capability}"
+        if self.widest_head and max(widths) > self.widest_head:
+            yield f"takes heads up to {self.widest_head} wide, not {max(widths)}"
+        if self.has_one_width and widths[0] != widths[1]:
+            yield f"wants values as wide as keys, not {widths[1]} beside {widths[0]}"
+        if any(width * request.dtype.itemsize % self.aligned_bytes for width in widths):
+            yield f"wants heads of a multiple of {self.aligned_bytes} bytes"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    """Return causal attention within each packed document, [queries, heads, value width].
+
+    query: [queries, heads, head width]. key, value: [tokens, key and value heads, width]. Raises ModelError where no
+    kernel of the device can compute it.
+    """
+    features: list[Feature] = []
+    # A window at least as long as the documents hides nothing.
+    if options.window_tokens is not None and options.window_tokens < documents.longest:
+        features.append("sliding window")
+    if options.softcap is not None:
+        features.append("soft cap")
+    if options.sinks is not None:
+        features.append("sinks")
+    if options.dropout:
+        features.append("dropout")
+    if documents.blocks is not None:
+        features.append("blocks")
+    if documents.queries is not None:
+        features.append("context parallelism")
+    device = of_device(query.device)
+    request = Request(
+        device.name,
+        capability_of(query.device),
+        query.dtype,
+        query.shape[2],
+        value.shape[2],
+        frozenset(features),
+    )
+    kernel = KERNELS[choose(request, device.attention, os.environ.get(SWITCH))]
+    return kernel.compute(query, key, value, documents, options)
+
+
+@lru_cache(maxsize=256)
+def choose(request: Request, names: tuple[str, ...], preferred: str | None = None) -> str:
+    """Return the name of the first kernel that can compute the attention, `preferred` before the device's `names`.
+
+    Raises ModelError, with each kernel's reasons, if none can.
+    """
+    # The switch is for devices that have kernels to choose from: others keep their own.
+    extra = (preferred,) if preferred in KERNELS and "flash" in names else ()
+    refusals = {}
+    for name in (*extra, *names):
+        refusals[name] = list(KERNELS[name].problems(request))
+        if not refusals[name]:
+            return name
+    why = "; ".join(f"{name} {', '.join(problems)}" for name, problems in refusals.items())
+    old = request.dtype == torch.bfloat16 and (request.capability or (8, 0)) < (8, 0)
+    remedy = (
+        "say `precision: fp32`, or take a newer GPU (Ampere or later)"
+        if old
+        else "train on a CPU, or change what the kernels lack in the model's config.json, such as `attention_dropout`"
+    )
+    raise ModelError(
+        f"computing attention on {request.device}: no kernel can, but torch's slow one, which holds all pairs of "
+        f"positions in memory ({why}); {remedy}"
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    boundaries, longest = documents.boundaries, documents.longest
+    # -1: no limit. A window counts the token itself, `varlen_attn` only those before it.
+    tokens_before = -1 if options.window_tokens is None else options.window_tokens - 1
+    grouped: dict[str, Any] = {"enable_gqa": True}
+    if not _takes_grouped_queries(varlen_attn):  # torch before 2.13
+        grouped = {}
+        key, value = (_expanded(states, query.shape[1], 1) for states in (key, value))
+    return varlen_attn(
+        query,
+        key,
+        value,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=options.scaling,
+        window_size=(tokens_before, 0),  # 0 tokens after: causal
+        **grouped,
+    )
+
+
+@cache
+def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(attention).parameters
+
+
+def _expanded(states: Tensor, num_heads: int, dim: int) -> Tensor:
+    """Copy each key or value head for the consecutive query heads that share it; heads are in dimension `dim`."""
+    copies = num_heads // states.shape[dim]
+    if copies == 1:
+        return states
+    shape = (-1,) * (dim + 1) + (copies,) + (-1,) * (states.ndim - dim - 1)
+    return states.unsqueeze(dim + 1).expand(shape).flatten(dim, dim + 1)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    visible = documents.visible(options.window_tokens)
+    softcap = options.softcap
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    # [tokens, heads, width] → [1, heads, tokens, width]
+    output, auxiliary = _compiled_flex()(
+        *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
+        score_mod=None if softcap is None else capped,
+        block_mask=visible.block_mask,
+        scale=options.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=options.sinks is not None),
+    )
+    if options.sinks is not None:
+        # A sink adds exp(sink) to the sum of exponentials by which all are divided; it has no value to add.
+        shares = torch.sigmoid(auxiliary.lse - options.sinks.float()[:, None])  # [1, heads, tokens]
+        output = output * shares.to(output.dtype).unsqueeze(3)
+    return output.squeeze(0).transpose(0, 1)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    if documents.queries is None:
+        return _in_buckets(query, key, value, documents, options, attention=_padded_attention)
+    # Queries of this process alone, keys of all: one mask of all pairs.
+    mask = documents.visible(options.window_tokens).mask
+    # [tokens, heads, width] → [1, heads, tokens, width]
+    query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+    return _padded_attention(query, key, value, options, mask).squeeze(0).transpose(0, 1)
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions
+) -> Tensor:
+    operation = torch.ops.aten._scaled_dot_product_efficient_attention
+    return _in_buckets(query, key, value, documents, options, attention=_of_fused(operation))
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    operation = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return _in_buckets(query, key, value, documents, options, attention=_of_fused(operation))
+
+
+PaddedAttention = Callable[[Tensor, Tensor, Tensor, AttentionOptions, Tensor | None], Tensor]
+"""Type of a function of queries, keys and values [documents, heads, length, width], options and a mask."""
+
+
+def _of_fused(operation: Callable[..., Any]) -> PaddedAttention:
+    """Return attention by one of torch's fused operations, asked for by name: SDPA might choose another."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: Tensor | None) -> Tensor:
+        key, value = (_expanded(states, query.shape[1], 1) for states in (key, value))
+        # No bias; the log-sum-exp, which the backward pass needs.
+        arguments = (query, key, value, None, True, options.dropout)
+        return operation(*arguments, is_causal=True, scale=options.scaling)[0]
+
+    return attention
+
+
+def _in_buckets(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+    options: AttentionOptions,
+    *,
+    attention: PaddedAttention,
+) -> Tensor:
+    """Compute attention over documents padded in buckets of similar length; tensors are [tokens, heads, width].
+
+    Padding follows its document, so causal attention never sees it.
+    """
+    padded = [pad_documents(tokens, documents) for tokens in (query, key, value)]
+    outputs = []
+    for bucket in documents.buckets:
+        # [slots, heads, width] → [documents, heads, length, width]
+        queries, keys, values = (
+            states[bucket.start : bucket.end].unflatten(0, (bucket.num_documents, bucket.length)).transpose(1, 2)
+            for states in padded
+        )
+        mask = None
+        if documents.blocks is not None:
+            mask = documents.padded_mask(bucket, options.window_tokens).unsqueeze(1)  # the same for all heads
+        # and back: [slots, heads, width]
+        outputs.append(attention(queries, keys, values, options, mask).transpose(1, 2).flatten(0, 1))
+    return unpad_documents(torch.cat(outputs) if len(outputs) > 1 else outputs[0], documents)
+
+
+def _padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: Tensor | None
+) -> Tensor:
+    """Compute attention of documents padded to one length by torch's SDPA.
+
+    mask: bool, broadcast to [documents, heads, queries, keys]: True where a query sees a key; None: causal, in the
+    window.
+    """
+    length, window = query.shape[2], options.window_tokens
+    if options.softcap is not None or options.sinks is not None:
+        mask = _causal_mask(length, window or length, query.device) if mask is None else mask
+        return _explicit_attention(query, key, value, options, mask)
+    # A window at least as long as the documents hides nothing: without a mask a fused causal kernel may run.
+    if mask is None and window is not None and window < length:
+        mask = _causal_mask(length, window, query.device)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options.dropout,
+        is_causal=mask is None,
+        scale=options.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mask: Tensor) -> Tensor:
+    """Compute attention of soft-capped scores or with sinks, for which SDPA has no argument, step by step."""
+    num_documents, num_heads, length, width = query.shape
+    key, value = (_expanded(states, num_heads, 1) for states in (key, value))
+    # [documents, heads, queries, keys]
+    scores = query @ key.transpose(2, 3) * (width**-0.5 if options.scaling is None else options.scaling)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    # After the soft cap, which would turn -inf into -softcap.
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(1, num_heads, 1, 1).expand(num_documents, -1, length, 1)
+        scores = torch.cat([scores, sinks], dim=3)  # [documents, heads, queries, keys + 1]
+    # A sink's column takes its share of the weights, then is cut off: it has no value to add.
+    weights = scores.softmax(dim=3, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
+    return functional.dropout(weights, options.dropout) @ value
+
+
+def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tensor:
+    """Return the causal mask, bool [length, length]: True where the row's token may see the column's token."""
+    # window_tokens 2: each row is True at its own column and the one before
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
+
+
+_AMPERE = (8, 0)
+_HALF = {torch.bfloat16: _AMPERE, torch.float16: _AMPERE}
+_ANY: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks", "context parallelism"})
+KERNELS = {
+    "cudnn": Kernel(_cudnn, frozenset(), _HALF, widest_head=128, has_one_width=True, aligned_bytes=16),
+    "flash": Kernel(
+        _flash, frozenset({"sliding window"}), _HALF, widest_head=256, has_one_width=True, aligned_bytes=16
+    ),
+    "efficient": Kernel(_efficient, frozenset({"dropout"}), {**_HALF, torch.float32: (5, 0)}, aligned_bytes=16),
+    "flex": Kernel(_flex, _ANY, {**_HALF, torch.float32: (7, 0)}),
+    "padded": Kernel(_padded, _ANY | {"dropout"}),
+}
+"""Attention kernels by name."""
