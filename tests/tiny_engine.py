@@ -48,6 +48,8 @@ class TinyEngine:
     capabilities = Capabilities("safetensors")
     answer_tokens: int | None = None
     """Number of tokens in each answer during a load test. None means as many as requested."""
+    accepted_fraction: float | None = None
+    """Share of the tokens guessed ahead that is reported as accepted; None where none are guessed."""
 
     def find_program(self) -> TinyProgram:
         return TinyProgram()
@@ -80,7 +82,7 @@ class TinyEngine:
             elapsed_s = time.monotonic() - started_s
             num_tokens = self.answer_tokens or benchmark.output_tokens
             times = (elapsed_s * 1000, elapsed_s * 1000, 1 / elapsed_s)
-            results.append(LoadResult(concurrency, 1, 0, num_tokens, *times))
+            results.append(LoadResult(concurrency, 1, 0, num_tokens, *times, self.accepted_fraction))
         (folder / "benchmark.json").write_text(json.dumps([vars(result) for result in results]))
         return results
 

@@ -128,14 +128,19 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """
     name, server = version.name, version.registration.server
     artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)
-    serving, engine = ServingConfig(), None
+    serving, engine, speculation = ServingConfig(), None, None
     if server:
         as_promoted = LaunchSpec.model_validate_json((artifact_of(version, server).folder / LAUNCH_FILE).read_bytes())
         serving, engine = as_promoted.serving, engine_of(as_promoted.engine)
+        speculation = as_promoted.speculation
+        if speculation and speculation.draft and not speculation.draft.is_dir():
+            speculation = None  # the store keeps a champion, not its draft model, without which answers are the same
     if base is None:
-        return new_launch_spec(artifact / "model", name, serving, engine)
+        return new_launch_spec(artifact / "model", name, serving, engine, speculation=speculation)
     adapters, model = {name: artifact / ADAPTER_FOLDER}, base.folder / "model"
-    return new_launch_spec(model, name, serving, engine, adapters=adapters, base_name=f"{name}-base")
+    return new_launch_spec(
+        model, name, serving, engine, adapters=adapters, base_name=f"{name}-base", speculation=speculation
+    )
 
 
 def kept_versions() -> frozenset[str]:

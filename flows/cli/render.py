@@ -28,7 +28,9 @@ def stage_manifests(recipe: Path, stage: str, overrides: tuple[str, ...], replic
         assert isinstance(planned.config, ServeConfig)
         model = _built(made, planned, planned.config.base or planned.config.model) / "model"
         adapters = {name: _built(made, planned, name) / ADAPTER_FOLDER for name in planned.config.served_adapters}
-        return serving_manifests(stage, model, planned.version, home(), planned.config, replicas, adapters)
+        draft = planned.config.draft
+        speculation = planned.config.speculation({draft: _built(made, planned, draft)} if draft else {})
+        return serving_manifests(stage, model, planned.version, home(), planned.config, replicas, adapters, speculation)
     if not isinstance(planned.config.execution.options, KubernetesOptions):
         launcher = planned.config.execution.launcher
         raise RecipeError(

@@ -237,7 +237,8 @@ def launch_arguments(spec: LaunchSpec) -> list[str]:
     """Return the command-line arguments of `python -m stages.kinds.serve` for a launch spec, adapters included."""
     adapters = [argument for name, folder in spec.adapters.items() for argument in ("--adapter", f"{name}={folder}")]
     named = [*("--name", spec.served_name), *(("--base-name", spec.base_name) if spec.base_name else ())]
-    return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json()]
+    guessing = ["--speculation", spec.speculation.model_dump_json()] if spec.speculation else []
+    return [str(spec.model), *named, *adapters, "--serving", spec.serving.model_dump_json(), *guessing]
 
 
 def read_now(ledger: Ledger) -> RefreshRecord:

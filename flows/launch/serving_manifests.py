@@ -24,6 +24,7 @@ from stages.core.errors import RecipeError
 from stages.core.launchers.kubernetes import KubernetesOptions
 from stages.kinds.serve.config import ServeConfig
 from stages.serving.backend import EngineAddress
+from stages.serving.config import Speculation
 from stages.serving.engine import LaunchSpec
 from stages.serving.proxy import API_KEY_VARIABLE
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
@@ -83,18 +84,19 @@ def serving_manifests(
     config: ServeConfig,
     replicas: Replicas,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    speculation: Speculation | None = None,
 ) -> list[Manifest]:
     """Return the Kubernetes manifests that serve a model with an autoscaled number of replicas.
 
     name: of the Deployment and of what the stage serves; adapters of other stages are called by their stages. model:
     folder of the weights, below `home`. version: of the serve stage; another version replaces the pods one by one.
-    adapters: stage → folder, below `home` too.
+    adapters: stage → folder, below `home` too. speculation: how the server guesses tokens ahead.
 
     Raises `RecipeError` when the recipe lacks what only Kubernetes needs, `ModelError` for what cannot be served.
     """
     asked = _checked_options(name, config)
     metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
-    pod = _pod(name, model, home, config, adapters)
+    pod = _pod(name, model, home, config, adapters, speculation=speculation)
     template = {"metadata": {"labels": {SERVE_LABEL: name, "llm-lifecycle.io/version": version}}, "spec": pod}
     deployment = {
         "selector": {"matchLabels": {SERVE_LABEL: name}},
@@ -137,7 +139,15 @@ def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:
     return asked
 
 
-def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapping[str, Path]) -> Manifest:
+def _pod(
+    name: str,
+    model: Path,
+    home: Path,
+    config: ServeConfig,
+    adapters: Mapping[str, Path],
+    *,
+    speculation: Speculation | None,
+) -> Manifest:
     asked = config.execution.block(KubernetesOptions)
     engine = chosen_engine(config.serving)
     # The image holds one build of the engine; it is the CPU build if no GPUs are requested.
@@ -148,6 +158,7 @@ def _pod(name: str, model: Path, home: Path, config: ServeConfig, adapters: Mapp
         adapters={name if stage == config.model else stage: folder for stage, folder in adapters.items()},
         base_name=config.base,
         serving=config.serving,
+        speculation=speculation,
         engine=engine.name,
         engine_version=program.version,
     )

@@ -23,6 +23,8 @@ OLD_BUFFERS = r"rotary_emb\.inv_freq$"
 MTP_LAYER = re.compile(r"(?P<layer>.*\blayers\.\d+\.)eh_proj\.weight$")
 """Name of the matrix that only layers of multi-token prediction have, among a model's other layers (DeepSeek, GLM)."""
 
+MTP_MODULE = re.compile(r"(^|\.)mtp")
+"""Beginning of the name of a module for multi-token prediction, in families that keep it apart (Qwen, MiMo, ERNIE)."""
 BLOCK_BYTES = 2**24
 
 
@@ -37,6 +39,11 @@ def carried_names(causal_lm: Any, names: Iterable[str]) -> set[str]:
     )
     layers = tuple(match["layer"] for name in names if (match := MTP_LAYER.match(name)))
     return {name for name in names if skipped.search(name) or name.startswith(layers)}
+
+
+def holds_mtp(folder: Path) -> bool:
+    """Return whether a model folder holds layers of multi-token prediction, from the headers of its files."""
+    return any(MTP_LAYER.match(name) or MTP_MODULE.search(name) for name in _stored(folder))
 
 
 def read_carried(folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:

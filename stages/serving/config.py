@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt, field_validator
@@ -62,6 +63,19 @@ class ServingConfig(StrictModel):
     @classmethod
     def _spelled_with_dashes(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
         return {name.removeprefix("--").replace("_", "-"): value for name, value in arguments.items()}
+
+
+SpeculationMethod = Literal["ngram", "mtp", "draft"]
+
+
+class Speculation(StrictModel):
+    """Method by which a server guesses tokens ahead, which the model accepts or not: its answers are as without.
+
+    ngram: repeats what followed the last tokens before. mtp: the model's own layers of multi-token prediction.
+    """
+
+    method: SpeculationMethod
+    draft: Path | None = Field(None, description="Folder of the smaller model that guesses, for `draft`.")
 
 
 class BenchmarkConfig(StrictModel):

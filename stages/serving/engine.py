@@ -29,7 +29,7 @@ from stages.core.redaction import shortened
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
 from stages.models.recorded import Predicted
-from stages.serving.config import BenchmarkConfig, ServingConfig
+from stages.serving.config import BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
@@ -79,6 +79,7 @@ class LaunchSpec(StrictModel):
         None, description="Share of a GPU's memory that the server may take, 0 to 1; None: the engine's default."
     )
     serving: ServingConfig
+    speculation: Speculation | None = Field(None, description="Guessing of tokens ahead; None: none.")
     engine: str = "vllm"
     engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))
 
@@ -159,8 +160,8 @@ class Capabilities:
     for tasks that compare log-likelihoods. new_weights: whether a running server takes other weights, for methods that
     learn from completions. token_prompts: whether `/v1/completions` takes token ids; else what is served is not
     compared with its training's record. stop_texts: whether an answer may end at any text. prompt_token_ids: whether
-    `/v1/chat/completions` returns those of the rendered prompt. dtypes: that it computes in. idle_fields: fields of
-    `serving` that it does not use.
+    `/v1/chat/completions` returns those of the rendered prompt. dtypes: that it computes in. speculation: methods by
+    which it guesses tokens ahead. idle_fields: fields of `serving` that it does not use.
     """
 
     weights: WeightFiles
@@ -171,6 +172,7 @@ class Capabilities:
     stop_texts: bool = True
     prompt_token_ids: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    speculation: tuple[SpeculationMethod, ...] = ()
     idle_fields: tuple[str, ...] = ()
 
 
@@ -194,7 +196,8 @@ class Program(Protocol):
 class LoadResult:
     """Benchmark result at `concurrency` concurrent requests: median latencies in ms, and total throughput.
 
-    inter_token_latency_ms: median over requests of the mean time to each token after the first.
+    inter_token_latency_ms: median over requests of the mean time to each token after the first. accepted_fraction:
+    share of the tokens guessed ahead that the model accepted; None where none were guessed.
     """
 
     concurrency: int
@@ -204,6 +207,7 @@ class LoadResult:
     ttft_ms: float
     inter_token_latency_ms: float
     output_tokens_per_s: float
+    accepted_fraction: float | None = None
 
 
 class Engine(Protocol):

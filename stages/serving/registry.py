@@ -12,7 +12,7 @@ from types import MappingProxyType
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
 from stages.models.model_folder import holds_gguf
-from stages.serving.config import ServingConfig
+from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
 from stages.serving.packaged import LMDEPLOY, SGLANG
@@ -77,6 +77,18 @@ def engine_problems(
         yield f"serving.dtype: {engine.name} computes in {computes}, not in {serving.dtype}"
 
 
+def speculation_problems(
+    serving: ServingConfig, method: SpeculationMethod, draft: str | None, stages: Mapping[str, StageConfig]
+) -> Iterator[str]:
+    """Yield a problem if the chosen engine cannot guess tokens ahead so. draft: stage of the draft model, if any."""
+    engine = chosen_engine(serving)
+    if method not in engine.capabilities.speculation:
+        able = " or ".join(name for name, other in ENGINES.items() if method in other.capabilities.speculation)
+        yield f"speculative: {engine.name} cannot guess tokens ahead by {method}; serve with {able}, or remove it"
+    elif draft and (made := _made_by(draft, stages)) != engine.capabilities.weights:
+        yield f"speculative.draft: {engine.name} serves {engine.capabilities.weights}, but {draft} makes {made}"
+
+
 def idle_serving_fields(serving: ServingConfig | None) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for fields of the recipe's `serving` block that the chosen engine ignores."""
     engine = chosen_engine(serving)
@@ -102,6 +114,7 @@ def new_launch_spec(
     *,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     base_name: str | None = None,
+    speculation: Speculation | None = None,
 ) -> LaunchSpec:
     """Return a launch spec for serving a model folder with an installed engine; raise ResourceError without it.
 
@@ -115,6 +128,7 @@ def new_launch_spec(
         adapters=dict(adapters),
         base_name=base_name,
         serving=serving,
+        speculation=speculation,
         engine=engine.name,
         engine_version=engine.find_program().version,
     )

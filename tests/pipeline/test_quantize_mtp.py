@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from stages.core.contract import StageContext
@@ -18,7 +17,7 @@ from stages.kinds.quantize.written import problems_of_carried
 from stages.models.carried_weights import changed_or_lost
 from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
-from stages.models.weight_files import weight_paths
+from stages.models.weight_files import read_tensors, weight_paths
 from tests.mtp_models import MTP_LAYER, WEIGHTS, save_with_mtp
 from tests.pipeline.test_quantize import VOCABULARY, counting_rows
 from tests.pipeline.test_quantize_families import quantize_family
@@ -32,15 +31,6 @@ PAIRS = [
 ]
 
 
-def stored_types(folder):
-    """Return the dtype of each weight in the files that the model's index names."""
-    types = {}
-    for path in weight_paths(folder):
-        with safe_open(path, framework="pt") as weights:
-            types |= {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    return types
-
-
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_layers_that_no_quantizer_loads_are_copied_bit_for_bit(tmp_path, family, method):
     source, written = tmp_path / "source", tmp_path / "written"
@@ -50,7 +40,7 @@ def test_layers_that_no_quantizer_loads_are_copied_bit_for_bit(tmp_path, family,
     assert changed_or_lost(source, written, mtp.keys()) == []
 
     check_model_folder(ModelFacts(written))  # files and index agree
-    types = stored_types(written)
+    types = {tensor.name: tensor.dtype for path in weight_paths(written) for tensor in read_tensors(path)}
     assert {types[name] for name in mtp} == {"BF16"}
     scaled = {name.removesuffix(".weight_scale") for name in types if name.endswith(".weight_scale")}
     assert scaled

@@ -22,7 +22,7 @@ from stages.core.lines import print_line, print_timed, starting_lines
 from stages.kinds.serve.chat import Conversation, chat, sampling_of
 from stages.kinds.serve.run import guard
 from stages.serving.agreement import compare_with_records
-from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.config import ServeExecution, ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, Server, started_server
@@ -79,6 +79,7 @@ def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
         help="server settings as the JSON of a recipe's `serving` block; without them, "
         "the server starts fast for a short trial",
     )
+    parser.add_argument("--speculation", help="how the server guesses tokens ahead, as the JSON of a `launch.json`")
     return parser.parse_args(argument_list)
 
 
@@ -146,11 +147,12 @@ def _read(arguments: argparse.Namespace, is_chat: bool, num_servers: int) -> tup
         adapters[own_name] = Path(folder).resolve()
     try:
         serving = ServingConfig.model_validate_json(arguments.serving or "{}")
+        speculation = Speculation.model_validate_json(arguments.speculation) if arguments.speculation else None
         execution = ServeExecution(host=arguments.host, port=arguments.port)
     except ValidationError as error:
         raise RecipeError(f"the options for the server are wrong: {error}") from error
     base_name = arguments.base_name or f"{name}-base" if name in adapters else None
-    spec = new_launch_spec(model, name, serving, adapters=adapters, base_name=base_name)
+    spec = new_launch_spec(model, name, serving, adapters=adapters, base_name=base_name, speculation=speculation)
     is_trial = is_chat or arguments.serving is None
     return spec.model_copy(update={"num_tried": num_servers if is_trial else 0}), execution
 

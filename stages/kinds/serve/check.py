@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.serve.config import ServeConfig
+from stages.models.carried_weights import holds_mtp
 from stages.models.facts import ModelFacts
 from stages.serving.config import limit_problems
 
@@ -22,3 +24,19 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
         yield "model", error
     else:
         yield from ((field, RecipeError(message)) for field, message in problems)
+    if config.speculation_method:
+        yield from _speculation_problems(config, stage_input.inputs, folder)
+
+
+def _speculation_problems(
+    config: ServeConfig, inputs: Mapping[str, Path], folder: Path
+) -> Iterator[tuple[str, LifecycleError]]:
+    """Yield an error if the model in `folder` has no MTP layers to guess with, or the draft model other tokens."""
+    if config.speculative == "mtp" and not holds_mtp(folder):
+        problem = "mtp, but the model's files hold no layers of multi-token prediction; say ngram, or {draft: STAGE}"
+        yield "speculative", RecipeError(problem)
+    if config.draft:
+        served, own = (ModelFacts(one).fields.get("vocab_size") for one in (folder, inputs[config.draft] / "model"))
+        if served != own:
+            problem = f"{config.draft} has {own} tokens, the served model {served}; expected one with the same tokens"
+            yield "speculative.draft", RecipeError(problem)

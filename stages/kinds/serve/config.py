@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from stages.core.contract import AdapterReference, ModelOrAdapterReference, ModelReference, Reported, StageConfig
-from stages.core.fields import AddedLater
+from stages.core.fields import AddedLater, StrictModel
 from stages.models.facts import ModelFacts
-from stages.serving.config import LESS_MEMORY, BenchmarkConfig, ServeExecution, ServingConfig, limit_problems
-from stages.serving.registry import chosen_engine, engine_problems, idle_serving_fields, installed_version, with_engine
+from stages.serving.config import (
+    LESS_MEMORY,
+    BenchmarkConfig,
+    ServeExecution,
+    ServingConfig,
+    Speculation,
+    SpeculationMethod,
+    limit_problems,
+)
+from stages.serving.registry import (
+    chosen_engine,
+    engine_problems,
+    idle_serving_fields,
+    installed_version,
+    speculation_problems,
+    with_engine,
+)
 from stages.serving.served_models import adapters_base, base_problems
+
+
+class DraftModel(StrictModel):
+    """Smaller model that guesses tokens ahead for a served model."""
+
+    draft: ModelReference
 
 
 class ServeConfig(StageConfig):
@@ -25,6 +47,7 @@ class ServeConfig(StageConfig):
             "ttft_ms": "time to first token, ms",
             "inter_token_latency_ms": "between tokens, ms",
             "output_tokens_per_s": "output tokens/s",
+            "accepted_fraction": "guessed tokens accepted",
         }
     )
 
@@ -40,6 +63,12 @@ class ServeConfig(StageConfig):
         None, description="Base model of the adapter in `model`; found automatically."
     )
     serving: ServingConfig = ServingConfig()
+    speculative: Annotated[Literal["ngram", "mtp"] | DraftModel | None, AddedLater()] = Field(
+        None,
+        description="Guessing of tokens ahead, which the model accepts or not. ngram: as they followed before; mtp: by "
+        "the model's own layers of multi-token prediction; `{draft: STAGE}`: by a smaller model with the same "
+        "tokens. Default: none.",
+    )
     benchmark: BenchmarkConfig | None = BenchmarkConfig()
     execution: ServeExecution = ServeExecution()
 
@@ -60,6 +89,10 @@ class ServeConfig(StageConfig):
     def problems_among(self, stages: Mapping[str, StageConfig]) -> Iterator[str]:
         yield from base_problems(self.model, self.base, self.adapters, stages)
         yield from engine_problems(self.serving, self.base or self.model, bool(self.served_adapters), stages)
+        if self.speculation_method:
+            yield from speculation_problems(self.serving, self.speculation_method, self.draft, stages)
+        if self.draft == (self.base or self.model):
+            yield f"speculative.draft: {self.draft} is the served model; name a smaller one with the same tokens"
 
     def model_problems(self, read_config: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
         problems = limit_problems(ModelFacts(read_config()), self.serving, self.benchmark, self.execution.environment)
@@ -73,6 +106,23 @@ class ServeConfig(StageConfig):
     def served_adapters(self) -> tuple[str, ...]:
         """Names of the stages whose adapters the server serves, `model` included if it is one."""
         return (self.model, *self.adapters) if self.base else self.adapters
+
+    @property
+    def draft(self) -> str | None:
+        """Name of the stage whose model guesses tokens ahead, if one does."""
+        return self.speculative.draft if isinstance(self.speculative, DraftModel) else None
+
+    @property
+    def speculation_method(self) -> SpeculationMethod | None:
+        """Method by which the server guesses tokens ahead; None if it does not."""
+        return "draft" if isinstance(self.speculative, DraftModel) else self.speculative
+
+    def speculation(self, inputs: Mapping[str, Path]) -> Speculation | None:
+        """Return how the server guesses tokens ahead. inputs: artifact folders by stage."""
+        if not self.speculation_method:
+            return None
+        draft = (inputs[self.draft] / "model").resolve() if self.draft else None
+        return Speculation(method=self.speculation_method, draft=draft)
 
     @property
     def devices(self) -> int:

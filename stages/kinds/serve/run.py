@@ -40,6 +40,7 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
         config.serving,
         adapters=adapter_folders(config.served_adapters, base, context.inputs),
         base_name=config.base,
+        speculation=config.speculation(context.inputs),
     )
     # The server still writes its log and uses its folder after the artifact is complete, so neither lies in it.
     log_file = context.scratch / "server.log"
@@ -83,11 +84,12 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
 
 
 def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Callable[[str], None]) -> dict[str, float]:
-    """Benchmark the model server; return time to first token, time between tokens and throughput as metrics.
+    """Benchmark the model server; return times to first token and between tokens, and throughput, as metrics.
 
     Names end in `_concurrency_N`; latencies are medians. The engine's load is random prompts, with greedy answers of a
-    fixed length; time between tokens is left out, with a warning, when answers were shorter, or had one token. Leaves
-    `benchmark.json` (full results) and `benchmark.log` in `folder`. Raises ServerError when a request fails.
+    fixed length; time between tokens is left out, with a warning, when answers were shorter, or had one token. A server
+    that guesses tokens ahead also has the share of them that its model accepted. Leaves `benchmark.json` (full results)
+    and `benchmark.log` in `folder`. Raises ServerError when a request fails.
     """
     metrics: dict[str, float] = {}
     for load in server.engine.generate_load(server.client, server.spec, benchmark, folder):
@@ -103,6 +105,8 @@ def measure(server: Server, benchmark: BenchmarkConfig, folder: Path, warn: Call
         else:
             metrics[f"inter_token_latency_ms_concurrency_{load.concurrency}"] = load.inter_token_latency_ms
         metrics[f"output_tokens_per_s_concurrency_{load.concurrency}"] = load.output_tokens_per_s
+        if load.accepted_fraction is not None:
+            metrics[f"accepted_fraction_concurrency_{load.concurrency}"] = load.accepted_fraction
     return metrics
 
 

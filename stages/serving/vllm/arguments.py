@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
+from stages.serving.config import Speculation, SpeculationMethod
 from stages.serving.engine import UncheckedOptions, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
@@ -30,6 +31,10 @@ SET_HERE = {
     "kv-cache-memory-bytes": "say serving.kv_cache_memory_gib",
     "enforce-eager": "say serving.enforce_eager",
     "trust-remote-code": "say serving.trust_remote_code",
+    **dict.fromkeys(
+        ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
+        "say `speculative` in the serve stage: ngram, mtp, or {draft: STAGE}",
+    ),
     **dict.fromkeys(
         ("enable-lora", "lora-modules", "max-lora-rank", "max-loras", "lora-target-modules"), "name adapters as stages"
     ),
@@ -64,7 +69,7 @@ DOORS = {
     **dict.fromkeys(
         (
             *("chat-template", "tokenizer", "hf-config-path", "hf-overrides", "config-format", "default-mm-loras"),
-            *("revision", "code-revision", "tokenizer-revision", "download-dir", "spec-model"),
+            *("revision", "code-revision", "tokenizer-revision", "download-dir"),
         ),
         "the model is what its folder holds, and what lies elsewhere is in no version",
     ),
@@ -78,6 +83,13 @@ ELSEWHERE = re.compile(
 QUALIFIED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """Pattern of the dotted name of a Python object, which vLLM's `compilation-config` would import as its `backend`."""
 PARSER = "tool-call-parser"
+SPECULATION: dict[SpeculationMethod, dict[str, JsonValue]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+    # One layer guesses one token; it may be run again on its own output, but was not trained to be.
+    "mtp": {"method": "mtp", "num_speculative_tokens": 1},
+    "draft": {"method": "draft_model", "num_speculative_tokens": 3},
+}
+"""vLLM's options by speculation method; each token guessed in vain costs a part of the model's next step."""
 CHECK = Path(__file__).with_name("option_check.py")
 
 
@@ -103,6 +115,14 @@ def refusals(arguments: Mapping[str, JsonValue]) -> Iterator[str]:
             yield f"{name}: found {value}, expected items that begin with no dash"
         elif value is None:
             yield f"{name}: has no value; say true for an option without one"
+
+
+def speculation_arguments(speculation: Speculation | None) -> list[str]:
+    """Return the command-line arguments by which vLLM guesses tokens ahead; none if it does not."""
+    if speculation is None:
+        return []
+    draft = {"model": str(speculation.draft)} if speculation.draft else {}
+    return ["--speculative-config", json.dumps({**SPECULATION[speculation.method], **draft})]
 
 
 def argument_problems(

@@ -30,7 +30,7 @@ from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantiza
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
-from stages.serving.vllm.arguments import argument_problems, written
+from stages.serving.vllm.arguments import argument_problems, speculation_arguments, written
 from stages.serving.vllm.tool_parsers import parser_of
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
@@ -133,6 +133,7 @@ class VllmProgram:
         if spec.data_parallel_size > 1:
             # One API server: by default there are as many as copies, and only one of them would know a loaded adapter.
             command += ["--data-parallel-size", str(spec.data_parallel_size), "--api-server-count", "1"]
+        command += speculation_arguments(spec.speculation)
         if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
             command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
         command += [part for parts in written(serving.arguments).values() for part in parts]
@@ -219,7 +220,12 @@ class Vllm:
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True
     capabilities = Capabilities(
-        "safetensors", prompt_log_probabilities=True, adapters=True, new_weights=True, prompt_token_ids=True
+        "safetensors",
+        prompt_log_probabilities=True,
+        adapters=True,
+        new_weights=True,
+        prompt_token_ids=True,
+        speculation=("ngram", "mtp", "draft"),
     )
 
     def find_program(self) -> VllmProgram:
@@ -267,6 +273,7 @@ class Vllm:
                 # Not the median time between chunks: it is 0 for chunks that arrive together, however slow the tokens.
                 inter_token_latency_ms=float(result["median_tpot_ms"]),
                 output_tokens_per_s=float(result["output_throughput"]),
+                accepted_fraction=result["accepted_fraction"],
             )
             for concurrency, result in zip(benchmark.concurrencies, results, strict=True)
         ]
@@ -350,7 +357,7 @@ def _run_load_generator(client: Client, argument_lists: list[list[str]], folder:
     with log.open("wb") as stream:
         ended = subprocess.run(
             # -P: else the script's folder, with modules of ours, would come first in its path.
-            [find_vllm().python, "-P", LOAD_GENERATOR, output],
+            [find_vllm().python, "-P", LOAD_GENERATOR, client.url, output],
             input=json.dumps(argument_lists).encode(),
             env={**os.environ, **QUIET, "OPENAI_API_KEY": client.api_key},
             stdout=stream,

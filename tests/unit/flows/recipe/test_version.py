@@ -99,6 +99,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"kind": "serve", "model": "base"},
         {"kind": "serve", "model": "base", "benchmark": {"input_tokens": 1, "output_tokens": 1}},
         {"kind": "serve", "model": "base", "serving": {"arguments": {"block-size": 16}}},
+        {"kind": "serve", "model": "base", "speculative": "mtp"},
+        {"kind": "serve", "model": "base", "speculative": {"draft": "base"}},
     ],
     "evaluate": [
         {"kind": "evaluate", "model": "base", "tasks": ["a"], "serving": {}, "task_folder": "tasks"},

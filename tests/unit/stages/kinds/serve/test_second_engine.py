@@ -88,6 +88,19 @@ def test_a_time_between_tokens_that_were_not_there_is_not_measured(
     assert "latency under 2 at a time: not measured" in (context.work / "events.jsonl").read_text()
 
 
+@pytest.mark.parametrize("accepted", [None, 0.75])
+def test_the_share_of_accepted_guesses_is_a_metric_where_tokens_are_guessed(
+    tiny_engine: TinyEngine, serve, context, accepted
+) -> None:
+    tiny_engine.accepted_fraction = accepted
+    stage = run(serve(benchmark={"concurrencies": [2]}), context)
+    metrics = next(stage).metrics
+    stage.close()
+
+    assert metrics.get("accepted_fraction_concurrency_2") == accepted
+    assert "accepted_fraction" in ServeConfig.REPORTED.under_load
+
+
 def test_why_it_died_of_its_first_request_is_found_in_its_log(tiny_engine: TinyEngine, serve, context) -> None:
     (context.inputs["sft"] / "model" / "deadly").touch()
 

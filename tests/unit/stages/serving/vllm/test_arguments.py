@@ -23,7 +23,6 @@ GOOD: dict[str, Any] = {
     "max-num-batched-tokens": 2048,
     "kv-cache-dtype-skip-layers": ["0", "1"],
     "limit-mm-per-prompt": {"image": 1},
-    "speculative-config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
     "disable-log-stats": True,
 }
 WRONG = {
@@ -74,9 +73,15 @@ def test_names_may_be_written_with_underscores_and_are_the_same_version() -> Non
         ("logits-processors", ["own:Processor"], "run code of others"),
         ("load-format", "pt", "no safetensors"),
         ("chat-template", "own.jinja", "in no version"),
-        ("speculative-config", {"method": "eagle", "model": "org/draft"}, "model names what is in no version"),
-        ("speculative-config", '{"method": "custom_class"}', "custom_class names what is in no version"),
-        ("speculative-conf", {"model": "org/draft"}, "model names what is in no version"),
+        (
+            "speculative-config",
+            {"method": "ngram"},
+            "say `speculative` in the serve stage: ngram, mtp, or {draft: STAGE}",
+        ),
+        ("speculative-conf", {"method": "mtp"}, "say `speculative` in the serve stage"),
+        ("spec-model", "org/draft", "say `speculative` in the serve stage"),
+        ("observability-config", {"method": "custom_class"}, "custom_class names what is in no version"),
+        ("observability-config", {"model": "org/draft"}, "model names what is in no version"),
         ("structured-outputs-config", {"reasoning_parser_plugin": "own.py"}, "reasoning_parser_plugin names what"),
         ("compilation-config", '{"backend": "os.system"}', "backend names what is in no version"),
         ("compilation-config", {"inductor_passes": {"a": "own.f"}}, "inductor_passes names what is in no version"),

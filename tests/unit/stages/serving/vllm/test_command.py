@@ -7,7 +7,7 @@ import pytest
 import trl
 
 from stages.serving.backend import EngineAddress
-from stages.serving.config import ServingConfig
+from stages.serving.config import ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
 from stages.serving.vllm.engine import FORKING, VllmProgram, find_vllm
 from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
@@ -220,3 +220,15 @@ def test_every_parser_that_is_chosen_is_in_vllm_s_list() -> None:
     assert parser_problem("hermes", find_vllm().python) is None
     problem = parser_problem("hermse", find_vllm().python)
     assert problem is not None and "did you mean hermes? It has apertus, " in problem
+
+
+def test_tokens_are_guessed_ahead_as_the_launch_spec_says() -> None:
+    def guessing(speculation: Speculation | None) -> dict[str, object]:
+        command = ON_CPU.server_command(spec().model_copy(update={"speculation": speculation}), SOCKET)
+        return json.loads(option(command, "--speculative-config")) if speculation else command
+
+    assert "--speculative-config" not in guessing(None)
+    assert guessing(Speculation(method="ngram"))["method"] == "ngram"
+    assert guessing(Speculation(method="mtp")) == {"method": "mtp", "num_speculative_tokens": 1}
+    draft = guessing(Speculation(method="draft", draft=Path("/models/small")))
+    assert draft["method"] == "draft_model" and draft["model"] == "/models/small"
