@@ -35,7 +35,7 @@ MEMORY_GROUPS = {
     "other": ("communication", "runtime"),
 }
 TIME_GROUPS = {
-    "compute": ("compute", "recompute", "method_passes"),
+    "compute": ("compute", "recompute", "offload", "method_passes"),
     "tp+cp+ep": ("tensor_parallel", "context_parallel", "expert_parallel"),
     "pipeline": ("pipeline_messages", "bubble"),
     "dp": ("data_parallel",),

@@ -16,7 +16,7 @@ from stages.core.errors import ResourceError
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import EngineName, Layout
 
-Feature = Literal["fp8", "several processes", "cpu_offload", "compile"]
+Feature = Literal["fp8", "several processes", "cpu_offload", "recompute: offload", "compile"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ DEVICE_TYPES = (
             "fp8": _EIGHT_BITS,
             "several processes": "a machine has one such device; start one process",
             "cpu_offload": "device and host share their memory; say `cpu_offload: false`",
+            "recompute: offload": "device and host share their memory; say `recompute: full`",
         },
     ),
     DeviceType(
@@ -171,6 +172,7 @@ def check_device(device: DeviceType, engine: EngineName, layout: Layout, precisi
         "fp8": precision == "fp8",
         "several processes": layout.world_size > 1,
         "cpu_offload": layout.cpu_offload,
+        "recompute: offload": layout.recompute == "offload",
         "compile": layout.compile,
     }
     refusal = RULES[engine].refuses_device(device.torch_type)

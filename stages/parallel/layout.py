@@ -54,10 +54,11 @@ class Layout(StrictModel):
         description="Split norms and dropout along the sequence over the `tp` processes, to save memory (megatron).",
     )
     micro_batch_size: PositiveInt = Field(1, description="Number of packed rows in one forward pass of a process.")
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Literal["none", "selective", "full", "offload"] = Field(
         "none",
         description="Activations that the backward pass computes again. selective: with fsdp all but results of "
-        "products and attention, with megatron those in attention; full: all of a layer.",
+        "products and attention, with megatron those in attention; full: all of a layer; offload: none, they wait in "
+        "host memory instead (fsdp).",
     )
     reshard_after_forward: bool = Field(
         True, description="Free a layer's gathered parameters after its forward pass, to save memory (fsdp)."
@@ -76,6 +77,11 @@ class Layout(StrictModel):
         description="Treatment of gradients between micro-batches (fsdp). whole: reduced once a step; sharded: "
         "reduced after each, in less memory; auto: whole where the planner says that they fit.",
     )
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward pass computes activations again."""
+        return self.recompute in ("selective", "full")
 
     @property
     def data_parallel_size(self) -> int:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 
 from stages.models.shape import ModelShape
-from stages.parallel.engines.registry import RULES
+from stages.parallel.engines.registry import RULES, lacked_feature
 from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 DEFAULT = Layout()
@@ -21,6 +21,8 @@ FACTORS = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 def layout_errors(engine: EngineName, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     """Yield an error for each reason why the engine cannot run a layout, whatever the model."""
     yield from _other_engines_fields(engine, layout)
+    if layout.recompute == "offload":
+        yield from lacked_feature(engine, "activation_offload", "layout.recompute: offload")
     yield from _processes(engine, layout, constraints)
     yield from _batch(layout, constraints)
     yield from RULES[engine].layout_errors(layout, constraints)

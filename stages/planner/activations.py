@@ -54,11 +54,19 @@ def kept_bytes_per_token(case: StepCase) -> float:
     # The output projection's input once more, in 8 bits.
     split += shape.query_width * inputs[LayerRole.OUT_OF_ATTENTION] if workload.in_few_bits and not casts else 0
     split += of_norm * (shape.query_width + shape.kv_width) if shape.qk_norm else 0
-    if not software.flash_attention and layout.recompute == "none":
+    if not software.flash_attention and not layout.recomputes:
         # Korthikanti et al. 2022: 2 bytes of softmax for each score; dropout adds a mask of one byte and its 2-byte
         # output.
         split += shape.num_heads * workload.sequence_length * (5 if software.dropout else 2)
     return unsplit / along_sequence + split / layout.tp + _adapters_per_token(case)
+
+
+def kept_by_layer(case: StepCase) -> float:
+    """Return the bytes of activations that a layer keeps on the device for the backward pass of a micro-batch."""
+    per_layer = case.tokens * kept_bytes_per_token(case)
+    if not case.layout.recomputes:
+        per_layer += merged_experts_bytes(case)
+    return per_layer * (1 - case.software.offloaded_share)
 
 
 def head_inputs_per_token(case: StepCase) -> float:
@@ -90,7 +98,7 @@ def _norm_bytes(case: StepCase) -> int:
 
 def _without_recomputation(case: StepCase) -> StepCase:
     """Return the same training step with activation recomputation switched off."""
-    if case.layout.recompute == "none":
+    if not case.layout.recomputes:
         return case
     return replace(case, layout=case.layout.model_copy(update={"recompute": "none"}))
 
@@ -120,7 +128,7 @@ def merged_experts_workspace(case: StepCase) -> float:
 
     These are the gradient of the largest expert weight, and the merged weights where they are recomputed.
     """
-    again = merged_experts_bytes(case) if case.layout.recompute != "none" else 0.0
+    again = merged_experts_bytes(case) if case.layout.recomputes else 0.0
     return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
 
 

@@ -15,6 +15,7 @@ LARGE_SHARE = 0.05
 MEANING = {
     "compute": "compute",
     "recompute": "recomputation",
+    "offload": "copies of activations to the host and back",
     "tensor_parallel": "communication of tensor parallelism",
     "context_parallel": "communication of context parallelism",
     "expert_parallel": "communication of expert parallelism",

@@ -6,20 +6,20 @@ frozen: it has neither gradients nor optimizer state, and is stored as `adapter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.activations import (
     head_inputs_per_token,
-    kept_bytes_per_token,
-    merged_experts_bytes,
+    kept_by_layer,
     merged_experts_workspace,
     weight_workspace,
     workspace_per_token,
 )
 from stages.planner.adapted import first_learning_layer
-from stages.planner.costs import StepCase
+from stages.planner.costs import Moment, StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
@@ -163,7 +163,7 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     layout = case.layout
     weights, _, optimizer = case.engine.model_states(case, stage)
     layers = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
-    per_layer = _kept_by_layer(case)
+    per_layer = kept_by_layer(case)
     workspace = case.tokens * workspace_per_token(case) + weight_workspace(case.shape, case.workload)
     workspace += merged_experts_workspace(case)
     logits = _head(case, learns) if stage.has_head else 0.0
@@ -180,7 +180,7 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
             continue
         states = (weights, moment.gradients * learns, optimizer * learns)
         passing = (
-            per_layer * max(0.0, layers - moment.idle_layers) * learns,
+            per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns,
             workspace * (moment.computes == ("layer" if learns else "forward")),
             logits if moment.computes == "head" else kept_logits * (moment.computes != "forward"),
             messages + moment.buffers + moment.arriving,
@@ -194,19 +194,21 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     return max(by_moment, key=lambda one: one.total)
 
 
-def _kept_by_layer(case: StepCase) -> float:
-    """Return the bytes of activations that a layer keeps on the device for the backward pass of a micro-batch."""
-    per_layer = case.tokens * kept_bytes_per_token(case)
-    if case.layout.recompute == "none":
-        per_layer += merged_experts_bytes(case)
-    return per_layer * (1 - case.software.offloaded_share)
-
-
 def _share_with_gradients(case: StepCase, stage: PipelineStage) -> float:
     """Return the share of a stage's layers that keep activations; frozen ones before the first trained may not."""
     if case.workload.adapter is None or not case.engine.skips_frozen_start:
         return 1.0
     return 1 - first_learning_layer(case.shape, case.workload.adapter) / stage.num_layers
+
+
+def _layers_on_device(case: StepCase, moment: Moment) -> float:
+    """Return the largest number of layers whose activations are on the device; others' are on the host, if offloaded.
+
+    The layer that computes and the one that is copied; the last layer's stay, and those before it have left by then.
+    """
+    if case.layout.recompute != "offload":
+        return math.inf
+    return 1.0 if moment.computes == "head" else 2.0
 
 
 def _layers_in_flight(case: StepCase, stage: PipelineStage) -> float:
@@ -253,9 +255,14 @@ def _kept_logits(case: StepCase) -> float:
 
 
 def host_bytes(case: StepCase, stage: PipelineStage) -> float:
-    """Return bytes of a rank's weights, gradients and optimizer states on the host (`cpu_offload`), or 0."""
-    if not case.layout.cpu_offload:
-        return 0.0
-    # The engine answers 0 for what is offloaded, so it is asked as if nothing were.
-    on_device = replace(case, layout=case.layout.model_copy(update={"cpu_offload": False}))
-    return sum(case.engine.model_states(on_device, stage))
+    """Return a rank's bytes on the host: model states (`cpu_offload`), and activations of all layers but the last."""
+    layout = case.layout
+    num_bytes = 0.0
+    if layout.recompute == "offload":
+        layers = _layers_in_flight(case, stage) * _share_with_gradients(case, stage)
+        num_bytes += kept_by_layer(case) * max(0.0, layers - 1)
+    if layout.cpu_offload:
+        # The engine answers 0 for what is offloaded, so it is asked as if nothing were.
+        on_device = replace(case, layout=layout.model_copy(update={"cpu_offload": False}))
+        num_bytes += sum(case.engine.model_states(on_device, stage))
+    return num_bytes

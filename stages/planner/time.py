@@ -14,7 +14,7 @@ from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
-from stages.planner.activations import recomputed_products_share
+from stages.planner.activations import kept_by_layer, recomputed_products_share
 from stages.planner.adapted import adapted_flops
 from stages.planner.compute import LayerTime, PassTimes, head_time, layer_time, memory_rate
 from stages.planner.costs import StepCase, TimedCase
@@ -31,6 +31,8 @@ class TimeParts:
 
     compute: float
     recompute: float
+    offload: float
+    """Seconds of copying activations to the host and back; model states' count with data parallelism."""
     tensor_parallel: float
     context_parallel: float
     expert_parallel: float
@@ -72,11 +74,12 @@ class _LayerCost:
     context: PassTimes
     expert: PassTimes
     recompute_s: float
+    offload_s: float
 
     @property
     def total_s(self) -> float:
         communication = _sum(self.tensor) + _sum(self.context) + _sum(self.expert)
-        return _sum(self.layer.both) + self.recompute_s + communication
+        return _sum(self.layer.both) + self.recompute_s + self.offload_s + communication
 
 
 def step_time(
@@ -162,6 +165,7 @@ def _parts(case: TimedCase) -> TimeParts:
     return TimeParts(
         compute=micro_batches * compute_s,
         recompute=per_layer * cost.recompute_s,
+        offload=per_layer * cost.offload_s,
         tensor_parallel=per_layer * _sum(cost.tensor),
         context_parallel=per_layer * _sum(cost.context),
         expert_parallel=per_layer * _sum(cost.expert),
@@ -184,7 +188,7 @@ def _layer_cost(case: TimedCase) -> _LayerCost:
     """Return the seconds of one layer per micro-batch by kind of work, averaged over the model's layers."""
     layer = layer_time(case.work, case.software, case.hardware)
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
-    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer))
+    return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer), _offload_s(case, layer))
 
 
 def _forward_pass_s(case: TimedCase) -> float:
@@ -222,12 +226,24 @@ def _recompute_s(case: TimedCase, layer: LayerTime) -> float:
     recompute = case.layout.recompute
     if recompute == "full":
         return case.software.recomputed_share * (layer.both.forward_s + _tensor_parallel(case).forward_s)
-    if recompute == "none":
+    if not case.layout.recomputes:
         return 0.0
     # Selective recomputation of an engine that keeps all but the attention core.
     if not case.engine.keeps_products:
         return layer.attention_core.forward_s
     return layer.elementwise.forward_s + recomputed_products_share(case.shape, case.software) * layer.products.forward_s
+
+
+def _offload_s(case: TimedCase, layer: LayerTime) -> float:
+    """Return the seconds of copying a layer's activations to the host and back that compute does not hide.
+
+    They are copied while the next layer computes. Copies take no processors from it, so that all of that time hides
+    them.
+    """
+    if case.layout.recompute != "offload":
+        return 0.0
+    copy_s = kept_by_layer(case) / (case.hardware.host_gb_per_s * 1e9)
+    return sum(max(0.0, copy_s - compute_s) for compute_s in (layer.both.forward_s, layer.both.backward_s))
 
 
 def _tensor_parallel(case: TimedCase) -> PassTimes:

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
 from stages.engines import attention_kernels
-from stages.engines.fsdp import engine, model, parallelize, shards
+from stages.engines.fsdp import engine, model, offload, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.kinds.train.methods.sft import SftLoss
@@ -129,6 +129,8 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (attention_kernels, "_compiled_flex", lambda: lambda *states, **_: _FlexAttention.apply(*states)),
     (WeightFiles, "read", _read),
     (nn.Module, "_apply", _apply),
+    # Its memory does not count: a "meta" tensor is on no device.
+    (offload, "host_memory", lambda num_bytes, pinned: torch.empty(num_bytes, dtype=torch.uint8, device="meta")),
     (dist, "all_gather_object", _all_gather_object),
     (dist, "new_group", _without_backend(dist.new_group)),
 )

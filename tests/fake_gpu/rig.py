@@ -195,6 +195,7 @@ CASES = {
     "sharded": Case("qwen3-8b", {"dp_shard": 8}),
     "hybrid, gathered once": Case("qwen3-8b", {"dp_shard": 8, "dp_replicate": 2, "reshard_after_forward": False}),
     "selective": Case("qwen3-8b", {"dp_shard": 8, "recompute": "selective"}),
+    "offload": Case("qwen3-8b", {"dp_shard": 8, "recompute": "offload"}),
     "full, micro-batches": Case("qwen3-8b", {"dp_shard": 8, "recompute": "full"}, micro_batches=2),
     "micro-batches, sharded": Case("qwen3-8b", {"dp_shard": 8, "accumulate": "sharded"}, micro_batches=2),
     "LoRA": Case("qwen3-8b", {"dp_shard": 8}, options=LORA),

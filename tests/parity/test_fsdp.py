@@ -34,6 +34,7 @@ LAYOUTS = {
         "full-recompute": {"recompute": "full"},
         "selective-recompute": {"recompute": "selective"},
         "offloaded": {"cpu_offload": True},
+        "activations-offloaded": {"recompute": "offload"},
         "compiled": {"compile": True},
     },
     2: {
@@ -48,6 +49,7 @@ LAYOUTS = {
         "full-recompute": {"dp_shard": 2, "recompute": "full"},
         "selective-recompute": {"dp_shard": 2, "recompute": "selective", "micro_batch_size": 1},
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
+        "activations-offloaded": {"dp_shard": 2, "recompute": "offload"},
     },
     4: {
         "sharded": {"dp_shard": 4, "micro_batch_size": 1},
@@ -229,6 +231,18 @@ def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
     assert result["losses"] == pytest.approx(plain["qwen3"][0], rel=2**-8)
     assert result["losses"] != pytest.approx(plain["qwen3"][0], rel=1e-6)
     assert result["grad_norms"] == pytest.approx(plain["qwen3"][1], rel=2**-5)
+
+
+@pytest.mark.parametrize("trained", [1, 2], indirect=True)
+def test_activations_come_back_from_the_host_as_they_left(trained, request):
+    """What the layers saved is the same to the bit: losses, gradients and weights are those without offloading."""
+    output, cases = trained
+    here, away = (f"qwen3-{name}" for name in (next(iter(LAYOUTS[1 if "qwen3-plain" in cases else 2])), "activations-offloaded"))
+    assert (output / f"{away}.json").read_text() == (output / f"{here}.json").read_text()
+    for file in (f"{{}}.gradients.safetensors", "{}/model.safetensors"):
+        expected, found = (load_file(output / file.format(name)) for name in (here, away))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from stages.engines.fsdp.layers import transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities
+from stages.engines.fsdp.offload import offload_activations
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout
@@ -84,6 +85,8 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         weights = {name: value.detach() for name, value in model.state_dict().items()}
     # As in torchtitan: recomputation, then compilation of what is recomputed, then sharding.
     apply_recompute(model.causal_lm, layout)
+    if layout.recompute == "offload":
+        offload_activations(layers, torch.device(mesh.device_type))
     if layout.compile:
         for layer in layers:
             layer.compile()
@@ -96,7 +99,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
     """Turn on activation recomputation in each layer, of all operations or of all but matrix products and attention."""
-    if layout.recompute == "none":
+    if not layout.recomputes:
         return
     arguments: dict[str, Any] = {"use_reentrant": False}
     if layout.recompute == "selective":

@@ -38,6 +38,7 @@ class MegatronRules(EngineRules):
         "rowwise_fp8": ", which has one scale a tensor",
         "score_head": ", which has no score head here",
         "second_model": "",
+        "activation_offload": "",
     }
     adapter_options = frozenset(
         {

@@ -12,7 +12,7 @@ from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout, RunConstraints
 
-Feature = Literal["muon", "fewer_bits_adamw", "rowwise_fp8", "score_head", "second_model"]
+Feature = Literal["muon", "fewer_bits_adamw", "rowwise_fp8", "score_head", "second_model", "activation_offload"]
 
 
 class EngineRules:

@@ -125,6 +125,7 @@ def test_each_trains_by_fsdp_in_bf16(kind: DeviceType) -> None:
         ("mps", "megatron", {}, "fp8", "megatron.*fp8"),
         ("mps", "fsdp", {"dp_shard": 2}, "bf16", "several processes: .*start one process"),
         ("mps", "fsdp", {"cpu_offload": True}, "bf16", "cpu_offload"),
+        ("mps", "fsdp", {"recompute": "offload"}, "bf16", "recompute: offload: .*share"),
         ("xpu", "megatron", {}, "bf16", "megatron: .*engine: fsdp"),
         ("npu", "megatron", {}, "bf16", "megatron"),
         ("npu", "fsdp", {"compile": True}, "bf16", "compile: false"),

@@ -83,6 +83,7 @@ ILLEGAL = [
         {"engine": "megatron", "compile": True, "cpu_offload": True, "accumulate": "sharded"},
         ['cpu_offload true, compile true, accumulate "sharded"', "`engine: fsdp`", "the engine is megatron"],
     ),
+    ({"recompute": "offload"}, ["`layout.recompute: offload`", "`engine: fsdp`", "found megatron"]),
     ({"engine": "fsdp", "tp": 2, "ep": 2}, ["tp 2, ep 2", "`engine: megatron`", "the engine is fsdp"]),
 ]
 
