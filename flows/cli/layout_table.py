@@ -49,6 +49,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
         "engine": candidate.engine,
         **candidate.layout.model_dump(),
         "memory_gib": candidate.memory.peak_gib,
+        "host_memory_gib": candidate.memory.host_gib,
         "step_time_s": candidate.time.step_time_s,
         "tokens_per_s_per_gpu": candidate.time.tokens_per_s_per_gpu,
         "mfu": candidate.time.mfu,

@@ -5,6 +5,7 @@ A case is one optimizer step of a model under a layout, or a search of all layou
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -101,6 +102,11 @@ class SearchRequest:
     @property
     def memory_gib(self) -> float:
         return self.available_gib or self.hardware.memory_gib
+
+    @property
+    def host_gib(self) -> float:
+        """Memory of the host in GiB for each process of a node; infinite if the hardware's description lacks it."""
+        return (self.hardware.host_memory_gib or math.inf) / self.constraints.processes_per_node
 
     @property
     def constraints(self) -> RunConstraints:

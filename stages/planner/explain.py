@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from heapq import nlargest
 
 from stages.parallel.layout import Layout
-from stages.planner.search import UNCERTAINTY, Candidate, SearchResult
+from stages.planner.search import UNCERTAINTY, Candidate, SearchResult, memory_fit
 
 NUM_NEAR_MISSES = 5
 LARGE_SHARE = 0.05
@@ -50,26 +51,31 @@ def near_misses(result: SearchResult) -> list[str]:
 
 
 def _room(candidate: Candidate) -> str:
-    host_gib = candidate.memory.host_gib
-    of_host = f", {host_gib:,.1f} GiB of the host's memory are needed for each" if host_gib else ""
-    return _device_room(candidate) + of_host
+    return _device_room(candidate) + (f", {_of_host(candidate)}" if candidate.memory.host_gib else "")
+
+
+def _of_host(candidate: Candidate) -> str:
+    available = f" of {candidate.host_gib:,.1f}" if math.isfinite(candidate.host_gib) else ""
+    return f"{candidate.memory.host_gib:,.1f}{available} GiB of the host's memory are needed for each"
 
 
 def _device_room(candidate: Candidate) -> str:
     free_gib = candidate.available_gib - candidate.memory.peak_gib
     free = f"{free_gib:.1f} GiB free" if free_gib >= 0 else f"{-free_gib:.1f} GiB too little"
-    if candidate.memory_fit == "tight":
+    if memory_fit(candidate.memory.peak_gib, candidate.available_gib) == "tight":
         return f"memory is tight ({free}, predicted to {UNCERTAINTY:.0%})"
     return f"it lacks {-free_gib:.1f} GiB of memory" if free_gib < 0 else f"{free_gib:.1f} GiB are free"
 
 
 def _too_large(candidate: Candidate, best: Candidate | None) -> str:
+    gain = ":" if best is None else _gain(candidate, best)
+    if candidate.memory.host_gib > candidate.host_gib:
+        return f"{candidate.text}{gain} lacks host memory: {_of_host(candidate)}"
     needed_gib = candidate.memory.peak_gib
     over_gib = needed_gib - candidate.available_gib
     causes = nlargest(2, asdict(candidate.memory.fullest).items(), key=lambda part: part[1])
     named = ", ".join(f"{name.replace('_', ' ')} {gib:.1f}" for name, gib in causes)
-    gain = "" if best is None else _gain(candidate, best)
-    return f"{candidate.text}{gain or ':'} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
+    return f"{candidate.text}{gain} lacks {over_gib:.1f} GiB: {needed_gib:.1f} GiB ({named})"
 
 
 def _tight(candidate: Candidate, best: Candidate) -> str:

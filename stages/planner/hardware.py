@@ -88,6 +88,8 @@ class Hardware:
     fp4_tflops: float | None = None
     host_gb_per_s: float = 25.0
     """Bandwidth in GB/s between a device and its host, in one direction: PCIe 4 has 25, PCIe 5 50, Grace more."""
+    host_memory_gib: float | None = None
+    """Host memory of a node in GiB, which offloading may take; None: unknown, so that nothing is compared with it."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Exceptions of the training program's behaviour here: pairs of a field of `ProgramTraits` and its value."""
 
@@ -113,12 +115,19 @@ class Hardware:
         return gain * self.sustained * self.peak_flops_per_s(precision)
 
 
+OPTIONAL = ("fp8_tflops", "fp4_tflops", "price_per_device_hour", "host_memory_gib")
+"""Fields that may be `null`: a device has no such precision; its price, or its host's memory, is not known."""
 PCIE_5_GB_PER_S = 50
 NVLINK_C2C_GB_PER_S = 450
 """Bandwidth in GB/s between a Blackwell GPU and the Grace CPU of its module."""
 
+EIGHT_LARGE_GPUS = ("a100-80gb", "a800-80gb", "h100-80gb", "h800-80gb", "h200", "h20", "b200", "b300", "mi300x")
+HOST_MEMORY_GIB = {**dict.fromkeys(EIGHT_LARGE_GPUS, 2048.0), **dict.fromkeys(("gb200", "gb300"), 36 * 447.0)}
+"""Host memory of a node in GiB: 2 TiB, as DGX systems and most nodes of cloud providers have; a rack's 36 Grace CPUs of
+480 GB. Other nodes vary."""
+
 HARDWARE = {
-    hardware.name: hardware
+    hardware.name: replace(hardware, host_memory_gib=HOST_MEMORY_GIB.get(hardware.name))
     for hardware in (
         Hardware("v100-32gb", 125, 15.7, None, 31.7, 900, 80, 16, 150, 12.5),
         Hardware("a100-40gb", 312, 19.5, None, 39.4, 1555, 108, 8, 300, 25),
@@ -282,8 +291,7 @@ def _checked(path: Path, kind: type, given: Any) -> dict[str, Any]:
 
 def _lacks(name: str, value: Any) -> str | None:
     """Return what a hardware field should contain (such as "a positive number"), or None if its value is valid."""
-    # `null` says that a device has no such precision, or that its price is not known.
-    if name == "name" or (name in ("fp8_tflops", "fp4_tflops", "price_per_device_hour") and value is None):
+    if name == "name" or (name in OPTIONAL and value is None):
         return None
     if name == "host_is_device":
         return None if isinstance(value, bool) else "true or false"

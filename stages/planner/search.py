@@ -44,11 +44,14 @@ class Candidate:
     memory: MemoryEstimate
     time: TimeEstimate
     available_gib: float
+    """Memory of a device in GiB."""
+    host_gib: float
+    """Memory of the host in GiB for each process; infinite if unknown."""
 
     @property
     def memory_fit(self) -> MemoryFit:
-        """Answer whether the fullest process rank fits in memory: `fits`, `tight` or `does not fit`."""
-        return memory_fit(self.memory.peak_gib, self.available_gib)
+        """Answer whether the fullest process rank fits in memory, of device and host: `fits`, `tight` or not."""
+        return memory_fit(_share_needed(self.memory, self.available_gib, self.host_gib), 1.0)
 
     @property
     def text(self) -> str:
@@ -119,9 +122,10 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
             for layout in variants:
                 num_legal += 1
                 chosen, needed = _with_memory(request, engine, layout, every_stage=False)
-                fits = needed.peak_gib <= request.memory_gib
+                share = _share_needed(needed, request.memory_gib, request.host_gib)
+                fits = share <= 1
                 # A step time costs more than an estimate of memory; a layout far beyond the memory gets none.
-                if needed.peak_gib <= near_miss * request.memory_gib:
+                if share <= near_miss:
                     (fitting if fits else too_large).append(_with_time(request, engine, chosen, needed))
                 # Sizes ascend within a group, so the following ones do not fit either.
                 if COSTS[engine].more_with_batch and not fits:
@@ -166,7 +170,12 @@ def _memory(request: SearchRequest, engine: EngineName, layout: Layout, *, every
 
 def _with_time(request: SearchRequest, engine: EngineName, layout: Layout, needed: MemoryEstimate) -> Candidate:
     time = step_time(request.shape, engine, layout, request.workload, request.hardware, software=request.software)
-    return Candidate(engine, layout, needed, time, request.memory_gib)
+    return Candidate(engine, layout, needed, time, request.memory_gib, request.host_gib)
+
+
+def _share_needed(needed: MemoryEstimate, available_gib: float, host_gib: float) -> float:
+    """Return which share of its memory a process needs, of the device's or the host's, whichever is larger."""
+    return max(needed.peak_gib / available_gib, needed.host_gib / host_gib)
 
 
 def _groups(request: SearchRequest, engine: EngineName) -> Iterator[list[Layout]]:

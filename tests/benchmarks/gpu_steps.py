@@ -80,7 +80,7 @@ def loaded(part: Part, folder: Path, device: torch.device, recompute: bool) -> A
 
 def plain_loop(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> Program:
     """Return a plain training loop: Transformers' loss, torch's autocast and AdamW."""
-    model = loaded(part, folder, device, config.layout.recompute != "none")
+    model = loaded(part, folder, device, config.layout.recomputes)
     flops = model_flops(model).training([part.tokens] * part.rows, part.rows * (part.tokens - 1))
     parameters = [one for one in model.parameters() if one.requires_grad]
     adam = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

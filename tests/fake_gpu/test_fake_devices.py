@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stages.models.shape import ModelShape
-from tests.fake_gpu.rig import CASES, Case, Report, run
+from stages.planner.memory import GIB, memory
+from tests.fake_gpu.rig import CASES, EXACT, Case, Report, run
 
 Weights = list[tuple[int, int]]
 """Type of a list of weight shapes as (rows, columns); a norm has one column."""
@@ -33,6 +34,18 @@ PIPELINE = Case(
 
 DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
 """Names of nightly cases in which FSDP2 trains all weights of a dense model."""
+
+
+OFFLOAD = Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "offload", "micro_batch_size": 4}, num_layers=6)
+
+
+def test_activations_on_the_host_take_no_memory_of_the_device(tmp_path: Path) -> None:
+    report = run(OFFLOAD, tmp_path / "model")
+    assert report.num_waits <= 1
+    _check_plan(report)
+    here = report.layout.model_copy(update={"recompute": "none"})
+    kept = memory(report.shape, "fsdp", here, OFFLOAD.config.workload, efficiency=EXACT)
+    assert kept.peak_gib * GIB > 1.3 * report.peak_bytes
 
 
 @pytest.mark.nightly

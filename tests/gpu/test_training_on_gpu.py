@@ -50,8 +50,14 @@ def test_bf16_learns_like_fp32(tmp_path: Path, artifacts: dict[str, Path], plain
 
 @pytest.mark.parametrize(
     "layout",
-    [{"recompute": "full"}, {"recompute": "selective"}, {"cpu_offload": True}, {"compile": True}],
-    ids=["full recomputation", "selective recomputation", "offload", "compiled"],
+    [
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute": "offload"},
+        {"cpu_offload": True},
+        {"compile": True},
+    ],
+    ids=["full recomputation", "selective recomputation", "offloaded activations", "offload", "compiled"],
 )
 def test_memory_choices_do_not_change_what_is_learned(
     tmp_path: Path, artifacts: dict[str, Path], plain: list[dict[str, float]], layout: dict[str, Any]

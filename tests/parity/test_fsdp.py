@@ -234,12 +234,13 @@ def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
 
 
 @pytest.mark.parametrize("trained", [1, 2], indirect=True)
-def test_activations_come_back_from_the_host_as_they_left(trained, request):
-    """What the layers saved is the same to the bit: losses, gradients and weights are those without offloading."""
+def test_activations_come_back_from_the_host_as_they_left(trained):
+    """Offloading changes no bit of losses, gradients and weights."""
     output, cases = trained
-    here, away = (f"qwen3-{name}" for name in (next(iter(LAYOUTS[1 if "qwen3-plain" in cases else 2])), "activations-offloaded"))
+    here = next(iter(cases))
+    away = "qwen3-activations-offloaded"
     assert (output / f"{away}.json").read_text() == (output / f"{here}.json").read_text()
-    for file in (f"{{}}.gradients.safetensors", "{}/model.safetensors"):
+    for file in ("{}.gradients.safetensors", "{}/model.safetensors"):
         expected, found = (load_file(output / file.format(name)) for name in (here, away))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -120,6 +120,7 @@ def test_quick_estimate_finds_the_fullest_stage():
         ("fsdp", {"dp_shard": 8, "cpu_offload": True}),
         ("fsdp", {"recompute": "selective"}),
         ("fsdp", {"recompute": "full"}),
+        ("fsdp", {"recompute": "offload"}),
     ],
 )
 def test_what_saves_memory_is_predicted_to(engine, more):
@@ -205,3 +206,16 @@ def test_logits_that_a_program_keeps_are_there_beside_their_gradient_and_through
     wide = replace(LLAMA, ffn_size=100 * LLAMA.ffn_size)
     worst = memory(wide, "fsdp", many, work, software=keeps, efficiency=NO_OVERHEAD).worst
     assert worst.workspace > 0 and worst.logits * GIB == pytest.approx(2 * logits)
+
+
+def test_offloaded_activations_of_all_layers_but_the_last_take_memory_of_the_host():
+    layout = Layout(recompute="offload", micro_batch_size=8)
+    case = StepCase(LLAMA, COSTS["fsdp"], layout, WORK, COSTS["fsdp"].software)
+    per_layer_gib = WORK.sequence_length * 8 * kept_bytes_per_token(case) / GIB
+    found, with_states = (
+        memory(LLAMA, "fsdp", one, WORK) for one in (layout, layout.model_copy(update={"cpu_offload": True}))
+    )
+    assert found.host_gib == pytest.approx((LLAMA.num_layers - 1) * per_layer_gib)
+    assert with_states.host_gib == pytest.approx(found.host_gib + 16 * LLAMA.num_parameters / GIB)
+    # At the peak, one layer runs backward, and the activations of the one before it have come back.
+    assert found.worst.activations == pytest.approx(2 * per_layer_gib)

@@ -75,6 +75,18 @@ def test_where_nothing_fits_the_nearest_are_named():
     assert all("lacks" in sentence for sentence in sentences)
 
 
+def test_what_the_host_has_no_memory_for_does_not_fit():
+    """Model states of 405B take 6 TiB of host memory, of which a node has two; without that, they would be tight."""
+    h100 = HARDWARE["h100-80gb"]
+    request = SearchRequest(KNOWN["llama3 405b"], Workload(4096, 64), h100, 8, engines=("fsdp",))
+    result = search(request)
+    assert result.best is None
+    assert any("lacks host memory: 756.0 of 256.0 GiB" in one for one in near_misses(result))
+    unknown = search(replace(request, hardware=replace(h100, host_memory_gib=None)))
+    assert unknown.best and unknown.best.layout.cpu_offload
+    assert "756.0 GiB of the host's memory are needed" in what_limits(unknown.best)
+
+
 def test_gradients_are_added_up_sharded_only_where_whole_ones_do_not_fit():
     layout = Layout(dp_shard=64, recompute="full")
     large = SearchRequest(KNOWN["llama3 70b"], Workload(8192, 512), HARDWARE["h100-80gb"], 64, engines=("fsdp",))

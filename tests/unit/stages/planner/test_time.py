@@ -243,6 +243,18 @@ def test_offloading_to_a_host_on_the_same_module_costs_less():
     assert HARDWARE["gb200"].host_gb_per_s > 5 * HARDWARE["b200"].host_gb_per_s
 
 
+def test_copies_of_activations_cost_the_time_that_layers_do_not_take():
+    """Over Grace's link they cost nothing; over slow ones, a link of half the bytes a second costs all copies more."""
+    layout, slow = Layout(dp_shard=8, recompute="offload"), replace(H100, host_gb_per_s=10)
+    links = [slow, replace(slow, host_gb_per_s=5), HARDWARE["gb200"]]
+    once_s, twice_s, hidden_s = (estimate(layout, engine="fsdp", hardware=one).parts.offload for one in links)
+    layers = LLAMA.num_layers
+    of_layer = memory(LLAMA, "fsdp", layout, WORK).host_gib * GIB / (layers - 1)  # the last layer's stay
+    micro_batches = WORK.global_batch_size / 8
+    assert twice_s - once_s == pytest.approx(2 * of_layer * layers * micro_batches / (10 * 1e9))
+    assert once_s > 0 and hidden_s == 0
+
+
 def test_a_mixture_s_dense_layers_cost_where_they_lie():
     """Dense layers of a mixture cost memory and time only on their pipeline stage, here all on the first."""
     mixture = replace(KNOWN["qwen3 30b"], num_layers=8, dense_layers=frozenset({0, 1, 2}))
