@@ -193,6 +193,10 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
         cases[name]["config"]["layout"] |= {"micro_batch_size": 1, "recompute": "full"}
     half = {"model": str(models / "qwen3"), "config": {**make_config(layouts[first]), "precision": "bf16"}}
     cases["half"] = half
+    if request.param == 1:
+        away, checkpoint = cases["qwen3-activations-offloaded"], [1, str(output / "checkpoint")]
+        cases |= {"saved": {**away, "save": checkpoint}, "resumed": {**away, "resume": checkpoint}}
+        cases["moe-offloaded"] = {"model": str(models / "moe"), "config": away["config"]}
     if request.param == 2:
         for name in ACCUMULATED:
             config = {**make_config(layouts[name]), "precision": "bf16"}
@@ -235,15 +239,20 @@ def test_bf16_stays_as_close_to_fp32_as_its_eight_bits_allow(trained, plain):
 
 @pytest.mark.parametrize("trained", [1, 2], indirect=True)
 def test_activations_come_back_from_the_host_as_they_left(trained):
-    """Offloading changes no bit of losses, gradients and weights."""
+    """Offloading changes no bit of losses, gradients and weights, for experts and in a resumed run, too."""
     output, cases = trained
-    here = next(iter(cases))
-    away = "qwen3-activations-offloaded"
-    assert (output / f"{away}.json").read_text() == (output / f"{here}.json").read_text()
-    for file in ("{}.gradients.safetensors", "{}/model.safetensors"):
-        expected, found = (load_file(output / file.format(name)) for name in (here, away))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    first = next(iter(cases))
+    same = {"qwen3-activations-offloaded": first}
+    if first == "qwen3-plain":
+        same |= {"moe-offloaded": "moe", "resumed": first}
+    for away, here in same.items():
+        found, expected = (json.loads((output / f"{name}.json").read_text()) for name in (away, here))
+        for metric in ("losses", "grad_norms"):
+            assert found[metric] == expected[metric][-len(found[metric]) :], away
+        for file in ("{}/model.safetensors", *(("{}.gradients.safetensors",) if away != "resumed" else ())):
+            tensors, others = (load_file(output / file.format(name)) for name in (away, here))
+            assert tensors.keys() == others.keys()
+            assert all(torch.equal(tensors[name], other) for name, other in others.items()), away
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
