@@ -122,6 +122,10 @@ PUBLISHED = {
         ModelShape(64, 5120, 40, 8, 128, 27648, 100278, qk_norm=True), 32.2e9,
         "ollama.com olmo-3.1:32b-instruct-q4_K_M (metadata); github.com/jakemanger/whatmodel olmo-3-1-32b-think.md",
     ),
+    "deepseekv3": Published(
+        _mixture(_DEEPSEEK_V3, 257, 9, 2048), 671e9,
+        "Transformers' DeepseekV3Config; github.com/LG-AI-EXAONE/EXAONE-4.0 README.md (671B)",
+    ),
     "minimax m2": Published(
         _mixture(ModelShape(62, 3072, 48, 8, 128, 1536, 200064, qk_norm=True), 256, 8, 1536), 229e9,
         "config.json of amd/MiniMax-M2.7-BF16; huggingface.co/collections/MiniMaxAI/minimax-m2",
@@ -157,7 +161,6 @@ KNOWN = {
     "qwen3 30b": _mixture(_qwen3(48, 2048, 32, 4, 6144), 128, 8, 768),
     "qwen3 235b": _mixture(_qwen3(94, 4096, 64, 4, 12288), 128, 8, 1536),
     "deepseekv2": _mixture(_DEEPSEEK_V2, 162, 8, 1536),
-    "deepseekv3": _mixture(_DEEPSEEK_V3, 257, 9, 2048),
     "gpt3 175b": gpt(96, 12288, 96, 51200),
     "nemotron4 15b": replace(_llama(32, 6144, 48, 8, 24576, 256000), gated_ffn=False),
     "nemotron4 340b": replace(_llama(96, 18432, 96, 8, 73728, 256000), gated_ffn=False),

@@ -20,9 +20,11 @@ def test_parameters_are_those_published(name: str) -> None:
     ("config", "name"),
     [
         ("CohereConfig", "command r v01"),
+        ("DeepseekV3Config", "deepseekv3"),
         ("GemmaConfig", "gemma 7b"),
         ("Gemma2Config", "gemma2 2b"),
         ("GptOssConfig", "gpt oss 120b"),
+        ("MiniMaxM2Config", "minimax m2"),
         ("SmolLM3Config", "smollm3 3b"),
     ],
 )
