@@ -6,21 +6,22 @@ machine, or a calibration that changes the choice, trains again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 
 from flows.ledger.home import hardware_file
 from flows.ledger.machine import gpus, num_cores
+from flows.planning.devices import sees_gpus
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
-from stages.core.errors import LayoutError, ResourceError, TransientError
+from stages.core.errors import LayoutError, ModelError, ResourceError, TransientError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.layout import ENGINES, AutoLayout
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, hardware_at_hand
-from stages.planner.prediction import NUM_ALTERNATIVES
-from stages.planner.search import Candidate, fitting_layouts
+from stages.planner.prediction import NUM_ALTERNATIVES, check_memory
+from stages.planner.search import Candidate, estimate, fitting_layouts
 
 NUM_SHOWN = 3
 MUCH_FASTER = 0.9
@@ -56,8 +57,8 @@ def choose_layouts(
     layout is legal or fits, ResourceError for a GPU without a description.
     """
     chosen, choices = dict(recipe.stages), []
-    for name, config in recipe.stages.items():
-        if name in stages and isinstance(config, TrainConfig) and isinstance(config.layout, AutoLayout):
+    for name, config in _trainings(recipe, stages):
+        if isinstance(config.layout, AutoLayout):
             download = download_of(recipe, name)
             if download in failed:
                 continue
@@ -72,6 +73,13 @@ def choose_layouts(
             chosen[name] = config.model_copy(update={"layout": choice.candidates[0].layout})
             choices.append(choice)
     return replace(recipe, stages=chosen), choices
+
+
+def _trainings(recipe: Recipe, stages: Collection[str]) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield those of the stages that train, by name, with their configs."""
+    for name, config in recipe.stages.items():
+        if name in stages and isinstance(config, TrainConfig):
+            yield name, config
 
 
 def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutChoice:
@@ -98,6 +106,32 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
     enough_s = MUCH_FASTER * fastest[0].time.step_time_s
     much_faster = by_time[0] if by_time[0].time.step_time_s < enough_s else None
     return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), much_faster)
+
+
+def check_shared_devices(recipe: Recipe, will_run: Collection[str], configs: ModelConfigs) -> None:
+    """Raise LayoutError for stages whose training and sampling, in turns on this machine's GPUs, do not both fit.
+
+    Stages are left out whose GPUs, or whose model's sizes, are not known yet: they check it when they start.
+    """
+    problems = []
+    for name, config in _trainings(recipe, will_run):
+        if not (config.colocated_server and sees_gpus(config)):
+            continue
+        hardware = hardware_at_hand(gpus()[0], config.processes, hardware_file())
+        try:
+            shape = configs.shape_of(download_of(recipe, name))
+        except (ModelError, TransientError):
+            continue
+        if hardware is None:
+            continue
+        world_size, server = config.layout.world_size, config.colocated_server
+        request = SearchRequest(shape, config.workload, hardware, world_size, server=server)
+        try:
+            check_memory(request, estimate(request, config.engine, config.layout), hardware.memory_gib)
+        except LayoutError as error:
+            problems.append(f"stages.{name}.layout: {error}")
+    if problems:
+        raise LayoutError("\n".join(problems))
 
 
 def _described(one: Candidate) -> str:

@@ -21,7 +21,7 @@ from flows.planning.checks import (
 )
 from flows.planning.devices import check_devices, device_notes
 from flows.planning.input_check import check_first_inputs, check_models
-from flows.planning.layout_choice import choose_layouts
+from flows.planning.layout_choice import check_shared_devices, choose_layouts
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.outside import as_built_before, resolve_outside
 from flows.planning.plan import Plan, chosen_stages, plan
@@ -138,6 +138,7 @@ def _plan_of(
         check_first_inputs(recipe, will_run, sound, index)
     with problems.noted():
         check_devices(planned)
+        check_shared_devices(recipe, will_run, configs)
     with problems.noted():
         check_publishing(planned)
     notes += device_notes(recipe, chosen)
@@ -145,5 +146,6 @@ def _plan_of(
         notes += installation_notes(planned)
     problems.check()
     planned = with_changes(planned, index, store.cache_folder(CONTENTS_CACHE))
-    all_notes = (*notes, *unusual, *unasked)
-    return PlannedRefresh(request, planned, store, all_notes, recipe_text=without_secrets(recipe.text))
+    return PlannedRefresh(
+        request, planned, store, (*notes, *unusual, *unasked), recipe_text=without_secrets(recipe.text)
+    )

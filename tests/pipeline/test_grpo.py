@@ -121,6 +121,19 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
     _check_slept(work, num_rounds=2)
 
 
+@pytest.mark.nightly
+def test_two_copies_of_the_model_sample_and_both_get_new_weights(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    """vLLM's data parallelism: of two copies each answers some prompts, with the newest weights, after both slept.
+
+    `make test` covers the life cycle of one copy, and the command line (`test_sleep.py`).
+    """
+    options = {**OPTIONS, "placement": "colocated", "data_parallel_size": 2}
+    config = make(4, learning_rate=1e-2, layout={"dp_shard": 2, "micro_batch_size": 2}, grpo=options)
+    work = make_context(tmp_path / "work", artifacts, config).work
+    _check_rounds(config, work)
+    _check_slept(work, num_rounds=2)
+
+
 def _check_slept(work: Path, num_rounds: int) -> None:
     """Check by the log of a vLLM that it slept after every round, and woke up in two parts for all but the first."""
     log = (work / "server.log").read_text()

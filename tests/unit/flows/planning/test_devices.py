@@ -12,12 +12,12 @@ import pytest
 from flows.launch import local
 from flows.ledger import machine
 from flows.planning.devices import check_devices, device_notes, on_devices, wanted_slots
-from flows.planning.layout_choice import choose_layouts
+from flows.planning.layout_choice import check_shared_devices, choose_layouts
 from flows.planning.model_shape import ModelConfigs
 from flows.planning.plan import Plan, plan
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.store.record import Index
-from stages.core.errors import ResourceError
+from stages.core.errors import LayoutError, ResourceError
 from stages.kinds.train.rollouts.own_server import gpus_beside_training
 from stages.parallel.engines import fsdp
 
@@ -81,6 +81,17 @@ def test_gpus_that_a_recipe_names_are_divided_in_their_order(eight_gpus: None) -
     with pytest.raises(ResourceError, match=r"takes 2 devices .* 2 of the 3 visible ones .* give the stage 4"):
         beside_training(of_a_rank, 8, 2)
     assert beside_training({}, 4, 3) == {"CUDA_VISIBLE_DEVICES": "1,2,3"}, "one process, all seen"
+
+
+def test_a_gpu_that_both_phases_do_not_fit_is_refused_before_anything_runs(eight_gpus: None) -> None:
+    path = RECIPE.with_name("qwen3-0.6b-grpo-one-gpu.yaml")
+    for kv_cache_gib, problem in (
+        (2, None),
+        (78, r"stages\.grpo\.layout: .* while completions are sampled: predicted"),
+    ):
+        recipe = load_recipe(path, [f"stages.grpo.grpo.serving.kv_cache_memory_gib={kv_cache_gib}"])
+        with pytest.raises(LayoutError, match=problem) if problem else contextlib.nullcontext():
+            check_shared_devices(recipe, ["base", "grpo"], ModelConfigs(recipe, {}, Index(())))
 
 
 def test_one_device_trains_and_two_sample() -> None:

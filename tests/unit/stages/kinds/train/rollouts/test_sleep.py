@@ -136,6 +136,22 @@ def test_it_holds_no_memory_while_the_model_learns(
     assert warnings == []
 
 
+def test_two_copies_are_one_server(
+    sampler: tuple[RolloutServer, list[str]],
+    weights: Callable[[int], Path],
+    device: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside two training processes there are two copies, by vLLM's data parallelism behind one address."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    sampler[0].take(weights(1))
+    (command,) = Device.read(device).commands
+    assert command[command.index("--data-parallel-size") :][:4] == [
+        *("--data-parallel-size", "2"),
+        *("--api-server-count", "1"),
+    ]
+
+
 def test_memory_that_training_keeps_is_an_error(
     sampler: tuple[RolloutServer, list[str]], weights: Callable[[int], Path], device: Path
 ) -> None:
