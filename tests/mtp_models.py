@@ -32,6 +32,9 @@ def save_with_mtp(model_type: str, folder: Path) -> dict[str, Tensor]:
         norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
     else:
         mtp |= {f"{layer}eh_proj.weight": torch.randn(size, 2 * size)}
+        # As the published files have them: copies of the embedding and of the head.
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        mtp |= {f"{layer}{name}.weight": weights[f"{original}.weight"] for name, original in copies.items()}
         norms = tuple(f"{layer}{name}" for name in ("enorm", "hnorm", "shared_head.norm"))
         config = folder / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "num_nextn_predict_layers": 1}))

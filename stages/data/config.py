@@ -168,6 +168,11 @@ class DataConfig(StrictModel):
         DEFAULT_DATE,
         description="Date that chat templates see as today's (`strftime_now`); fixed, so that runs are reproducible.",
     )
+    add_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AddedLater()] = Field(
+        (),
+        description="Texts that become tokens, such as `<|call|>`; each begins as the mean of the old tokens, and is "
+        "learned. Only with `method: sft`, without an adapter.",
+    )
     train_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens that carry loss. assistant: only the assistant's answers; all: every token."
     )

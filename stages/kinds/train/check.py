@@ -31,6 +31,8 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     model_folder = models.start.folder
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
+    if config.data.add_tokens:
+        yield from token_problems(config, models)
     if config.moe != MoeConfig():
         yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
@@ -61,6 +63,15 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
             yield f"data.{place}{field}", error
     if is_sound and (data.datasets or config.on_policy):
         yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, models.start)
+
+
+def token_problems(config: TrainConfig, models: InputModels) -> Iterator[tuple[str, LifecycleError]]:
+    """Yield an error if the model's tokenizer cannot be given the tokens that the recipe adds."""
+    with TemporaryDirectory() as room:
+        try:
+            models.with_added_tokens(config, Path(room), weights=False)
+        except LifecycleError as error:
+            yield "data.add_tokens", error
 
 
 def prepared_problems(

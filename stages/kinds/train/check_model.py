@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import LayoutError, ModelError, ResourceError
+from stages.kinds.train.added_tokens import with_added_tokens
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import LEARNED_POSITIONS, ModelFacts
@@ -31,6 +32,13 @@ class InputModels:
         """Return the models that a training config names. inputs: folder of each stage's artifact, by stage name."""
         start, teacher = inputs[config.base or config.model], config.teacher and inputs[config.teacher]
         return cls(ModelFacts(start / "model"), ModelFacts(teacher / "model") if teacher else None)
+
+    def with_added_tokens(self, config: TrainConfig, room: Path, *, weights: bool = True) -> InputModels:
+        """Return the models with the tokens that the recipe adds; raises as `added_tokens.with_added_tokens` does."""
+        start = with_added_tokens(
+            self.start, config.data.add_tokens, room, trust_remote_code=config.trust_remote_code, weights=weights
+        )
+        return replace(self, start=start)
 
 
 def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:

@@ -52,7 +52,7 @@ SAME_LAYERS = ("target_modules", "target_parameters", "exclude_modules", "layers
 
 def config_errors(config: TrainFields) -> Iterator[list[str]]:
     """Yield errors of conflicting config fields, a list per group; a group relies on those before it having none."""
-    yield list(row_errors(config.learning, config.data))
+    yield [*row_errors(config.learning, config.data), *token_errors(config)]
     yield list(number_errors(config))
     yield list(completion_errors(config, config.sampling)) if config.sampling else []
     yield list(engine_errors(config))
@@ -78,8 +78,24 @@ def number_errors(config: TrainFields) -> Iterator[str]:
         )
 
 
+def token_errors(config: TrainFields) -> Iterator[str]:
+    """Yield an error if an adapter is to learn new tokens: its base model keeps the tokens that it has."""
+    if config.data.add_tokens and config.adapter:
+        yield (
+            "`data.add_tokens` does not go with `adapter`, whose base model keeps its embedding and its tokens; train "
+            "all weights (remove `adapter`), or train the adapter on the model of such a stage"
+        )
+
+
 def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
     """Yield conflicts between the kind of rows that the method learns from and the options of `data`."""
+    if data.add_tokens and method.name != "sft":
+        yield (
+            f"`data.add_tokens` does not go with `method: {method.name}`, which would learn tokens that nothing knows; "
+            "add them in a stage of `method: sft`, and train its model here"
+        )
+    if twice := [token for token, count in Counter(data.add_tokens).items() if count > 1]:
+        yield f"`data.add_tokens` names {quoted(twice[0], 100)} twice; expected each token once"
     if method.rows == "prompts" and data.datasets:
         yield f"`data.datasets` does not go with `method: {method.name}`, which reads prompts; name one `data.dataset`"
     stated = {name: part.format for name, part in zip(data.names, data.parts.values(), strict=True)}
