@@ -33,9 +33,12 @@ from stages.engines.log_probabilities import (
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 from stages.models.loaded_weights import check_finite
+from stages.parallel.host_memory import give_back_freed_memory
 
 LARGEST_DIFFERENCE = 1e-3
 """Largest difference from Transformers' log-probabilities, in nats; kernels differ by 1e-6, a lost scale by more."""
+KEPT_BYTES = 2**28
+"""Freed bytes that the C library may keep of a forward pass on a CPU: giving them back costs time, too."""
 
 
 class TargetLogProbabilities(nn.Module):
@@ -78,6 +81,9 @@ class TargetLogProbabilities(nn.Module):
         With k candidates their shape is [rows, sequence, 1 + k]. greedy: return the likeliest tokens, int64.
         num_likeliest: number of tokens, for `likeliest_tokens`.
         """
+        if hidden.device.type == "cpu":
+            # Activations are at their most here, and the logits come on top.
+            give_back_freed_memory(KEPT_BYTES)
         module, signal = self.causal_lm.get_output_embeddings(), batch.signal
         transform = tempered(self.transform, signal.temperature)
         head = OutputHead(module.weight, getattr(module, "bias", None), transform, compiles=self.compiles_head)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from stages.models.flops import ModelFlops, model_flops_utilization
 from stages.parallel.accelerator import forget_peak, peak_bytes
 from stages.parallel.device_types import DEVICE_TYPES
 from stages.parallel.devices import Peak
+from stages.parallel.host_memory import give_back_freed_memory
 from stages.parallel.processes import gathered
 
 GIB = 2**30
@@ -99,9 +99,8 @@ def forget_peak_memory(device: torch.device) -> None:
     if device.type != "cpu":
         forget_peak(device)
         return
-    with suppress(OSError, AttributeError):  # where the kernel or the C library has no such thing
-        # glibc keeps freed memory resident, which would count in the new peak.
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed_memory()  # it would count in the new peak
+    with suppress(OSError):  # where the kernel has no such thing
         Path("/proc/self/clear_refs").write_text(FORGET_PEAK)
 
 
