@@ -2,12 +2,16 @@
 
 import json
 import random
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stages.core.contract import StageInput
+from stages.kinds.train.check import check
+from stages.kinds.train.look import look
 from stages.kinds.train.run import run
 from tests.pipeline.test_speculation import serving
 from tests.train_stage import logged, make_artifacts, make_config, make_context
@@ -53,6 +57,21 @@ def test_the_new_token_is_learned_and_exported(trained):
     # The padding began as the same mean, and no text has it.
     rows = load_file(trained / "model/model.safetensors")["model.embed_tokens.weight"]
     assert (rows[NUM_OLD] - rows[NUM_OLD + 1]).abs().max() > 1e-2
+
+
+def test_a_look_at_the_data_shows_the_new_token_and_a_known_one_is_refused_before_training(trained, tmp_path):
+    given = StageInput.model_validate_json((trained / "config.json").read_text())
+    shown = look(given, 2, tmp_path)
+    document = shown.rows[0].documents[0]
+    text = "".join(piece.text for piece in document.pieces)
+    assert text.count(TOKEN) > 5
+    assert document.num_tokens == len(re.findall(r"\d|<\|\w+\|>", text))
+    assert list(check(given)) == []
+    data = {**given.config["data"], "add_tokens": [TOKEN, "<|im_end|>"]}
+    known = given.model_copy(update={"config": {**given.config, "data": data}})
+    ((field, error),) = check(known)
+    assert field == "data.add_tokens"
+    assert "the tokenizer has '<|im_end|>' already" in str(error)
 
 
 @pytest.mark.nightly

@@ -27,12 +27,22 @@ from stages.rewards.reward import RewardContext
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
     """Check a training stage against its inputs; yield problems by config field (text: what could not be checked)."""
     config = TrainConfig.model_validate(stage_input.config)
-    models = InputModels.of(config, stage_input.inputs)
+    with TemporaryDirectory() as room:
+        try:
+            models = InputModels.of(config, stage_input.inputs).with_added_tokens(config, Path(room), weights=False)
+        except LifecycleError as error:
+            yield "data.add_tokens", error
+            return
+        yield from problems_of(config, stage_input, models)
+
+
+def problems_of(
+    config: TrainConfig, stage_input: StageInput, models: InputModels
+) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Yield a training stage's problems by config field; the models have the tokens that the recipe adds."""
     model_folder = models.start.folder
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
-    if config.data.add_tokens:
-        yield from token_problems(config, models)
     if config.moe != MoeConfig():
         yield from moe_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
@@ -63,15 +73,6 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
             yield f"data.{place}{field}", error
     if is_sound and (data.datasets or config.on_policy):
         yield from prepared_problems(config.model_copy(update={"data": data}), stage_input, models.start)
-
-
-def token_problems(config: TrainConfig, models: InputModels) -> Iterator[tuple[str, LifecycleError]]:
-    """Yield an error if the model's tokenizer cannot be given the tokens that the recipe adds."""
-    with TemporaryDirectory() as room:
-        try:
-            models.with_added_tokens(config, Path(room), weights=False)
-        except LifecycleError as error:
-            yield "data.add_tokens", error
 
 
 def prepared_problems(
