@@ -29,7 +29,7 @@ from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.kinds.train.methods.sft import SftLoss
 from stages.parallel import accelerator
-from stages.parallel.device_types import device_type
+from stages.parallel.device_types import DEVICE_TYPES, device_type
 
 DEVICE = torch.device("cpu")
 GPU = replace(device_type("cuda"), torch_type="cpu", pins_host_memory=False)
@@ -100,6 +100,20 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_values
 
 
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that computes on the CPU, which is a GPU to all others: a GPU's kernels would refuse fp64."""
+
+    def on_cpu(*arguments: Any, **options: Any) -> Any:
+        accelerator.of_device.cache_clear()
+        try:
+            with replaced([(accelerator, "DEVICE_TYPES", DEVICE_TYPES)]):
+                return _real(function)(*arguments, **options)
+        finally:
+            accelerator.of_device.cache_clear()
+
+    return on_cpu
+
+
 class _FlexAttention(torch.autograd.Function):
     """FlexAttention that allocates what its kernels do; torch compiles none while tensors are fake."""
 
@@ -120,7 +134,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
     # A fake index would be read as some number.
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
-    (model, "probe", _real(model.probe)),  # compares log-probabilities by value
+    (model, "probe", _on_cpu(model.probe)),  # compares log-probabilities by value, in fp64
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),

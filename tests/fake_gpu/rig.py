@@ -132,6 +132,8 @@ def run(case: Case, folder: Path) -> Report:
     with fake_gpus(num_ranks, case.rank), ENGINES[case.engine](), Recorder() as recorder:
         inputs = EngineInputs(facts, config.engine_settings, DEVICE, None, lambda _: [], folder, lambda _: None)
         engine = BUILDERS[case.engine](inputs)
+        # Else documents would be padded rows, which have other kernels and take more memory.
+        assert engine.tags.get("documents", "packed") == "packed", engine.tags["probe"]
         for _ in range(NUM_STEPS):
             recorder.begin_step()
             engine.train_step([batch] * case.micro_batches, SftLoss(), 1e-5, 1.0)
