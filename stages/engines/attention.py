@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from stages.core.errors import ModelError
 from stages.data.batch import ModelInputs
-from stages.engines.attention_kernels import AttentionOptions, attend
+from stages.engines.attention_kernels import AttentionOptions, attend, prepare
 from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
 
 PACKED_DOCUMENTS = "packed_documents"
@@ -36,27 +35,35 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
 
 
-def hidden_states(decoder: Any, inputs: ModelInputs) -> Tensor:
+def hidden_states(decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False) -> Tensor:
     """Return the last hidden states [rows, sequence, width] of a headless model, each document by itself.
 
-    `decoder` was built with the `attn_implementation` that the probe chose.
+    `decoder` was built with the `attn_implementation` that the probe chose. is_compiled: its layers are.
     """
-    output, in_rows = _run(decoder, inputs)
+    output, in_rows = _run(decoder, inputs, is_compiled)
     return in_rows(output[0])
 
 
-def hidden_states_and_router_logits(decoder: Any, inputs: ModelInputs) -> tuple[Tensor, list[Tensor]]:
+def hidden_states_and_router_logits(
+    decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """Return last hidden states and each mixture layer's router logits [rows, sequence, experts]."""
-    output, in_rows = _run(decoder, inputs, output_router_logits=True)
+    output, in_rows = _run(decoder, inputs, is_compiled, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
-def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def _run(
+    decoder: Any, inputs: ModelInputs, is_compiled: bool, **options: Any
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Run the decoder on a batch; return its output, and a function that reshapes its states to the batch's rows."""
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
     options["use_cache"] = False
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
-        options["documents"] = PackedDocuments(inputs.documents.lengths, device)
+        # A document lies in one row, so that none is longer.
+        documents = PackedDocuments(inputs.documents.lengths, device, longest=shape[1] if is_compiled else None)
+        if is_compiled:
+            prepare(documents, {None, getattr(decoder.config, "sliding_window", None)})
+        options["documents"] = documents
         output = decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options)
         return output, lambda states: states.reshape(*shape, -1)
     documents = PackedDocuments(inputs.documents.lengths, device, least_fill=0)
@@ -66,7 +73,6 @@ def _run(decoder: Any, inputs: ModelInputs, **options: Any) -> tuple[Any, Callab
     return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
 
 
-@torch.compiler.disable  # the lengths differ from batch to batch: compiled, every batch would be compiled again
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -14,7 +14,7 @@ the first kernel in the device's list (`stages/parallel/device_types.py`) that s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from inspect import signature
@@ -32,6 +32,9 @@ from stages.parallel.accelerator import capability_of, of_device
 
 SWITCH = "LIFECYCLE_ATTENTION"
 """Environment variable that names a kernel to take where it can compute what is asked: `cudnn`."""
+
+GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
+"""True if torch's flash attention takes fewer key and value heads than query heads, as it does from 2.13 on."""
 
 Feature = Literal["sliding window", "soft cap", "sinks", "blocks", "dropout", "context parallelism"]
 
@@ -62,6 +65,8 @@ class Request:
     head_width: int
     value_width: int
     features: frozenset[Feature]
+    in_graph: bool = False
+    """True if a compiled layer asks, of which the attention must be a part."""
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, PackedDocuments, AttentionOptions], Tensor]
@@ -81,6 +86,9 @@ class Kernel:
     """True if values must be as wide as keys."""
     aligned_bytes: int = 1
     """Bytes that the width of a head must be a multiple of."""
+    has_fixed_shapes: bool = True
+    """True if no tensor's shape depends on the lengths of documents, with which compiled code would be compiled again.
+    """
 
     def problems(self, request: Request) -> Iterator[str]:
         """Yield why the kernel cannot compute the attention; nothing if it can."""
@@ -99,6 +107,8 @@ class Kernel:
             yield f"wants values as wide as keys, not {widths[1]} beside {widths[0]}"
         if any(width * request.dtype.itemsize % self.aligned_bytes for width in widths):
             yield f"wants heads of a multiple of {self.aligned_bytes} bytes"
+        if request.in_graph and not self.has_fixed_shapes:
+            yield "cannot be part of a compiled layer"
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
@@ -121,17 +131,27 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments
         features.append("blocks")
     if documents.queries is not None:
         features.append("context parallelism")
-    device = of_device(query.device)
-    request = Request(
-        device.name,
-        capability_of(query.device),
-        query.dtype,
-        query.shape[2],
-        value.shape[2],
-        frozenset(features),
-    )
-    kernel = KERNELS[choose(request, device.attention, os.environ.get(SWITCH))]
-    return kernel.compute(query, key, value, documents, options)
+    widths = (query.shape[2], value.shape[2])
+    name = _kernel_name(query.device, query.dtype, widths, tuple(features), torch.compiler.is_compiling())
+    return KERNELS[name].compute(query, key, value, documents, options)
+
+
+def prepare(documents: PackedDocuments, windows: Iterable[int | None]) -> None:
+    """Compute what attention reads in compiled layers, whose windows have these sizes."""
+    # Batches have other numbers of documents, for which nothing need be compiled again.
+    torch._dynamo.maybe_mark_dynamic(documents.boundaries, 0)
+    if "flex" in of_device(documents.device).attention:
+        for window_tokens in windows:
+            _ = documents.visible(window_tokens).block_mask
+
+
+@torch.compiler.assume_constant_result  # of constants: compiled code holds the chosen kernel alone
+def _kernel_name(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], features: tuple[Feature, ...], in_graph: bool
+) -> str:
+    kind = of_device(device)
+    request = Request(kind.name, capability_of(device), dtype, *widths, frozenset(features), in_graph)
+    return choose(request, kind.attention, os.environ.get(SWITCH))
 
 
 @lru_cache(maxsize=256)
@@ -165,7 +185,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments
     # -1: no limit. A window counts the token itself, `varlen_attn` only those before it.
     tokens_before = -1 if options.window_tokens is None else options.window_tokens - 1
     grouped: dict[str, Any] = {"enable_gqa": True}
-    if not _takes_grouped_queries(varlen_attn):  # torch before 2.13
+    if not GROUPS_QUERIES:
         grouped = {}
         key, value = (_expanded(states, query.shape[1], 1) for states in (key, value))
     return varlen_attn(
@@ -180,11 +200,6 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments
         window_size=(tokens_before, 0),  # 0 tokens after: causal
         **grouped,
     )
-
-
-@cache
-def _takes_grouped_queries(attention: Callable[..., Any]) -> bool:
-    return "enable_gqa" in signature(attention).parameters
 
 
 def _expanded(states: Tensor, num_heads: int, dim: int) -> Tensor:
@@ -204,7 +219,8 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments,
         return softcap * torch.tanh(score / softcap)
 
     # [tokens, heads, width] → [1, heads, tokens, width]
-    output, auxiliary = _compiled_flex()(
+    attention = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    output, auxiliary = attention(
         *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
         score_mod=None if softcap is None else capped,
         block_mask=visible.block_mask,
@@ -225,6 +241,11 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
+    if torch.compiler.is_compiling():
+        assert documents.queries is None, "only the layers of an engine without context parallelism are compiled"
+        arguments = (query, key, value, documents.boundaries, documents.blocks, options.sinks)
+        changes = (options.scaling, options.dropout, options.window_tokens, options.softcap)
+        return torch.ops.lifecycle.padded_attention(*arguments, *changes)[0]
     if documents.queries is None:
         return _in_buckets(query, key, value, documents, options, attention=_padded_attention)
     # Queries of this process alone, keys of all: one mask of all pairs.
@@ -244,6 +265,103 @@ def _efficient(
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
     operation = torch.ops.aten._scaled_dot_product_cudnn_attention
     return _in_buckets(query, key, value, documents, options, attention=_of_fused(operation))
+
+
+@torch.library.custom_op("lifecycle::padded_attention", mutates_args=())
+def _padded_operation(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `_padded` as one operation of a compiled graph, which reads the documents' lengths when it runs.
+
+    Returns the output and, for the backward pass, the seed of the dropout.
+    """
+    seed = torch.randint(2**62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    options = AttentionOptions(scaling, dropout, window_tokens, softcap, sinks)
+    output = _with_seed(seed, (query, key, value), _documents(boundaries, blocks), options)
+    return output.contiguous(), seed  # as compiled code expects it of the function below
+
+
+@_padded_operation.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(*query.shape[:2], value.shape[2]), torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("lifecycle::padded_attention_backward", mutates_args=())
+def _padded_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    blocks: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> list[Tensor]:
+    """Return the gradients of queries, keys, values and sinks, if there are any; the attention is computed again.
+
+    An operation keeps tensors for its backward pass, but no graph of autograd.
+    """
+    inputs = [one.detach().requires_grad_() for one in (query, key, value, sinks) if one is not None]
+    options = AttentionOptions(scaling, dropout, window_tokens, softcap, None if sinks is None else inputs[3])
+    # Inside of an operation torch dispatches below autograd, and does not record.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        output = _with_seed(seed, (inputs[0], inputs[1], inputs[2]), _documents(boundaries, blocks), options)
+        return [one.contiguous() for one in torch.autograd.grad(output, inputs, gradient)]
+
+
+@_padded_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> list[Tensor]:
+    return [one.new_empty(one.shape) for one in (query, key, value, rest[2]) if one is not None]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:6], output[1])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    of_states = torch.ops.lifecycle.padded_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    of_sinks = of_states[3] if len(of_states) > 3 else None
+    return *of_states[:3], None, None, of_sinks, *[None] * len(ctx.options)
+
+
+_padded_operation.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _with_seed(
+    seed: Tensor, states: tuple[Tensor, Tensor, Tensor], documents: PackedDocuments, options: AttentionOptions
+) -> Tensor:
+    """Compute `_padded`, with the dropout of a seed."""
+    if not options.dropout:
+        return _padded(*states, documents, options)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(int(seed))
+        return _padded(*states, documents, options)
+
+
+def _documents(boundaries: Tensor, blocks: Tensor | None) -> PackedDocuments:
+    lengths = tuple(boundaries.diff().tolist())
+    if blocks is not None:
+        return PackedDocuments(lengths, boundaries.device, blocks=blocks)
+    return _documents_of_lengths(lengths, boundaries.device)
+
+
+@lru_cache(maxsize=4)  # all layers ask for the same
+def _documents_of_lengths(lengths: tuple[int, ...], device: torch.device) -> PackedDocuments:
+    return PackedDocuments(lengths, device)
 
 
 PaddedAttention = Callable[[Tensor, Tensor, Tensor, AttentionOptions, Tensor | None], Tensor]
@@ -346,11 +464,19 @@ _AMPERE = (8, 0)
 _HALF = {torch.bfloat16: _AMPERE, torch.float16: _AMPERE}
 _ANY: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks", "context parallelism"})
 KERNELS = {
-    "cudnn": Kernel(_cudnn, frozenset(), _HALF, widest_head=128, has_one_width=True, aligned_bytes=16),
+    "cudnn": Kernel(
+        _cudnn, frozenset(), _HALF, widest_head=128, has_one_width=True, aligned_bytes=16, has_fixed_shapes=False
+    ),
     "flash": Kernel(
         _flash, frozenset({"sliding window"}), _HALF, widest_head=256, has_one_width=True, aligned_bytes=16
     ),
-    "efficient": Kernel(_efficient, frozenset({"dropout"}), {**_HALF, torch.float32: (5, 0)}, aligned_bytes=16),
+    "efficient": Kernel(
+        _efficient,
+        frozenset({"dropout"}),
+        {**_HALF, torch.float32: (5, 0)},
+        aligned_bytes=16,
+        has_fixed_shapes=False,
+    ),
     "flex": Kernel(_flex, _ANY, {**_HALF, torch.float32: (7, 0)}),
     "padded": Kernel(_padded, _ANY | {"dropout"}),
 }

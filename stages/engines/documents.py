@@ -94,9 +94,11 @@ class PackedDocuments:
         *,
         blocks: Tensor | None = None,
         queries: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
         """Describe documents of these `lengths` in tokens, in their order.
 
+        longest: the same upper bound of lengths for all batches, since compiled code holds it as a constant.
         blocks: number of the block that each token is in, int64 [tokens] on the host, else -1. Tokens of a block follow
         each other, and all see each other (the tokens of an image in Gemma 3). queries: tokens for which attention is
         computed, int64 [queries] on `device`, if another process has the others (context parallelism); keys are of all
@@ -105,13 +107,10 @@ class PackedDocuments:
         self.lengths = tuple(lengths)
         self.device = device
         self.least_fill = least_fill
+        self.longest = longest or max(self.lengths)
         self.blocks = blocks
         self.queries = queries
         self._visible: dict[int | None, VisibleKeys] = {}
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
 
     @cached_property
     def boundaries(self) -> Tensor:

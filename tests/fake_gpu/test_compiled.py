@@ -1,12 +1,22 @@
-"""Compiled attention computes what uncompiled attention does, and is compiled once for all documents."""
+"""Inductor's code of attention and layers: compiled once for all documents, and of few kernels."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch._inductor.utils import run_fw_bw_and_get_code
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
 from stages.engines.attention_kernels import KERNELS, AttentionOptions
 from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.layers import decoder_of, transformer_layers
+from stages.engines.fsdp.parallelize import compile_layers
+from stages.parallel.layout import Layout
+from tests.unit.stages.engines.test_attention import packed_batch
 
 CPU = torch.device("cpu")
 
@@ -26,3 +36,25 @@ def test_flex_attention_skips_blocks_and_is_compiled_once_for_all_documents() ->
         found, expected = (KERNELS[name].compute(*inputs, documents, options) for name in ("flex", "padded"))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("has_adapter", "forward", "backward"), [(False, 15, 25), (True, 32, 42)])
+def test_a_compiled_layer_launches_few_kernels(has_adapter: bool, forward: int, backward: int) -> None:
+    """In bf16: seven products (21 with LoRA on all of them), attention, and what Inductor makes of the rest."""
+    register_packed_attention()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, head_dim=64, num_hidden_layers=1, vocab_size=64)
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_DOCUMENTS, dtype=torch.bfloat16)
+    if has_adapter:
+        get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    compile_layers(transformer_layers(model), Layout(recompute="selective"))
+    torch._dynamo.reset()
+    batch = packed_batch([100, 28, 60, 68], 2)
+    _, codes = run_fw_bw_and_get_code(lambda: hidden_states(decoder_of(model), batch.inputs, is_compiled=True))
+    # Of each graph, the calls in the function that runs it: libraries', torch's operations, generated kernels.
+    kernel = re.compile(r"extern_kernels\.\w+\(|= torch\.ops\.[\w.]+\(|^\s+cpp_fused\w*\(", re.MULTILINE)
+    numbers = [len(kernel.findall(code[code.index("def call(") :])) for code in codes]
+    assert len(numbers) == 2
+    assert numbers[0] <= forward
+    assert numbers[1] <= backward

@@ -53,7 +53,7 @@ class TargetLogProbabilities(nn.Module):
         self.causal_lm = causal_lm
         self.verdict = verdict
         self.transform = logits_transform(causal_lm.config)
-        self.compiles_head = False
+        self.is_compiled = False
         rotate_by_document(decoder_of(causal_lm))
 
     def forward(
@@ -68,8 +68,8 @@ class TargetLogProbabilities(nn.Module):
             return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)
         decoder = decoder_of(self.causal_lm)
         if not balances_experts:
-            return self.of_hidden(hidden_states(decoder, batch.inputs), batch, **wanted)
-        hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs)
+            return self.of_hidden(hidden_states(decoder, batch.inputs, is_compiled=self.is_compiled), batch, **wanted)
+        hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs, is_compiled=self.is_compiled)
         rows = batch.documents.token_rows
         # a scalar for each mixture layer
         layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
@@ -86,7 +86,7 @@ class TargetLogProbabilities(nn.Module):
             give_back_freed_memory(KEPT_BYTES)
         module, signal = self.causal_lm.get_output_embeddings(), batch.signal
         transform = tempered(self.transform, signal.temperature)
-        head = OutputHead(module.weight, getattr(module, "bias", None), transform, compiles=self.compiles_head)
+        head = OutputHead(module.weight, getattr(module, "bias", None), transform, compiles=self.is_compiled)
         if greedy:
             return greedy_tokens(hidden, head, signal.targets, signal.target_positions)
         if num_likeliest:

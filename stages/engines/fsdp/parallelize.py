@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
 from stages.engines.fsdp.layers import transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
@@ -59,6 +60,8 @@ COSTLY_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.lifecycle.padded_attention.default,
+    torch.ops.higher_order.flex_attention,
 }
 """Operations whose results `recompute: selective` keeps for the backward pass; all others are computed again."""
 
@@ -83,14 +86,14 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     weights: dict[str, torch.Tensor] = {}
     if is_spread and dist.get_rank() == 0:  # kept here, since shards replace the parameters
         weights = {name: value.detach() for name, value in model.state_dict().items()}
-    # As in torchtitan: recomputation, then compilation of what is recomputed, then sharding.
-    apply_recompute(model.causal_lm, layout)
+    # Before sharding, whose hooks then lie outside of the compiled code.
+    if layout.compile:
+        compile_layers(layers, layout)
+        model.is_compiled = True
+    else:
+        apply_recompute(model.causal_lm, layout)
     if layout.recompute == "offload":
         offload_activations(layers, torch.device(mesh.device_type))
-    if layout.compile:
-        for layer in layers:
-            layer.compile()
-        model.compiles_head = True
     apply_fsdp(model, layers, layout, mesh, compute_dtype)
     apply_prefetch(model, layers, layout.prefetch_layers)
     if is_spread:
@@ -99,12 +102,33 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
     """Turn on activation recomputation in each layer, of all operations or of all but matrix products and attention."""
-    if not layout.recomputes:
-        return
-    arguments: dict[str, Any] = {"use_reentrant": False}
+    if layout.recomputes:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint_options(layout))
+
+
+def compile_layers(layers: list[nn.Module], layout: Layout) -> None:
+    """Compile each layer's forward pass, with attention and the checkpoint that recomputes it, as one graph.
+
+    Around compiled code, where Transformers has it, a checkpoint keeps none of the products that are inside.
+    """
+    for layer in layers:
+        forward = layer.forward
+        if layout.recomputes:
+            forward = partial(_recomputed, forward, _checkpoint_options(layout))
+        layer.forward = torch.compile(forward)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: Any, **arguments: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*states, **arguments)
+    return checkpoint(partial(forward, **arguments), *states, **options)
+
+
+def _checkpoint_options(layout: Layout) -> dict[str, Any]:
+    options: dict[str, Any] = {"use_reentrant": False}
     if layout.recompute == "selective":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+    return options
 
 
 def apply_fsdp(

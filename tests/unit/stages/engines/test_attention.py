@@ -141,6 +141,7 @@ def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: py
         return torch.cat(documents)
 
     monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention_kernels, "GROUPS_QUERIES", False)
     documents = PackedDocuments([3, 5], CPU)
     torch.manual_seed(0)
     query, key, value = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)

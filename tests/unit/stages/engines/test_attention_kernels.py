@@ -190,6 +190,38 @@ def test_the_memory_efficient_kernel_gets_a_key_for_each_query(kind: str, fused_
     assert fused_on_cpu == ["1 × 200", "1 × 150", "1 × 40", "1 × 9", "1 × 1"]
 
 
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["", "blocks"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [NUM_TOKENS], [NUM_TOKENS // 4] * 4])
+def test_the_operation_of_compiled_layers_is_as_it_says(lengths: list[int], blocks: Tensor | None) -> None:
+    """Shapes, strides and gradients: torch checks its description against what it does."""
+    options = OPTIONS["sinks"]
+    assert options.sinks is not None
+    boundaries, sinks = PackedDocuments(lengths, CPU).boundaries, options.sinks.clone().requires_grad_()
+    for heads_first in (False, True):
+        inputs = [one.detach() for one in states()]
+        if heads_first:  # in memory, as a view of [heads, tokens, width]
+            inputs = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in inputs]
+        arguments = (*(one.requires_grad_() for one in inputs), boundaries, blocks, sinks, 0.3, 0.0, 20, None)
+        torch.library.opcheck(torch.ops.lifecycle.padded_attention.default, arguments)
+
+
+def test_dropout_of_the_operation_is_the_same_in_the_backward_pass() -> None:
+    """The gradient of a sum of outputs with regard to one token's values is that token's attention weights."""
+    query, key, value = states()
+    boundaries = PackedDocuments(LENGTHS, CPU).boundaries
+    torch.manual_seed(5)
+    output, seed = torch.ops.lifecycle.padded_attention(
+        query, key, value, boundaries, None, None, None, 0.5, None, None
+    )
+    (found,) = torch.autograd.grad(output.sum(), value)
+    documents, options = PackedDocuments(LENGTHS, CPU), AttentionOptions(dropout=0.5)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(int(seed))
+        again = KERNELS["padded"].compute(query, key, value, documents, options)
+    assert torch.equal(output, again)
+    assert torch.equal(found, torch.autograd.grad(again.sum(), value)[0])
+
+
 HOPPER = Request("cuda", (9, 0), torch.bfloat16, 128, 128, frozenset())
 ALL: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks"})
 
@@ -231,6 +263,14 @@ def test_a_cpu_takes_padded_documents_for_everything() -> None:
 def test_what_only_the_math_kernel_could_compute_is_refused_on_a_gpu(request_: Request, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         choose(request_, device_type("cuda").attention)
+
+
+def test_in_a_compiled_layer_no_shape_depends_on_lengths() -> None:
+    names = device_type("cuda").attention
+    assert choose(replace(HOPPER, in_graph=True), names, "cudnn") == "flash"
+    assert choose(replace(HOPPER, in_graph=True, dtype=torch.float32), names) == "flex"
+    with pytest.raises(ModelError, match=r"efficient cannot be part of a compiled layer.*flex has no dropout"):
+        choose(replace(HOPPER, in_graph=True, features=frozenset({"dropout"})), names)
 
 
 def test_cudnn_is_taken_where_it_is_asked_for_and_can() -> None:

@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[5]
 MOST = 5
 DICTATED = {
     "attention.py:packed_attention",  # Transformers' attention interface
+    "attention_kernels.py:_padded_operation",  # an operation of torch, which keeps its arguments by their places
+    "attention_kernels.py:_padded_backward",
     "attention.py:__init__",  # Megatron's core attention
     "attention.py:forward",
     "log_probabilities.py:forward",  # torch.autograd.Function
