@@ -41,9 +41,16 @@ def carried_names(causal_lm: Any, names: Iterable[str]) -> set[str]:
     return {name for name in names if skipped.search(name) or name.startswith(layers)}
 
 
+def mtp_names(names: Iterable[str]) -> set[str]:
+    """Return those of a folder's weight names that are of layers of multi-token prediction."""
+    names = set(names)
+    layers = tuple(match["layer"] for name in names if (match := MTP_LAYER.match(name)))
+    return {name for name in names if MTP_MODULE.search(name) or name.startswith(layers)}
+
+
 def holds_mtp(folder: Path) -> bool:
     """Return whether a model folder holds layers of multi-token prediction, from the headers of its files."""
-    return any(MTP_LAYER.match(name) or MTP_MODULE.search(name) for name in _stored(folder))
+    return bool(mtp_names(_stored(folder)))
 
 
 def read_carried(folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:

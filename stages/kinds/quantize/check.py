@@ -11,6 +11,7 @@ from stages.core.errors import LifecycleError, RecipeError
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.gguf_tokenizer import splitting_of
 from stages.kinds.quantize.samples import read_samples
+from stages.models.carried_weights import mtp_names
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import read_projections
 from stages.models.model_folder import check_model_folder, check_unquantized
@@ -45,7 +46,7 @@ class QuantizedLayers:
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
-    """Raise ModelError or RecipeError if config and file headers show that a model cannot be quantized."""
+    """Raise ModelError or RecipeError if config and file headers show that a model cannot be quantized or served."""
     facts = ModelFacts(source)
     check_model_folder(facts)
     check_unquantized(facts, str(source))
@@ -54,6 +55,9 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
+    mtp = mtp_names(f"{layer.name}.weight" for layer in projections)  # stay as they are
+    quantizable = [layer for layer in projections if f"{layer.name}.weight" not in mtp]
+    config.serving_engine.check_loadable(facts, quantizable, config.quantization)
     if config.method == "gguf":
         splitting_of(source)
         config.serving_engine.find_program()  # it tokenizes rows later, to compare its tokens with the model's
@@ -62,7 +66,7 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
 def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     """Return a summary of the quantized layers, from a model built without weights, within seconds.
 
-    Raises ModelError or RecipeError for what the model's modules do not allow, or the server of the result.
+    Raises ModelError or RecipeError for what the model's modules do not allow.
     """
     import torch  # takes seconds, so the checks of file headers come first
 
@@ -72,11 +76,9 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     from stages.kinds.quantize.layers import build_without_weights, carried_by, check_quantizable, quantized_layers
 
     model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
-    carried = frozenset(carried_by(model, source))
-    projections = [layer for layer in read_projections(source) if f"{layer.name}.weight" not in carried]
-    config.serving_engine.check_loadable(ModelFacts(source), projections, config.quantization)
     check_quantizable(model, config.quantization, config.ignore)
     quantized = quantized_layers(model, config.quantization)
     num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
     num_all = sum(map(torch.numel, model.parameters()))
+    carried = frozenset(carried_by(model, source))
     return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all, carried)
