@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.pipeline.test_quantize import save_model
-from tests.quantizable_models import SHAPES, make_family
+from tests.zoo.models import tiny_model
 
 WEIGHTS = "model.safetensors"
 MTP_LAYER = {
@@ -20,10 +21,14 @@ MTP_LAYER = {
 """Prefix of the names of the weights of the MTP layer, by model type; the models have two layers of their own."""
 
 
-def save_with_mtp(model_type: str, folder: Path) -> dict[str, Tensor]:
-    """Save a tiny model with an MTP layer, in the names of its family; return the layer's weights by name."""
-    save_model(make_family(model_type), folder)
-    weights, size = load_file(folder / WEIGHTS), SHAPES[model_type]["hidden_size"]
+def save_with_mtp(model_type: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
+    """Save a tiny model with an MTP layer, in the names of its family; return the layer's weights by name.
+
+    fields: other values of its config.
+    """
+    model = tiny_model(model_type, **fields)
+    save_model(model, folder)
+    weights, size = load_file(folder / WEIGHTS), model.config.hidden_size
     layer = MTP_LAYER[model_type]
     # The last layer has attention and experts in each of the families, as MTP layers do.
     mtp = {name.replace("model.layers.1.", layer): weights[name] for name in weights if "model.layers.1." in name}

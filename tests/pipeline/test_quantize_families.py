@@ -19,7 +19,7 @@ from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.run import run
 from stages.serving.engine import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
-from tests.quantizable_models import make_family
+from tests.zoo.models import tiny_model
 
 METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
@@ -37,7 +37,7 @@ def folder_of(tmp_path_factory):
 
     def folder(family):
         if family not in made:
-            save_model(make_family(family), root / family / "model")
+            save_model(tiny_model(family), root / family / "model")
             made.add(family)
         return root / family / "model"
 

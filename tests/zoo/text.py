@@ -81,6 +81,7 @@ TEXT_FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": SPLIT,
     "helium": {**SPLIT, "head_dim": 32},
     "diffllama": SIZES,
+    "hrm_text": WIDE,
     "minicpm3": {**UNGROUPED, **LATENT},
     "gpt2": GPT2,
     "gpt_neo": {

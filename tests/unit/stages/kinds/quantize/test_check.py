@@ -7,7 +7,7 @@ import pytest
 from stages.core.contract import StageInput
 from stages.kinds.quantize.check import check
 from tests.pipeline.test_quantize import save_model
-from tests.quantizable_models import make_family
+from tests.zoo.models import tiny_model
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def problems_of(tmp_path):
     (tmp_path / "rows/data/train.jsonl").write_text("\n".join(rows))
 
     def problems(family, edit=None, **fields):
-        save_model(make_family(family), tmp_path / family / "model")
+        save_model(tiny_model(family), tmp_path / family / "model")
         if edit:
             path = tmp_path / family / "model/config.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stages.kinds.quantize.scaling import Scaling, find_scalings
-from tests.quantizable_models import make_family
+from tests.zoo.models import tiny_model
 
 TOKENS = torch.arange(1, 17)[None]
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -35,7 +35,7 @@ def linear(model):
 
 @pytest.mark.parametrize("family", FOUND)
 def test_what_is_scaled_follows_from_the_architecture(family):
-    model = make_family(family)
+    model = tiny_model(family)
     found = find_scalings(model, TOKENS, linear(model))
     for layer in range(2):
         prefix = f"model.layers.{layer}."
@@ -48,7 +48,7 @@ def test_what_is_scaled_follows_from_the_architecture(family):
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "glm4", "phi3", "cohere"])
 def test_any_scale_leaves_the_predictions_as_they_were(family):
-    model = make_family(family).double()
+    model = tiny_model(family).double()
     before = model(TOKENS).logits
     generator = torch.Generator().manual_seed(0)
     found = find_scalings(model, TOKENS, linear(model))
@@ -65,7 +65,7 @@ def test_any_scale_leaves_the_predictions_as_they_were(family):
 
 
 def test_the_model_is_left_as_it_was():
-    model = make_family("phi3")
+    model = tiny_model("phi3")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     find_scalings(model, TOKENS, linear(model))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -73,7 +73,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_what_is_not_to_be_quantized_is_not_scaled():
-    model = make_family("llama")
+    model = tiny_model("llama")
     assert find_scalings(model, TOKENS, set()) == []
     (only,) = find_scalings(model, TOKENS, {"model.layers.1.mlp.down_proj"})
     assert only == Scaling(

@@ -14,16 +14,15 @@ from stages.models.facts import ModelFacts
 from stages.models.model_folder import check_model_folder
 from tests.mtp_models import save_with_mtp
 from tests.pipeline.test_quantize import save_model
-from tests.quantizable_models import SHAPES, make_family
+from tests.zoo.models import tiny_model
 
 TOKENS = ("<|call|>", "<|answer|>")
 NUM_OLD = 32
 """Number of tokens of the tests' tokenizer; models that were given more rows than that are padded."""
 
 
-def save(family, folder, num_rows, monkeypatch, **fields):
-    monkeypatch.setitem(SHAPES, family, {**SHAPES[family], "vocab_size": num_rows, **fields})
-    save_model(make_family(family), folder)
+def save(family, folder, num_rows, **fields):
+    save_model(tiny_model(family, vocab_size=num_rows, **fields), folder)
     return ModelFacts(folder)
 
 
@@ -35,10 +34,8 @@ def logits(folder):
 
 @pytest.mark.parametrize(("num_rows", "after"), [(32, 64), (33, 34), (64, 64)])
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("gemma3_text", True)])
-def test_logits_of_old_tokens_stay_and_those_of_new_ones_are_their_mean(
-    tmp_path, monkeypatch, family, tied, num_rows, after
-):
-    start = save(family, tmp_path / "model", num_rows, monkeypatch, tie_word_embeddings=tied)
+def test_logits_of_old_tokens_stay_and_those_of_new_ones_are_their_mean(tmp_path, family, tied, num_rows, after):
+    start = save(family, tmp_path / "model", num_rows, tie_word_embeddings=tied)
     extended = with_added_tokens(start, TOKENS, tmp_path / "room", trust_remote_code=False)
 
     check_model_folder(extended)
@@ -49,8 +46,8 @@ def test_logits_of_old_tokens_stay_and_those_of_new_ones_are_their_mean(
     assert torch.allclose(now[:, NUM_OLD : NUM_OLD + len(TOKENS)], mean, atol=1e-5)
 
 
-def test_the_tokenizer_reads_and_writes_them_and_says_the_rest_as_before(tmp_path, monkeypatch):
-    start = save("llama", tmp_path / "model", 32, monkeypatch)
+def test_the_tokenizer_reads_and_writes_them_and_says_the_rest_as_before(tmp_path):
+    start = save("llama", tmp_path / "model", 32)
     extended = with_added_tokens(start, TOKENS, tmp_path / "room", trust_remote_code=False)
     old, new = (AutoTokenizer.from_pretrained(model.folder) for model in (start, extended))
 
@@ -64,9 +61,8 @@ def test_the_tokenizer_reads_and_writes_them_and_says_the_rest_as_before(tmp_pat
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_the_copies_of_mtp_layers_grow_with_the_embedding_and_the_head(tmp_path, monkeypatch, family):
-    monkeypatch.setitem(SHAPES, family, {**SHAPES[family], "vocab_size": 33})  # no other size of theirs
-    mtp = save_with_mtp(family, tmp_path / "model")
+def test_the_copies_of_mtp_layers_grow_with_the_embedding_and_the_head(tmp_path, family):
+    mtp = save_with_mtp(family, tmp_path / "model", vocab_size=33)  # no other size of theirs
     extended = with_added_tokens(ModelFacts(tmp_path / "model"), TOKENS, tmp_path / "room", trust_remote_code=False)
     written = load_file(extended.folder / "model.safetensors")
 
@@ -75,16 +71,16 @@ def test_the_copies_of_mtp_layers_grow_with_the_embedding_and_the_head(tmp_path,
     assert all(torch.equal(written[name], weight) for name, weight in mtp.items() if name not in per_token)
 
 
-def test_to_look_at_data_no_weights_are_written(tmp_path, monkeypatch):
-    start = save("llama", tmp_path / "model", 32, monkeypatch)
+def test_to_look_at_data_no_weights_are_written(tmp_path):
+    start = save("llama", tmp_path / "model", 32)
     extended = with_added_tokens(start, TOKENS, tmp_path / "room", trust_remote_code=False, weights=False)
     assert extended.vocabulary_size == 64
     assert not [*extended.folder.glob("*.safetensors")]
     assert with_added_tokens(start, (), tmp_path / "room", trust_remote_code=False) is start
 
 
-def test_a_token_that_the_model_has_is_refused(tmp_path, monkeypatch):
-    start = save("llama", tmp_path / "model", 32, monkeypatch)
+def test_a_token_that_the_model_has_is_refused(tmp_path):
+    start = save("llama", tmp_path / "model", 32)
     with pytest.raises(RecipeError, match=r"data\.add_tokens: the tokenizer has 'n7' already"):
         with_added_tokens(start, ("<|call|>", "n7"), tmp_path / "room", trust_remote_code=False)
     assert not [*(tmp_path / "room").glob("model*")], "nothing half made is left"
