@@ -48,11 +48,12 @@ from stages.rewards.reward import Reward  # noqa: E402
 from tests import matrix  # noqa: E402
 from tests.metric_names import markdown_table  # noqa: E402
 from tests.nightly.parts import table  # noqa: E402
+from tests.zoo import table as zoo  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 SHOWN = re.compile(
-    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|formats|matrix|nightly|run|measured) ?"
+    r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|families|formats|matrix|nightly|run|measured) ?"
     r"(?P<argument>.*?) ?-->\n"
     r"(?P<body>```[\s\S]*?^```$|(?:^\|.*\n?)+)",
     re.MULTILINE,
@@ -306,6 +307,7 @@ WRITERS = {
     "formats": _formats,
     "matrix": lambda _: f"{matrix.table()}\n| {matrix.source()} | | | |",
     "nightly": lambda _: table(),
+    "families": lambda _: zoo.table(),
 }
 
 

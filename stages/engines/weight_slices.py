@@ -35,5 +35,7 @@ class WeightFiles:
 
     def read(self, name: str, *index: slice) -> Tensor:
         """Return a slice of a tensor in the weight files, read by name; without an index, the whole tensor."""
-        found: Tensor = self._slices[name][index or ...]  # the bytes are read here
-        return found
+        stored = self._slices[name]
+        # A scalar (a setting of Apertus' activation) has no rows of which a process could take some.
+        rows: Tensor = stored[index if index and stored.get_shape() else ...]  # the bytes are read here
+        return rows

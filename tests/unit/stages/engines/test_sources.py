@@ -72,6 +72,15 @@ def test_shards_of_all_processes_are_the_weights(name: str, tmp_path: Path) -> N
         assert torch.equal(torch.cat(rows), weights[weight]), weight
 
 
+def test_scalars_have_no_rows_and_are_read_whole(tmp_path: Path) -> None:
+    tiny_model("apertus").save_pretrained(tmp_path)  # whose activation keeps two
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    read = dict(files_of(tmp_path).read(lambda _: slice(None)))
+    scalars = [name for name, weight in weights.items() if not weight.ndim]
+    assert scalars
+    assert all(torch.equal(read[name].float(), weights[name]) for name in scalars)
+
+
 def test_experts_of_other_processes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = files_of(save("qwen3 experts", tmp_path))
     stacked: list[int] = []

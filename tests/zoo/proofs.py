@@ -1,0 +1,169 @@
+"""Proofs of what the project does with each family's tiny model: against Transformers, or the reason why not.
+
+python -m tests.zoo.proofs [--columns COLUMN …] [FAMILY …]   # try these, or all; keep the outcomes in families.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from stages.adapters.config import AdapterConfig
+from stages.core.errors import LifecycleError, ModelError
+from stages.data.batch import Batch
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.probe import packed, probe
+from stages.engines.settings import AdamSettings, EngineSettings
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.models.loading import class_with_head, load_config
+from stages.parallel.layout import Layout
+from tests.zoo.models import FAMILIES, tiny_model
+from tests.zoo.table import RECORD, YES, recorded
+from tests.zoo.tokenizer import save_tokenizer
+
+LEARNING_RATE = 1e-3
+LARGEST_DIFFERENCE = 2e-5
+"""Largest difference of log-probabilities in nats, in fp32, of tokens that are 1e-3 apart before and after a step."""
+LENGTHS = (12, 7, 9)
+LONGEST_REASON = 160
+
+
+def documents(folder: Path) -> str:
+    """Probe the model; return `packed` or `rows`."""
+    verdict = probe(load_config(folder), trust_remote_code=False)
+    return verdict.tags["documents"] if verdict.attention else verdict.sentence
+
+
+def exported(folder: Path) -> str:
+    """Train one step and export: Transformers gives the exported model the log-probabilities that the engine gives."""
+    return _trained(folder, None, lambda target: load(target))
+
+
+def adapter(folder: Path) -> str:
+    """Train an adapter for one step: PEFT gives base and adapter the log-probabilities that the engine gives."""
+    options = AdapterConfig(rank=1)
+    return _trained(folder, options, lambda target: PeftModel.from_pretrained(load(folder), target).eval())
+
+
+def planner(folder: Path) -> str:
+    """Read the sizes that the planner needs: they give the model's own number of parameters."""
+    try:
+        number = ModelFacts(folder).shape.num_parameters
+    except ModelError:
+        return "no formula of its sizes"
+    model = load(folder)
+    expected = sum(one.numel() for one in model.parameters())
+    return YES if number == expected else f"{number} parameters instead of {expected}"
+
+
+COLUMNS: dict[str, Callable[[Path], str]] = {
+    "documents": documents,
+    "exported": exported,
+    "adapter": adapter,
+    "planner": planner,
+}
+
+
+def load(folder: Path) -> Any:
+    """Return a folder's model as Transformers' plain matrix products compute it, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def result(column: str, folder: Path) -> str:
+    """Return what a family's model gave in a column: `yes` or its kind, or why not."""
+    if class_with_head(load_config(folder), "tokens") is None:
+        return "not read as a language model: Transformers' AutoModelForCausalLM does not know it"
+    try:
+        return COLUMNS[column](folder)
+    except LifecycleError as error:
+        return _shortened(str(error).replace(f"{folder}", "the model"))
+    except Exception as error:  # of Transformers or PEFT, at a family never tried before
+        return _shortened(f"{type(error).__name__}: {error}".replace(f"{folder}", "the model"))
+
+
+def save_family(family: str, folder: Path) -> Path:
+    """Write a family's tiny model with a tokenizer of its vocabulary; return the folder."""
+    tiny_model(family).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def _trained(folder: Path, options: AdapterConfig | None, loaded: Callable[[Path], Any]) -> str:
+    """Train one step, export, and compare with what `loaded` makes of the exported folder."""
+    torch.manual_seed(0)
+    token_ids = torch.randint(1, 49, (sum(LENGTHS),)).split(LENGTHS)
+    batch = packed(token_ids)
+    with _one_process(), tempfile.TemporaryDirectory() as name:
+        settings = EngineSettings(Layout(), "fp32", AdamSettings(LEARNING_RATE), adapter=options)
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+        before = engine.predictions(batch)[0]
+        for _ in range(2):  # an adapter's A has no gradient in the first step, as B is 0
+            engine.train_step([batch], SftLoss(), LEARNING_RATE, None)
+        after = engine.predictions(batch)[0]
+        engine.export(Path(name), torch.float32)
+        expected = _log_probabilities(loaded(Path(name)), token_ids, batch)
+        engine.close()
+    difference = (after - expected).abs().max().item()
+    if not (after - before).abs().max() > 1e-4:
+        return "nothing was learned"
+    return YES if difference <= LARGEST_DIFFERENCE else f"log-probabilities differ by {difference:.1g} nats"
+
+
+@torch.no_grad()
+def _log_probabilities(model: Any, token_ids: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    """Return the target tokens' log-probabilities [1, tokens] of documents that Transformers computes one by one."""
+    logits = torch.cat([model(input_ids=one[None], use_cache=False).logits for one in token_ids], dim=1)
+    targets = batch.signal.targets.clamp(min=0)[..., None]
+    return logits.log_softmax(-1).gather(2, targets).squeeze(2) * batch.signal.has_target
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _shortened(message: str) -> str:
+    text = " ".join(message.split()).replace("|", "/")
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
+
+
+def main() -> None:
+    """Try families, and keep what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to try (default: all)")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), help="what to try")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    for family in arguments.families or FAMILIES:
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                folder = save_family(family, Path(name))
+                outcomes = {column: result(column, folder) for column in arguments.columns}
+            except Exception as error:
+                outcomes = dict.fromkeys(arguments.columns, _shortened(f"{type(error).__name__}: {error}"))
+        record = recorded()
+        record[family] = {**record.get(family, {}), **outcomes}
+        ordered = {name: record[name] for name in FAMILIES if name in record}
+        RECORD.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+        print(family, outcomes, flush=True)
+
+
+if __name__ == "__main__":
+    main()
