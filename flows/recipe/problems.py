@@ -34,7 +34,26 @@ OF_OTHERS = {
 
 def explain(error: ValidationError, stage: str) -> list[str]:
     """Return a sentence for each validation error of a stage's config, at most `MAX_PROBLEMS`."""
-    return [_sentence(details, f"stages.{stage}") for details in error.errors()[:MAX_PROBLEMS]]
+    return [_sentence(details, f"stages.{stage}") for details in _meant_members(error.errors())[:MAX_PROBLEMS]]
+
+
+def _meant_members(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors without those of the other members of a union of words and a block (`ngram`, `{draft: …}`).
+
+    pydantic lists the errors of every member; a text was meant to be one of the words, a mapping the block.
+    """
+    of_words = {details["loc"][:-1] for details in errors if details["loc"] and _is_word(details["loc"][-1])}
+    return [
+        details
+        for details in errors
+        if details["loc"][:-1] not in of_words
+        or not isinstance(details["input"], dict if _is_word(details["loc"][-1]) else str)
+    ]
+
+
+def _is_word(part: int | str) -> bool:
+    """Return whether a part of a pydantic location is a union's member of words, `literal['ngram','mtp']`."""
+    return str(part).startswith("literal[")
 
 
 def _sentence(details: ErrorDetails, stage: str) -> str:
@@ -110,7 +129,7 @@ def _walked(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
         chosen = [] if fields or is_entry else [one for one in models if part in _names(one)]
         if fields:
             models = [inner for annotation in fields for inner in models_in(annotation)]
-        parts += [] if chosen else [part]
+        parts += [] if chosen or _is_word(part) else [part]
         models = chosen or models
         is_entry = any(typing.get_origin(annotation) in (dict, tuple) for annotation in fields)
     return parts, models

@@ -118,6 +118,16 @@ def test_an_override_changes_one_place_of_an_aliased_value(load):
         ("    global_batch_size: 8\n", "", "stages.tuned.global_batch_size: missing"),
         ("method: awq", "method: awp", "stages.quantized.method: found \"awp\", expected 'awq', 'gptq'"),
         ("method: awq", "method: awp", "did you mean `awq`?"),
+        (
+            "{kind: serve, model: quantized}",
+            "{kind: serve, model: quantized, speculative: ngrams}",
+            "1 problem:\n  stages.served.speculative: found \"ngrams\", expected 'ngram' or 'mtp'; did you mean `n",
+        ),
+        (
+            "{kind: serve, model: quantized}",
+            "{kind: serve, model: quantized, speculative: {draft: 1}}",
+            "has 1 problem:\n  stages.served.speculative.draft: found 1, expected a valid string",
+        ),
         ("kind: quantize", "kind: quantise", "stages.quantized.kind: found `quantise`, which is no kind of stage"),
         ("kind: quantize", "kind: quantise", "did you mean `quantize`?"),
         ("    kind: quantize\n", "", "stages.quantized.kind: missing; there are: download, train"),
