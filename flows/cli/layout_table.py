@@ -158,7 +158,7 @@ def _table(candidates: Sequence[Candidate], request: SearchRequest) -> list[str]
 def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
     layout = {"engine": candidate.engine, **candidate.layout.model_dump()}
     if layout["cpu_offload"]:
-        layout["recompute"] += "+offload"
+        layout["recompute"] += "+cpu_offload"
     memory, parts = asdict(candidate.memory.worst), asdict(candidate.time.parts)
     days, gpu_hours = _days_and_gpu_hours(candidate, request)
     return (
