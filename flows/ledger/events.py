@@ -9,14 +9,16 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
-from flows.ledger.home import HomeIdentity
+from flows.ledger.home import HomeIdentity, in_this_home
 from flows.ledger.process_identity import ProcessIdentity
 from stages.core.contract import StrictModel
 
 Outcome = Literal["finished", "failed", "cancelled", "killed"]
 """Outcome of an attempt to run a stage. cancelled: on request. killed: a process died before it noted its end."""
+RecordedFolder = Annotated[Path, AfterValidator(in_this_home)]
+"""Folder of a stage's files in the lifecycle home; read where it is now, if the home was moved or copied since."""
 RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
 
 
@@ -87,7 +89,7 @@ class AttemptBegan(Event):
     event: Literal["attempt_began"] = "attempt_began"
     stage: str
     number: int
-    work: Path
+    work: RecordedFolder
     first_byte: int
     num_devices: int | None = None
     params: dict[str, str]
@@ -106,7 +108,7 @@ class AttemptEnded(Event):
     stage: str
     number: int
     outcome: Outcome
-    folder: Path
+    folder: RecordedFolder
     last_byte: int
     seconds: float = 0.0
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -123,7 +125,7 @@ class StageCached(Event):
 
     event: Literal["stage_cached"] = "stage_cached"
     stage: str
-    artifact: Path
+    artifact: RecordedFolder
     attempt: str | None
     seconds: float
 
@@ -174,7 +176,7 @@ class TrialEnded(Event):
     event: Literal["trial_ended"] = "trial_ended"
     layout: int
     round: int
-    work: Path
+    work: RecordedFolder
     seconds: float
     metrics: dict[str, float] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from flows.ledger.process_identity import boot_id
@@ -11,6 +12,8 @@ from stages.core.contract import StrictModel
 from stages.core.errors import ResourceError
 
 FOLDER = ".lifecycle"
+OF_STAGES = re.compile(r".*/(store/(\.work/)?[^/]+/[^/]+|ledger/[^/]+/trials/[^/]+)")
+"""Path of a stage's files in a lifecycle home; the first group is its path within the home."""
 REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -84,3 +87,15 @@ def hardware_file() -> Path:
 def ledger_root() -> Path:
     """Return the folder of all refreshes' event logs (ledgers), one subfolder for each refresh."""
     return home() / "ledger"
+
+
+def in_this_home(folder: Path) -> Path:
+    """Return where a folder of a stage's files, as an event log names it, is now: a home may have been moved or copied.
+
+    Event logs name folders by absolute paths, also of a home's former place. A folder that is not in this home, or no
+    longer there, is returned as it is.
+    """
+    if folder.is_relative_to(home()) or not (match := OF_STAGES.fullmatch(str(folder))):
+        return folder
+    here = home() / match[1]
+    return here if here.exists() else folder

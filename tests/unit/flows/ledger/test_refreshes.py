@@ -10,7 +10,15 @@ import pytest
 
 from flows.cli.live import summary
 from flows.cli.show import state_of
-from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded, StageFailed
+from flows.ledger.events import (
+    AttemptBegan,
+    FlowRunKnown,
+    PlannedEntry,
+    RefreshBegan,
+    RefreshEnded,
+    StageCached,
+    StageFailed,
+)
 from flows.ledger.home import home_identity
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import COPIED, KILLED, with_time_so_far
@@ -183,6 +191,26 @@ def test_in_a_copy_of_the_home_what_ran_is_over_and_in_the_original_it_goes_on(b
     assert ledger_of("running").read().standing == "alive"
     monkeypatch.setenv("LIFECYCLE_HOME", str(home / "home"))
     assert close_interrupted() == [] and ledger.read().standing == "alive"
+
+
+def test_a_moved_home_names_the_files_of_its_stages_where_they_are(begin, tmp_path, monkeypatch):
+    before, after = tmp_path / "before", tmp_path / "after"
+    monkeypatch.setenv("LIFECYCLE_HOME", str(before))
+    ledger = begin("night", "base", "gone")
+    for stage in ("base", "gone"):
+        artifact = before / "store" / "download" / f"{stage}-0123456789ab"
+        artifact.mkdir(parents=True)
+        ledger.append(StageCached(stage=stage, artifact=artifact, attempt=None, seconds=0.0))
+    work = before / "store" / ".work" / "train" / "sft-0123456789ab"
+    work.mkdir(parents=True)
+    ledger.append(AttemptBegan(stage="base", number=1, work=work, first_byte=0, params={}, tags={}))
+    before.rename(after)
+    (after / "store" / "download" / "gone-0123456789ab").rmdir()
+    monkeypatch.setenv("LIFECYCLE_HOME", str(after))
+    stages = ledger_of("night").read().stages
+    assert stages["base"].artifact == after / "store" / "download" / "base-0123456789ab"
+    assert stages["base"].work == after / "store" / ".work" / "train" / "sft-0123456789ab"
+    assert stages["gone"].artifact == before / "store" / "download" / "gone-0123456789ab"
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "killed"])
