@@ -31,8 +31,8 @@ demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
 	.venv/bin/lifecycle status
 
-# Tests wait half of their time, for a server or a time limit: of two cores three files at a time used 1.4, four use 1.7.
-# Files stay whole, and are begun in the order of tests/conftest.py: the longest first.
+# Many tests wait, for a server or a time limit: four files at a time use 1.4 of two cores. Files stay whole, and are begun
+# in the order of tests/conftest.py: the longest first.
 FILES_AT_A_TIME ?= 4
 BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loadscope-reorder
 # Named after the commit, so that tests/matrix.py can say what it proved.
