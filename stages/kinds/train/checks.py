@@ -89,7 +89,7 @@ def token_errors(config: TrainFields) -> Iterator[str]:
 
 def row_errors(method: Method, data: DataConfig) -> Iterator[str]:
     """Yield conflicts between the kind of rows that the method learns from and the options of `data`."""
-    if data.add_tokens and method.name != "sft":
+    if data.add_tokens and not method.teaches_tokens:
         yield (
             f"`data.add_tokens` does not go with `method: {method.name}`, which would learn tokens that nothing knows; "
             "add them in a stage of `method: sft`, and train its model here"

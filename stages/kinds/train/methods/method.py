@@ -94,6 +94,8 @@ class Method:
     """Noun for what the method's loss is averaged over, such as `pairs`."""
     is_likelihood: bool = False
     """True if the loss is the negative log-likelihood of the target tokens, in nats a token."""
+    teaches_tokens: bool = False
+    """True if the method can teach tokens that the model did not have before (`data.add_tokens`)."""
     usual_learning_rates: tuple[tuple[float, float], ...] = ()
     """Usual peak learning rates of AdamW for training all weights: (largest size in billions of parameters, rate)."""
     headline: tuple[str, ...] = ()

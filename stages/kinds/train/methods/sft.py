@@ -32,5 +32,6 @@ SFT = Method(
     rows="examples",
     build_loss=lambda _: SftLoss(),
     is_likelihood=True,
+    teaches_tokens=True,
     usual_learning_rates=((0.01, 3e-3), (1.5, 5e-5), (5, 2e-5), (1e9, 1e-5)),
 )
