@@ -1,4 +1,4 @@
-"""Loading of a model folder with Transformers: its config, its tokenizer, its model with or without weights.
+"""Loading of a model folder with Transformers: its config, its tokenizer and processor, its model, weights or not.
 
 For every caller: only files of the folder are read, weights from safetensors (or GGUF) and never from pickles, its code
 runs only where trusted, and a tokenizer is loaded only if that cannot fill the memory. Importing this module is light:
@@ -15,9 +15,17 @@ from typing import Any, Literal
 from stages.core.errors import ModelError
 from stages.models.facts import ModelFacts
 
-Head = Literal["tokens", "score"]
-"""Kind of output head: `tokens` gives log-probabilities of the next token, `score` gives one number per text."""
-AUTO_CLASSES: dict[Head, str] = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
+Head = Literal["tokens", "score", "pictures"]
+"""Kind of inputs and output head.
+
+`tokens` gives log-probabilities of the next token, `pictures` does so after text with pictures, `score` gives one
+number per text.
+"""
+AUTO_CLASSES: dict[Head, str] = {
+    "tokens": "AutoModelForCausalLM",
+    "score": "AutoModelForSequenceClassification",
+    "pictures": "AutoModelForImageTextToText",
+}
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "
 REPETITIONS = 50
@@ -51,6 +59,22 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises nothing more special, and Transformers anything
         raise ModelError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the processor of a model folder, which makes a model's inputs of text and pictures, with Transformers.
+
+    Raises ModelError if that fails, as for the tokenizer within it.
+    """
+    from transformers import AutoProcessor
+
+    from stages.models.tokenizer_check import check_tokenizer_file
+
+    check_tokenizer_file(folder, max_factor=math.inf)
+    try:
+        return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # Transformers raises anything
+        raise ModelError(f"the processor in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:

@@ -1,0 +1,76 @@
+"""A model's processor is asked about pictures by their size alone, and says what it says of the pictures themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from stages.core.errors import DataError, ModelError
+from stages.models.processor import MediaProcessor
+from tests.zoo.models import tiny_config
+from tests.zoo.processors import save_processor
+
+SIZES = ((64, 40), (31, 57), (100, 33))
+FAMILIES = ("gemma3", "qwen2_5_vl")
+
+
+def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
+    """Return a picture of noise. size: (width, height) in pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: Any, tmp_path_factory: Any) -> Path:
+    if request.param != "gemma3":
+        pytest.importorskip("torchvision")
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    tiny_config(request.param).save_pretrained(folder)
+    save_processor(request.param, folder)
+    return folder
+
+
+def test_sizes_give_the_tokens_that_pictures_give(folder: Path) -> None:
+    media, reference = MediaProcessor(folder), AutoProcessor.from_pretrained(folder)
+    parts = [{"type": "image"}, {"type": "text", "text": "n5"}, {"type": "image"}, {"type": "image"}]
+    text = reference.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    replacements = media.replacements(text, SIZES)
+    expanded = text
+    for one in reversed(replacements):
+        expanded = expanded[: one.start] + one.text + expanded[one.end :]
+    ids = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    given = reference(text=[text], images=[[*map(picture, SIZES)]], return_tensors="pt")
+    assert ids == given["input_ids"][0].tolist()
+    assert sum(one in media.media_token_ids for one in ids) > len(SIZES)
+    inserted = sum(media.num_tokens(*size) - 1 for size in SIZES)
+    assert len(ids) == len(reference.tokenizer(text, add_special_tokens=False)["input_ids"]) + inserted
+
+
+def test_documents_are_merged_to_what_one_call_gives(folder: Path) -> None:
+    media, reference = MediaProcessor(folder), AutoProcessor.from_pretrained(folder)
+    pictures = [*map(picture, SIZES)]
+    merged = media.merged([media.features(pictures[:1]), media.features([]), media.features(pictures[1:])])
+    given = reference.image_processor(pictures, return_tensors="pt")
+    assert merged.keys() <= given.keys()
+    for name, value in merged.items():
+        assert torch.equal(value, given[name]), name
+
+
+def test_other_numbers_of_placeholders_and_pictures_are_refused(folder: Path) -> None:
+    media = MediaProcessor(folder)
+    with pytest.raises(DataError, match=r"0 placeholders .* for 3 pictures"):
+        media.replacements("n5", SIZES)
+    assert media.replacements("n5", ()) == ()
+
+
+def test_a_folder_without_processor_reads_text_alone(folder: Path, tmp_path: Path) -> None:
+    assert MediaProcessor.of(tmp_path) is None
+    (tmp_path / "processor_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(ModelError, match="the processor in"):
+        MediaProcessor.of(tmp_path)
