@@ -93,10 +93,15 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install --quiet uv==0.13.8
 
-.venv/.ready: $(PINS)/pipeline.in $(PINS)/pipeline.txt $(PINS)/fp8.in pyproject.toml | .venv/bin/uv
+# PyPI's torchvision is built for CUDA; this lets a CPU build of torch import it (PyTorch's own registry has builds for both).
+HOOK := deploy/torchvision-without-cuda
+HOOK_FILES := $(addprefix $(HOOK)/,pyproject.toml torchvision_without_cuda.py torchvision_without_cuda.pth)
+
+.venv/.ready: $(PINS)/pipeline.in $(PINS)/pipeline.txt $(PINS)/fp8.in $(HOOK_FILES) pyproject.toml | .venv/bin/uv
 	@echo "Installing the pipeline environment into .venv ($(DEVICE)) …"
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,pipeline)
 	@$(if $(filter cuda,$(DEVICE)),$(INSTALL) --python .venv/bin/python --no-deps --requirement $(PINS)/fp8.in)
+	@$(if $(filter cpu,$(DEVICE)),$(INSTALL) --python .venv/bin/python --no-deps ./$(HOOK))
 	@$(INSTALL) --python .venv/bin/python --no-deps --editable .
 	@.venv/bin/python -m compileall -q flows stages
 	@touch $@
@@ -105,7 +110,7 @@ environments: .venv/.ready .venv-serve/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,test)
 	@touch $@
 
-.venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) $(addprefix deploy/vllm-metadata/,pyproject.toml vllm_portable_int4.py) | .venv/bin/uv
+.venv-serve/.ready: $(wildcard $(PINS)/serve-*.txt) $(addprefix deploy/vllm-metadata/,pyproject.toml vllm_portable_int4.py) $(HOOK_FILES) | .venv/bin/uv
 	@echo "Installing vLLM into .venv-serve ($(DEVICE)) …"
 	@$(PYTHON) -m venv .venv-serve
 	@$(INSTALL) --python .venv-serve/bin/python $(SERVE_$(DEVICE))
@@ -126,7 +131,7 @@ llama-cpp: .venv-llama-cpp/.ready
 	@$(INSTALL) --python .venv-llama-cpp/bin/python --requirement $<
 	@touch $@
 
-SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata
+SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata ./$(HOOK)
 SERVE_cuda := -r $(PINS)/serve-cuda.txt
 
 # The pins name neither registries nor the CPU build of torch, so that the same files serve every machine. For the same

@@ -34,12 +34,16 @@ FROM base AS build
 ARG TORCH_BACKEND=cpu
 WORKDIR /build
 COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/fp8.in deploy/requirements/
+COPY deploy/torchvision-without-cuda deploy/torchvision-without-cuda
 RUN uv venv /opt/pipeline && \
     uv pip install --no-cache --compile-bytecode --torch-backend=${TORCH_BACKEND} --python /opt/pipeline/bin/python \
         --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in && \
     if [ "${TORCH_BACKEND}" != cpu ]; then \
         uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
             --requirement deploy/requirements/fp8.in; \
+    else \
+        uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
+            ./deploy/torchvision-without-cuda; \
     fi
 COPY --from=wheels /wheels /wheels
 RUN for wheel in /wheels/*.whl; do \

@@ -12,10 +12,11 @@ WORKDIR /build
 COPY deploy/requirements deploy/requirements
 
 FROM base AS cpu
+COPY deploy/torchvision-without-cuda deploy/torchvision-without-cuda
 COPY deploy/vllm-metadata deploy/vllm-metadata
 RUN uv pip install --no-cache --compile-bytecode --torch-backend=cpu --python /opt/serve/bin/python \
         --requirement deploy/requirements/serve-cpu.txt --overrides deploy/requirements/serve-cpu-overrides.txt \
-        ./deploy/vllm-metadata
+        ./deploy/vllm-metadata ./deploy/torchvision-without-cuda
 
 FROM base AS cuda
 RUN uv pip install --no-cache --compile-bytecode --torch-backend=cu130 --python /opt/serve/bin/python \

@@ -67,7 +67,7 @@ def test_secrets_are_files_of_the_host_and_nothing_else():
 def test_secrets_are_neither_committed_nor_copied_into_images():
     assert "/deploy/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     copied = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!deploy")]
-    assert copied == ["!deploy/requirements", "!deploy/vllm-metadata"]
+    assert copied == ["!deploy/requirements", "!deploy/torchvision-without-cuda", "!deploy/vllm-metadata"]
 
 
 @pytest.mark.parametrize("name", ["prefect", "mlflow", "worker"])
