@@ -32,6 +32,7 @@ STEP_METRICS = {
     "data_wait_fraction": "share of the step spent waiting for data",
     "communication_fraction": "share of a profiled step in which a collective was in flight",
     "aux_loss": "with `moe.aux_loss_coefficient`: the loss that balances experts, before it is multiplied and added",
+    "mtp_loss": "with `mtp_loss_weight`: cross-entropy of the token after the next, before it is multiplied and added",
     "pipeline_bubble_fraction": "share of the step in which a pipeline stage has nothing to do, mean over stages",
     "peak_memory_gib": "most memory held since the model was read; at the end: of the process that needed most",
     **metric_meanings(),

@@ -52,25 +52,37 @@ def hidden_states_and_router_logits(
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
+def rows_of_layers(decoder: Any, inputs: ModelInputs) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return functions that reshape a batch's values [rows, sequence, …] to rows as the decoder's layers see, and back.
+
+    These are the batch's own, or one for each document, padded to the longest. Both functions are differentiable.
+    """
+    shape = inputs.input_ids.shape
+    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+        return lambda values: values, lambda states: states.reshape(*shape, -1)
+    # `least_fill=0` makes one bucket: the padded positions are then a matrix with a row for each document.
+    documents = PackedDocuments(inputs.documents.lengths, inputs.input_ids.device, least_fill=0)
+    return (
+        lambda values: pad_documents(values.flatten(0, 1), documents).unflatten(0, (-1, documents.longest)),
+        lambda states: unpad_documents(states.reshape(documents.num_slots, -1), documents).view(*shape, -1),
+    )
+
+
 def _run(
     decoder: Any, inputs: ModelInputs, is_compiled: bool, **options: Any
 ) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Run the decoder on a batch; return its output, and a function that reshapes its states to the batch's rows."""
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
     options["use_cache"] = False
+    to_layers, to_batch = rows_of_layers(decoder, inputs)
     if decoder.config._attn_implementation == PACKED_DOCUMENTS:
         # A document lies in one row, so that none is longer.
         documents = PackedDocuments(inputs.documents.lengths, device, longest=shape[1] if is_compiled else None)
         if is_compiled:
             prepare(documents, {None, getattr(decoder.config, "sliding_window", None)})
         options["documents"] = documents
-        output = decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options)
-        return output, lambda states: states.reshape(*shape, -1)
-    documents = PackedDocuments(inputs.documents.lengths, device, least_fill=0)
-    # `least_fill=0` makes one bucket: the padded positions are then a matrix with a row for each document.
-    rows = pad_documents(inputs.input_ids.flatten(), documents).view(-1, documents.longest)  # [documents, longest]
-    output = decoder(input_ids=rows, **options)
-    return output, lambda states: unpad_documents(states.reshape(rows.numel(), -1), documents).view(*shape, -1)
+        return decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options), to_batch
+    return decoder(input_ids=to_layers(inputs.input_ids), **options), to_batch
 
 
 def packed_attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from stages.models.carried_weights import carried_names, read_carried
 from stages.models.facts import ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.model_folder import follow_file_mask
+from stages.models.mtp_weights import ATTRIBUTE, MtpNames
 from stages.models.weight_files import read_tensors, weight_paths
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -231,11 +232,34 @@ def _originals(
     causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under the original files' names, which may lack the model's prefix (GPT-2), and shapes."""
-    names, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
-    for group in _groups(named_weights):
+    stored, prefix = weight_shapes(source).keys(), f"{causal_lm.base_model_prefix}."
+
+    def reverted(group: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, weight in revert_weight_conversion(causal_lm, group).items():
             # The name without prefix only where the files have that one and not the full one.
-            yield name if name in names or name.removeprefix(prefix) not in names else name.removeprefix(prefix), weight
+            is_full = name in stored or name.removeprefix(prefix) not in stored
+            yield name if is_full else name.removeprefix(prefix), weight
+
+    mtp: MtpNames | None = getattr(getattr(causal_lm, ATTRIBUTE, None), "names", None)
+    for group in _groups(named_weights):
+        yield from _of_mtp(mtp, group, reverted) if mtp else reverted(group)
+
+
+def _of_mtp(
+    mtp: MtpNames, group: dict[str, Tensor], reverted: Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a group of weights under their names in files, of a model with an MTP layer, whose copies are written too.
+
+    The layer's weights get their form in files as those of the layer that it is like. reverted: gives it to others.
+    """
+    as_like = {layer_name: group[name] for name in group if (layer_name := mtp.as_like(name))}
+    yield from ((mtp.in_files(name), weight) for name, weight in reverted(as_like))
+    others = {name: weight for name, weight in group.items() if mtp.as_like(name) is None}
+    for name, weight in others.items():
+        yield from ((copy, weight.clone()) for copy, original in mtp.copied.items() if original == name)
+        if part := mtp.part_in_files(name):
+            yield part, weight
+    yield from reverted({name: weight for name, weight in others.items() if not mtp.part_in_files(name)})
 
 
 def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -257,6 +281,8 @@ def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, T
 def _layer(name: str) -> str:
     """Return a weight's name up to its first number (its layer, `model.layers.3`), or whole if it has none."""
     parts = name.split(".")
+    if parts[0] == ATTRIBUTE:
+        return ATTRIBUTE
     # model.layers.3.mlp.experts.7.w1 -> model.layers.3: a layer's experts stay together
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

@@ -77,3 +77,5 @@ class EngineSettings:
     moe: MoeSettings = MoeSettings()
     low_precision: LowPrecisionSettings = LowPrecisionSettings()
     fp8_recipe: Fp8Recipe = "tensorwise"
+    mtp_loss_weight: float = 0.0
+    """Weight of the loss of the model's layer of multi-token prediction; 0: the layer is not trained."""

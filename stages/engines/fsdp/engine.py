@@ -30,6 +30,8 @@ from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.layers import freeze_unused
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
+from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
+from stages.engines.fsdp.mtp import add_mtp, num_targets, one_ahead
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
 from stages.engines.fsdp.score import with_score_head
@@ -39,6 +41,7 @@ from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.facts import ModelFacts
+from stages.models.mtp_weights import ATTRIBUTE
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
 
@@ -86,6 +89,9 @@ class FsdpEngine:
         check_mixture(self._model.causal_lm, settings.moe)
         # Before the adapter, which freezes the base and then lets its own factors learn, those of routers too.
         freeze_unused(self._model.causal_lm)
+        self._mtp_loss_weight = settings.mtp_loss_weight
+        if settings.mtp_loss_weight:
+            add_mtp(self._model.causal_lm, model.folder)
         if settings.moe.freeze_router:
             freeze_routers(self._model.causal_lm)
         self._adapter = self._add_adapter(settings, rows) if settings.adapter else None
@@ -127,19 +133,29 @@ class FsdpEngine:
         balance_weight = (self._moe.aux_loss_coefficient / num_balanced).float()
         added_up: list[Tensor] = []
         balances: list[Tensor] = []
+        # Shifted on the host, where the positions of targets are found without waiting for the device.
+        ahead = [one_ahead(batch) for batch in micro_batches] if self._mtp_loss_weight else []
+        num_ahead = num_targets(ahead, self._over_shares)
+        losses_ahead: list[Tensor] = []
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             # Without it gradients stay whole on every process until the last micro-batch, which reduces the sum.
             self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
             self._model.set_requires_all_reduce(is_last)  # replicas only need to agree on the sum
             on_device = batch.to(self.device)
-            output = self._model(on_device, balances_experts=self._balances_experts)
-            log_probabilities, *balance = output if self._balances_experts else (output,)
+            following = ahead[index].to(self.device) if ahead else None
+            output = self._model(on_device, balances_experts=self._balances_experts, ahead=following)
+            log_probabilities, *others = output if isinstance(output, tuple) else (output,)
             parts = loss(log_probabilities, on_device.signal, totals)
-            # Without a balancing loss the sum is its start, the loss alone.
-            sum((balance_weight * one for one in balance), parts[0]).backward()
+            total = parts[0]
+            if following:
+                loss_ahead = -others.pop().sum() / num_ahead
+                total = total + self._mtp_loss_weight * loss_ahead
+                losses_ahead.append(loss_ahead.detach())
+            # Without a balancing loss the sum is its start.
+            sum((balance_weight * one for one in others), total).backward()
             added_up.append(stacked(parts))
-            balances += [one.detach() for one in balance]
+            balances += [one.detach() for one in others]
         # As FSDP2 does for its own (`reduce_unused`): AdamW would not decay a weight without a gradient.
         for parameter in self._parameters:
             if parameter.grad is None and not isinstance(parameter, DTensor):
@@ -147,6 +163,8 @@ class FsdpEngine:
         # [micro-batches, 1 + metrics] → [1 + metrics], then over processes
         summed = self._all_reduce(torch.stack(added_up).sum(0))
         named = {METRIC: self._all_reduce(torch.stack(balances).sum()) / num_balanced} if balances else {}
+        if losses_ahead:
+            named[MTP_METRIC] = self._all_reduce(torch.stack(losses_ahead).sum())
         # The one time that a step waits for the device.
         (grad_norm,), numbers, *values = read(self._grad_norm(), summed, *named.values())
         measured = {name: value for name, (value,) in zip(named, values, strict=True)}
@@ -253,6 +271,8 @@ class FsdpEngine:
     def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
         # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.
         twin = deepcopy(self._model) if files else None  # compared in fp32
+        if twin and hasattr(twin.causal_lm, ATTRIBUTE):
+            delattr(twin.causal_lm, ATTRIBUTE)  # Transformers has none to compare with
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:

@@ -7,7 +7,7 @@ model is sharded (`shards.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from stages.data.batch import Batch
 from stages.engines.attention import hidden_states, hidden_states_and_router_logits
 from stages.engines.balance import balance_of_logits
 from stages.engines.fsdp.layers import decoder_of
+from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, packed, probe
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
@@ -57,23 +58,38 @@ class TargetLogProbabilities(nn.Module):
         rotate_by_document(decoder_of(causal_lm))
 
     def forward(
-        self, batch: Batch, *, by_transformers: bool = False, balances_experts: bool = False, **wanted: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self,
+        batch: Batch,
+        *,
+        by_transformers: bool = False,
+        balances_experts: bool = False,
+        ahead: Batch | None = None,
+        **wanted: Any,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return the log-probabilities of a batch's target tokens.
 
         wanted: options of `of_hidden`. by_transformers: use Transformers' own attention and head, for one document.
         balances_experts: also return the loss that balances experts, a scalar: summed over tokens, mean over layers.
+        ahead: batch of the next positions, for whose targets the MTP layer's log-probabilities are returned last.
         """
         if by_transformers:
             return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)
         decoder = decoder_of(self.causal_lm)
-        if not balances_experts:
-            return self.of_hidden(hidden_states(decoder, batch.inputs, is_compiled=self.is_compiled), batch, **wanted)
-        hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs, is_compiled=self.is_compiled)
-        rows = batch.documents.token_rows
-        # a scalar for each mixture layer
-        layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
-        return self.of_hidden(hidden, batch, **wanted), torch.stack(layers).mean()
+        logits: list[Tensor] = []
+        with call_of_layer(self.causal_lm) if ahead else nullcontext() as call:
+            if balances_experts:
+                hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs, is_compiled=self.is_compiled)
+            else:
+                hidden = hidden_states(decoder, batch.inputs, is_compiled=self.is_compiled)
+        outputs = [self.of_hidden(hidden, batch, **wanted)]
+        if balances_experts:
+            rows = batch.documents.token_rows
+            # a scalar for each mixture layer
+            layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
+            outputs.append(torch.stack(layers).mean())
+        if ahead and call:
+            outputs.append(self.of_hidden(hidden_ahead(self.causal_lm, hidden, ahead, call), ahead))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def of_hidden(self, hidden: Tensor, batch: Batch, *, greedy: bool = False, num_likeliest: int = 0) -> Tensor:
         """Return the target tokens' log-probabilities, float32 [rows, sequence], from the last hidden states; else 0.

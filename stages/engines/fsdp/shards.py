@@ -17,6 +17,7 @@ from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
 from stages.engines.fsdp.layers import keep_kinds_of_layers, transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
+from stages.engines.fsdp.mtp import read_mtp
 from stages.engines.fsdp.optimizer import local_of
 from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
 from stages.engines.fsdp.sources import ModelFiles
@@ -40,6 +41,8 @@ def read_shards(causal_lm: Any, files: ModelFiles, device: torch.device) -> None
     """
     reader = _ShardReader(causal_lm, device)
     for name, rows in files.read(reader.rows_of):
+        reader.take(name, rows)
+    for name, rows in read_mtp(causal_lm, files, reader.rows_of):
         reader.take(name, rows)
     # Every process learns of every bad weight, so that all raise and none waits in the next collective.
     everyones: list[list[str]] = [[]] * dist.get_world_size()

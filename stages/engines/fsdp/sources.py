@@ -6,7 +6,7 @@ rows of one tensor, or whole tensors, only those are read; of other conversions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +49,17 @@ class WeightSource:
 class ModelFiles:
     """Weight files of a model, converted on reading to the weights that Transformers would load from them."""
 
-    def __init__(self, folder: Path, bare: Any) -> None:
-        """Read names and shapes of the weights in the files. bare: Transformers' model on the meta device."""
+    def __init__(self, folder: Path, bare: Any, stored: Mapping[str, str] | None = None) -> None:
+        """Read names and shapes of the weights in the files. bare: Transformers' model on the meta device.
+
+        stored: names in the files by those to read them under; default: all weights, by their own names.
+        """
         self.folder = folder
         self._bare = bare
         with WeightFiles(folder) as files:
-            self._shapes = files.shapes()
+            shapes = files.shapes()
+        self._stored = {name: name for name in shapes} if stored is None else stored
+        self._shapes = {name: shapes[original] for name, original in self._stored.items()}
         self._sources = self._find_sources()
         expected = self._weights = bare.state_dict(keep_vars=True)
         made = {name for target, source in self._sources.items() for name in _targets(target, source)}
@@ -72,11 +77,15 @@ class ModelFiles:
         # Only where the files hold several of the tied names can their values differ.
         self._tied = [same for same in names.values() if len(made.intersection(same)) > 1]
 
+    def renamed(self, stored: Mapping[str, str]) -> ModelFiles:
+        """Return the same files with some weights alone, read under other names. stored: their names by these."""
+        return ModelFiles(self.folder, self._bare, stored)
+
     def has_untied(self) -> bool:
         """Return whether weights that the model ties have different values in the files. Reads them from the files."""
         with WeightFiles(self.folder) as files:
             stored = [
-                [files.read(self._sources[name].tensors[0][0]) for name in same if name in self._sources]
+                [files.read(self._stored[self._sources[name].tensors[0][0]]) for name in same if name in self._sources]
                 for same in self._tied
             ]
             return any(not torch.equal(first, other) for first, *others in stored for other in others)
@@ -93,7 +102,7 @@ class ModelFiles:
                 if not wanted:
                     continue
                 if source.converter is None:
-                    yield target, files.read(source.tensors[0][0], wanted[target])
+                    yield target, files.read(self._stored[source.tensors[0][0]], wanted[target])
                 else:
                     yield from self._converted(files, target, source, wanted)
 
@@ -107,7 +116,7 @@ class ModelFiles:
         converter = deepcopy(source.converter)  # it collects tensors, and is used again for other layers
         for pattern in dict.fromkeys(pattern for _, pattern in source.tensors):
             for name in [name for name, of in source.tensors if of == pattern][chosen]:
-                converter.add_tensor(target, name, pattern, files.read(name))
+                converter.add_tensor(target, name, pattern, files.read(self._stored[name]))
         made: dict[str, Any] = converter.convert(target, model=self._bare, config=self._bare.config)
         for name, value in made.items():
             whole = value[0] if isinstance(value, list) else value

@@ -45,6 +45,8 @@ def problems_of(
         yield from adapter_problems(config, config.adapter, model_folder)
     if config.moe != MoeConfig():
         yield from moe_problems(config, model_folder)
+    if config.mtp_loss_weight:
+        yield from mtp_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
     yield from ((field, error) for error in check_teacher(config, models))
     if config.sampling and config.sampling.server:
@@ -129,6 +131,18 @@ def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str,
         yield "moe", error
     except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
         yield "moe", f"a model without weights could not be made: {type(error).__name__}: {error}"
+
+
+def mtp_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Yield the reason why the model's layer of multi-token prediction cannot be trained."""
+    from stages.engines.fsdp.mtp import check_mtp
+
+    try:
+        check_mtp(model_folder, trust_remote_code=config.trust_remote_code)
+    except ModelError as error:
+        yield "mtp_loss_weight", error
+    except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
+        yield "mtp_loss_weight", f"a model without weights could not be made: {type(error).__name__}: {error}"
 
 
 def adapter_problems(

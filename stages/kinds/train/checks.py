@@ -235,10 +235,27 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
         )
     if config.fp8_recipe != "tensorwise":
         yield from lacked_feature(engine, "rowwise_fp8", f"fp8_recipe: {config.fp8_recipe}")
+    if config.mtp_loss_weight:
+        yield from _mtp_errors(config)
     if config.learning.needs_score_head:
         yield from lacked_feature(engine, "score_head", f"method: {config.method}")
         if config.adapter:
             yield f"`method: {config.method}` trains whole models only; remove `adapter`"
+
+
+def _mtp_errors(config: TrainFields) -> Iterator[str]:
+    """Yield conflicts of training a layer of multi-token prediction with engine, method and adapter."""
+    yield from lacked_feature(config.engine, "mtp_loss", f"mtp_loss_weight: {config.mtp_loss_weight:g}")
+    if not config.learning.is_likelihood:
+        yield (
+            f"`mtp_loss_weight` does not go with `method: {config.method}`, whose loss is not over each next token; "
+            "remove it, or train the layer in a stage of `method: sft`"
+        )
+    if config.adapter:
+        yield (
+            "`mtp_loss_weight` does not go with `adapter`, which has no weights for the layer; remove it, or train all "
+            "weights"
+        )
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:

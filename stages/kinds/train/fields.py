@@ -64,6 +64,12 @@ class TrainFields(MethodFields):
     learning_rate: Rate = Field(description="Peak learning rate, reached after the warm-up.")
     optimizer: Annotated[OptimizerConfig, AddedLater()] = OptimizerConfig()
     moe: Annotated[MoeConfig, AddedLater()] = MoeConfig()
+    mtp_loss_weight: Annotated[NonNegativeFp32, AddedLater()] = Field(
+        0.0,
+        description="Weight of the loss of the model's layer of multi-token prediction, by which servers guess tokens "
+        "ahead: it is trained too, on the token after the next. 0: it is copied as it is. Only for whole models of "
+        "`method: sft` with `engine: fsdp`.",
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Shape of the learning rate over the steps after the warm-up."
     )
@@ -218,4 +224,5 @@ class TrainFields(MethodFields):
             moe=self.moe.settings,
             low_precision=self.optimizer.low_precision,
             fp8_recipe=self.fp8_recipe,
+            mtp_loss_weight=self.mtp_loss_weight,
         )

@@ -39,6 +39,7 @@ class MegatronRules(EngineRules):
         "score_head": ", which has no score head here",
         "second_model": "",
         "activation_offload": "",
+        "mtp_loss": "",
     }
     adapter_options = frozenset(
         {
