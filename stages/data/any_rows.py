@@ -35,6 +35,7 @@ from stages.data.formats import (
     likeliest_format,
     rename_columns,
 )
+from stages.data.media.rows import MediaSource, with_media
 from stages.data.messages import (
     THOUGHTS,
     Conversation,
@@ -44,12 +45,14 @@ from stages.data.messages import (
     RowError,
     as_messages,
     decoded,
+    fields_of,
     kind_of,
     listed,
     make_message,
     ordered,
     parse_text,
     parse_tools,
+    texts_of,
 )
 from stages.data.row_fields import RESULTS, check_row, has_bad_answer, template_variables, with_system, with_tool_calls
 
@@ -73,12 +76,14 @@ class PromptReader:
         reference_column: str | None,
         named_in: str = "prompts.reference",
         columns: Mapping[str, str] | None = None,
+        media: MediaSource | None = None,
     ) -> None:
         """Create the reader of prompts for the rows of one dataset.
 
         reference_column: of the right answer, as the recipe's field `named_in` says; None for the usual ones. columns:
-        name in the rows → name that formats have.
+        name in the rows → name that formats have. media: as of `RowReader`.
         """
+        self._media = media
         self._column = reference_column
         self._columns = columns or {}
         self._named_in = named_in
@@ -91,13 +96,14 @@ class PromptReader:
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
         row = rename_columns(row, self._columns)
         if is_prompt_alone(row):
-            return Prompt(_prompt_alone(row), self._reference(row, None), row)
+            (document,) = with_media((_prompt_alone(row),), row, self._media)
+            return Prompt(document, self._reference(row, None), row)
         likeliest = likeliest_format(row)
         if likeliest and FORMATS[likeliest].rows == "pairs":
-            self._pairs = self._pairs or RowReader("auto", "pairs")
+            self._pairs = self._pairs or RowReader("auto", "pairs", media=self._media)
             document = self._pairs.read(row)[0]
         else:
-            self._answered = self._answered or RowReader("auto", "examples")
+            self._answered = self._answered or RowReader("auto", "examples", media=self._media)
             # A bad answer (`label: false`) would be refused, but only its prompt is wanted.
             (document,) = self._answered.read({name: value for name, value in row.items() if name != "label"})
         asked, answer = _before_the_answer(document)
@@ -148,7 +154,7 @@ class ReadRow:
         document = self.documents[0]
         if isinstance(document, PlainText):
             return (document.prompt or document.completion,)
-        return tuple(message["content"] for message in document.messages if message["role"] == "user")
+        return tuple(text for message in document.messages if message["role"] == "user" for text in texts_of(message))
 
     @property
     def num_turns(self) -> int | None:
@@ -160,14 +166,16 @@ class ReadRow:
 
     def canonical(self) -> str:
         """Return a text that is equal for two rows exactly when both teach the model the same (to find duplicates)."""
-        documents = [vars(document) for document in self.documents]
+        documents = [fields_of(document) for document in self.documents]
         return json.dumps([documents, self.label, self.reference], sort_keys=True, default=sorted)
 
 
 class AnyRowReader:
     """Reader of all texts of a dataset's rows, which must have the format of the first row."""
 
-    def __init__(self) -> None:
+    def __init__(self, media: MediaSource | None = None) -> None:
+        """Create the reader. media: as of `RowReader`."""
+        self._media = media
         self._prompts: PromptReader | None = None
         self._answers: RowReader | None = None
         self.form: str | None = None
@@ -193,13 +201,13 @@ class AnyRowReader:
     def _choose(self, first_row: dict[str, Any]) -> None:
         """Choose the reader that fits the first row: for prompts, or for the fitting format with the most columns."""
         if is_prompt_alone(first_row):
-            self._prompts, self._columns = PromptReader(None), "prompts alone"
+            self._prompts, self._columns = PromptReader(None, media=self._media), "prompts alone"
             return
         named = rename_columns(first_row, {})
         likeliest = likeliest_format(named)
         rows: RowKind = FORMATS[likeliest].rows if likeliest else "examples"
         self._columns = listed(choose_format("auto", named, rows, {}).columns)
-        self._answers = RowReader("auto", rows)
+        self._answers = RowReader("auto", rows, media=self._media)
 
 
 def check_formats(inputs: Mapping[str, Path], config: DataConfig, rows: RowKind) -> None:
@@ -295,5 +303,5 @@ def _num_prompt_texts(document: Document) -> int:
 def _text(message: Message) -> str:
     calls = [json.dumps(message["tool_calls"], ensure_ascii=False)] if "tool_calls" in message else []
     return "\n".join(
-        text for text in (*(message.get(name, "") for name in THOUGHTS), message["content"], *calls) if text
+        text for text in (*(message.get(name, "") for name in THOUGHTS), *texts_of(message), *calls) if text
     )

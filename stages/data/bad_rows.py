@@ -16,6 +16,7 @@ from stages.core.errors import DataError
 from stages.data.config import METHODS_FOR, DataConfig, RowKind
 from stages.data.files import BadRow, Row, read_rows
 from stages.data.formats import FORMATS, WORDS_FOR, RowReader, likeliest_format, rename_columns
+from stages.data.media.folder import MediaFolder
 from stages.data.messages import RowError
 
 NUM_NAMED = 10
@@ -89,7 +90,7 @@ def check_first_rows(
     folder: Path, files: list[Path], config: DataConfig, rows: RowKind, read: Callable[[object], object] | None = None
 ) -> None:
     """Raise DataError, while a refresh is planned, for first rows that training would refuse."""
-    read_learned = read or RowReader(config.format, rows, config.columns).read
+    read_learned = read or RowReader(config.format, rows, config.columns, MediaFolder.of(folder, files)).read
     bad, kinds, num_read, is_whole = BadRows(io.StringIO()), set[RowKind | None](), 0, True
     deadline_s = time.monotonic() + SECONDS
     for row in read_rows(folder, files):

@@ -3,14 +3,17 @@
 A folder holds flat arrays: `tokens.bin` (int32) and `loss.bin` (bool) of all documents, `document_starts.bin` and
 `row_starts.bin` (int64, one more than there are documents and rows; the latter counted in documents), and `about.json`
 (`Description`); of labelled answers `labels.bin` (bool: good), of pairs with margins `margins.bin` (float32: by how
-much the chosen answer is better).
+much the chosen answer is better); of documents with media `media.bin` (records, `media_reference`) and
+`media_starts.bin` (int64: where those of each document begin, and the end). Pixels are nowhere: a batch's pictures are
+decoded when it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +22,13 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch, Documents
+from stages.data.media_reference import MediaReference, of_records
 from stages.models.recorded import ToolPrompt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from stages.data.media.folder import MediaFolder
 
 ABOUT = "about.json"
 ARRAYS: dict[str, type[np.generic]] = {
@@ -31,6 +40,7 @@ ARRAYS: dict[str, type[np.generic]] = {
 BLOCK_DOCUMENTS = 1 << 20
 """Number of documents whose lengths are computed at a time, a limit that bounds the memory used."""
 LABELS = "labels"
+MEDIA, MEDIA_STARTS = "media", "media_starts"
 MARGINS = "margins"
 
 
@@ -58,8 +68,11 @@ class Description(StrictModel):
     has_margins: bool = False
     bytes_per_token: PositiveFloat | None = None
     tool_prompts: tuple[ToolPrompt, ...] = ()
+    num_media: NonNegativeInt = 0
 
 
+See = Callable[[Batch, Sequence[Sequence["Image"]]], Batch]
+"""Function that puts the pictures of each of a batch's documents into the batch, as the model takes them."""
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
 """One packed row before it is written: token ids, flags of the tokens with loss, and lengths of its documents."""
 
@@ -79,8 +92,11 @@ class PackedDataset:
     members: Mapping[str, PackedDataset] = MappingProxyType({})
     """Datasets of a mixture by name; empty for a single dataset."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, media_folder: MediaFolder | None = None) -> None:
+        """Open a folder of packed documents. media_folder: where the media of the documents are."""
         self.folder = folder
+        self._media_folder = media_folder
+        self._see: See | None = None
         self.about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         self._tokens, self._loss, self._document_starts, self._row_starts = (
             np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in ARRAYS.items()
@@ -89,6 +105,11 @@ class PackedDataset:
             np.fromfile(folder / f"{LABELS}.bin", dtype=np.bool_) if self.about.num_good is not None else None
         )
 
+        self._media: NDArray[np.uint8] | None = None
+        self._media_starts: NDArray[np.int64] | None = None
+        if self.about.num_media:
+            self._media = np.memmap(folder / f"{MEDIA}.bin", np.uint8, "r")
+            self._media_starts = np.memmap(folder / f"{MEDIA_STARTS}.bin", np.int64, "r")
         self._margins = np.fromfile(folder / f"{MARGINS}.bin", dtype=np.float32) if self.about.has_margins else None
 
     def __len__(self) -> int:
@@ -170,6 +191,27 @@ class PackedDataset:
         pairs = self.row_documents([row])[0::2] // 2
         return [0.0] * len(pairs) if self._margins is None else self._margins[pairs].tolist()
 
+    @property
+    def has_media(self) -> bool:
+        return self.about.num_media > 0
+
+    def seen_by(self, see: See) -> None:
+        """Put the pictures of documents into each batch from now on, if the dataset has any, by the given function."""
+        self._see = see if self.has_media else None
+
+    def media(self, row: int) -> list[tuple[MediaReference, ...]]:
+        """Return the media of each document of a packed row, in the order of the documents."""
+        if self._media is None or self._media_starts is None:
+            return [()] * len(self.row_documents([row]))
+        starts = ((self._media_starts[number], self._media_starts[number + 1]) for number in self.row_documents([row]))
+        return [of_records(self._media[begin:end].tobytes()) for begin, end in starts]
+
+    def pictures(self, row: int) -> list[list[Image]]:
+        """Return the decoded pictures of each document of a packed row. Raises DataError if one has changed."""
+        folder = self._media_folder
+        assert folder, "opened without the folder of its media"
+        return [[folder.load_image(one) for one in media] for media in self.media(row)]
+
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of tokens with loss in each of the given packed rows, int64 [rows]."""
         # Without the first token, which nothing predicts.
@@ -180,7 +222,7 @@ class PackedDataset:
 
         It is `sequence_length` wide with packing, else as wide as its longest row.
         """
-        batch = self._batch([self._row(row) for row in row_indices], num_rows)
+        batch = self._seen(self._batch([self._row(row) for row in row_indices], num_rows), row_indices)
         if self.about.has_margins:
             margins = [margin for row in row_indices for margin in self.margins(row)]
             batch = batch.with_signal(margins=torch.tensor(margins, dtype=torch.float32))
@@ -195,7 +237,14 @@ class PackedDataset:
         The same answers are there as targets, and a row is as long as before. A document that is alone in its row gets
         the answer of one in the row before, cut to fit.
         """
-        return self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
+        batch = self._batch([self._mismatched_row(row) for row in row_indices], num_rows)
+        return self._seen(batch, row_indices)  # pictures are of prompts, which stay
+
+    def _seen(self, batch: Batch, row_indices: Sequence[int]) -> Batch:
+        """Return the batch with the pictures of its rows' documents, if the dataset has pictures."""
+        if self._see is None:
+            return batch
+        return self._see(batch, [pictures for row in row_indices for pictures in self.pictures(row)])
 
     def _mismatched_row(self, row: int) -> Row:
         documents = self.documents(row)

@@ -12,6 +12,7 @@ from typing import Any
 
 from stages.core.errors import DataError
 from stages.data.config import METHODS_FOR, DataFormat, RowKind
+from stages.data.media.rows import MediaSource, with_media
 from stages.data.messages import (
     SHAREGPT_ROLES,
     Conversation,
@@ -151,8 +152,18 @@ def _hint(first_row: Columns) -> str:
 class RowReader:
     """Reader that turns the rows of one dataset, all in the format of the first row, into documents."""
 
-    def __init__(self, wanted: DataFormat, rows: RowKind, columns: Mapping[str, str] | None = None) -> None:
-        """Create a reader of dataset rows in the given format. columns: new name of each column to rename."""
+    def __init__(
+        self,
+        wanted: DataFormat,
+        rows: RowKind,
+        columns: Mapping[str, str] | None = None,
+        media: MediaSource | None = None,
+    ) -> None:
+        """Create a reader of dataset rows in the given format.
+
+        columns: new name of each column to rename. media: where the rows' media are; None refuses rows with media.
+        """
+        self._media = media
         self._wanted = wanted
         self._rows = rows
         self._columns = columns or {}
@@ -180,7 +191,7 @@ class RowReader:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
         read = self._format.columns + self._format.optional
         check_row(content, read)
-        documents = self._format.read(content)
+        documents = with_media(self._format.read(content), content, self._media)
         self._check_form(isinstance(documents[0], PlainText))
         self.unread.add(content, read)
         return documents

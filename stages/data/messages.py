@@ -2,8 +2,9 @@
 
 A message has a `role` and `content`. An assistant's may also have thoughts (`reasoning_content` or `thinking`, a
 string) and, even without content, `tool_calls`, a list of {type: function, function: {name, arguments}}, or the inner
-object; messages of the role `tool` hold the results. A row's documents are a `Conversation`, which a chat template
-renders, or `PlainText`.
+object; messages of the role `tool` hold the results. Where a conversation has media, a content may be a list of parts,
+{type: text, text} and {type: image}. A row's documents are a `Conversation`, which a chat template renders, or
+`PlainText`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stages.data.json_values import DECODER, flaw_of
+from stages.data.media_reference import MediaKind, MediaReference
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -47,7 +49,20 @@ MESSAGE_FIELDS = (
 )
 """Fields of a message that are used in some format or role; others are reported as ignored."""
 PART_TYPES = {"text", "reasoning", "tool_call"}
-"""Supported types of parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
+"""Supported types of text parts in a message's content list; `reasoning` and `tool_call` are LLaMA-Factory's."""
+MEDIA_PARTS: dict[str, MediaKind] = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "video": "video",
+    "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""Types of the parts that stand for media (OpenAI's and Hugging Face's names), with the kind of each."""
+SOURCE = "source"
+"""Key of a media part's own payload until the row's media are found; a part without one takes the row's next."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
 """Pattern of characters that show nothing and have no width, but are not white space."""
 Span = tuple[int, int]
@@ -72,6 +87,8 @@ class Conversation:
     unlearned: frozenset[int] = frozenset()
     variables: dict[str, Any] = field(default_factory=dict)
     """Variables that the row sets for the chat template, such as {"enable_thinking": false}."""
+    media: tuple[MediaReference, ...] = ()
+    """Media of the row, in the order of the parts that stand for them in the messages."""
 
     @property
     def learned_turns(self) -> list[int]:
@@ -84,7 +101,13 @@ class Conversation:
 
     def before(self, number: int) -> Conversation:
         """Return the conversation before a given message, without loss: the prompt that this message answers."""
-        return replace(self, messages=self.messages[:number], num_prompt_messages=0, unlearned=frozenset())
+        messages = self.messages[:number]
+        media = self.media[: num_media(messages)]
+        return replace(self, messages=messages, num_prompt_messages=0, unlearned=frozenset(), media=media)
+
+    def num_media_before_turns(self) -> dict[int, int]:
+        """Return how many media stand before each answer that is learned, by the message's index."""
+        return {number: num_media(self.messages[:number]) for number in self.learned_turns}
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,34 @@ def answers_of(document: Document) -> Iterator[str]:
     for message in document.messages[document.num_prompt_messages :]:
         if message["role"] == "assistant" and "tool_calls" not in message:
             yield message["content"]
+
+
+def fields_of(document: Document) -> dict[str, Any]:
+    """Return a document's fields as JSON values, to compare and hash it; media are there only where it has some."""
+    fields = {name: value for name, value in vars(document).items() if name != "media"}
+    media = document.media if isinstance(document, Conversation) else ()
+    return fields | {"media": [one.sha256 for one in media]} if media else fields
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's content: one, none for null, or those of its parts between media."""
+    content = message["content"]
+    if isinstance(content, list):
+        return [part["text"] for part in content if part["type"] == "text"]
+    return [content] if content else []
+
+
+def in_parts(message: Message) -> Message:
+    """Return a message whose content is a list of parts, as vLLM gives it to templates that iterate over contents."""
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) and content else message
+    )
+
+
+def num_media(messages: list[Message]) -> int:
+    """Return the number of parts that stand for media in the messages."""
+    return sum(len(one["content"]) - len(texts_of(one)) for one in messages if isinstance(one["content"], list))
 
 
 def as_messages(value: object, column: str, role: str) -> list[Message]:
@@ -258,6 +309,12 @@ def _checked(item: object, name: str, keys: tuple[str, str], roles: dict[str, st
     content = item.get(content_key)
     if has_calls and content is None:
         content = ""
+    if isinstance(content, list):
+        if roles[role] == "assistant":
+            raise RowError(
+                f"has media in {name}, of the assistant; expected text: models here read media, and write text"
+            )
+        return {"role": roles[role], "content": content, **_extras(item, roles[role], name)}
     if not isinstance(content, str):
         raise RowError(f"has {kind_of(content)} as `{content_key}` of {name}; expected a string")
     may_be_empty = has_calls or roles[role] in ("system", "tool")
@@ -295,21 +352,22 @@ def _next_roles(message: Message) -> tuple[str, ...]:
 
 
 def _without_parts(item: object, content_key: str, name: str) -> object:
-    """Return the message with its list of content parts (OpenAI's form) joined into one text.
+    """Return the message with its list of content parts (OpenAI's form) joined into one text, if all are texts.
 
-    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, also of thoughts and calls. RowError: pictures,
-    sound.
+    Parts are {type: text, text}, or LLaMA-Factory's {type, value}, also of thoughts and calls. With media among them
+    they stay a list, of {type: text, text} and {type: image, source}.
     """
     parts = item.get(content_key) if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(parts, list):
         return item
     where = f"`{content_key}` of {name}"
     types = {str(part.get("type")) for part in parts if isinstance(part, dict)}
-    if others := sorted(types - PART_TYPES):
+    if others := sorted(types - PART_TYPES - MEDIA_PARTS.keys()):
         raise RowError(
-            f"has {', '.join(others)} in {where}, as multimodal data have; they are not supported yet: only text is "
-            "learned"
+            f"has {', '.join(others)} in {where}; expected parts of the types text and {listed(MEDIA_PARTS)}"
         )
+    if types & MEDIA_PARTS.keys():
+        return {**item, content_key: [_media_or_text(part, where) for part in parts]}
     texts: dict[str, list[str]] = {kind: [] for kind in PART_TYPES}
     for part in parts:
         text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
@@ -323,6 +381,18 @@ def _without_parts(item: object, content_key: str, name: str) -> object:
         calls = [decoded(call) for call in texts["tool_call"]]
         extras["tool_calls"] = [one for call in calls for one in (call if isinstance(call, list) else [call])]
     return {**item, content_key: "".join(texts["text"]), **extras}
+
+
+def _media_or_text(part: object, where: str) -> dict[str, Any]:
+    """Return a part of a content list with media, as {type: text, text} or {type: KIND, source}. Raises RowError."""
+    kind = MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind:
+        own = (part.get(key) for key in (part["type"], kind, "url", "path", "data", "bytes"))
+        return {"type": kind, SOURCE: next((value for value in own if value is not None), None)}
+    text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise RowError(f"has {kind_of(part)} without text in {where}; expected {{type: text, text}}, or media")
+    return {"type": "text", "text": text}
 
 
 def _extras(item: dict[str, Any], role: str, name: str) -> Message:

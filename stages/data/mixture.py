@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.core.cache import content_key
 from stages.data.dataset import Description, PackedDataset, Row, row_order
+from stages.data.media_reference import MediaReference
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
@@ -30,6 +35,7 @@ class MixedDataset(PackedDataset):
         self.about = _joined([one.about for one in self._list])
         self._first_rows = [0, *accumulate(map(len, self._list))]
         self._first_documents = [0, *accumulate(one.num_documents for one in self._list)]
+        self._see = None
 
     @property
     def key(self) -> str:
@@ -66,6 +72,14 @@ class MixedDataset(PackedDataset):
     def margins(self, row: int) -> list[float]:
         number, own = self._place(row)
         return self._list[number].margins(own)
+
+    def media(self, row: int) -> list[tuple[MediaReference, ...]]:
+        number, own = self._place(row)
+        return self._list[number].media(own)
+
+    def pictures(self, row: int) -> list[list[Image]]:
+        number, own = self._place(row)
+        return self._list[number].pictures(own)
 
     def _row(self, row: int) -> Row:
         number, own = self._place(row)

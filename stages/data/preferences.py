@@ -19,6 +19,7 @@ from stages.data.messages import (
     parse_messages,
     parse_text,
     parse_tools,
+    texts_of,
 )
 from stages.data.row_fields import (
     check_no_conversation,
@@ -137,7 +138,7 @@ def _check_difference(chosen: list[Any], rejected: list[Any]) -> None:
 
 
 def _words(messages: list[Message]) -> list[Any]:
-    return [{**message, "content": _visible(message["content"])} for message in messages]
+    return [{**message, "content": _visible(" ".join(texts_of(message)))} for message in messages]
 
 
 def _visible(text: str) -> list[str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,21 @@ from stages.core.files import write_atomically
 from stages.data.any_rows import check_formats
 from stages.data.bad_rows import BadRows, write_list
 from stages.data.config import DataConfig, RowKind
-from stages.data.dataset import ABOUT, ARRAYS, LABELS, MARGINS, Description, PackedDataset, is_described
+from stages.data.dataset import (
+    ABOUT,
+    ARRAYS,
+    LABELS,
+    MARGINS,
+    MEDIA,
+    MEDIA_STARTS,
+    Description,
+    PackedDataset,
+    is_described,
+)
 from stages.data.files import Portion, RowLocation, find_files, name_of, portions
 from stages.data.formats import RowReader
+from stages.data.media.folder import MediaFolder
+from stages.data.media_reference import of_records
 from stages.data.mixture import joined
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
@@ -35,6 +48,7 @@ from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
+from stages.models.processor import reads_media
 from stages.models.recorded import ToolPrompt
 
 BAD_ROWS = "bad_rows.jsonl"
@@ -143,7 +157,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
     states = {path: FileState.of(path) for path in names}
     key = content_key(
         {
-            **key_parts(task.portion, task.config, task.model.folder, task.rows),
+            **key_parts(task.portion, task.config, task.model.folder, task.rows, task.media),
             "files": {name: file_digest(path) for path, name in names.items()},
         }
     )
@@ -165,7 +179,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
         write_seal(target)
 
     with full_disk_named("writing tokenized data", cache):
-        dataset = PackedDataset(cached_folder(cache, key, is_usable, make))
+        dataset = PackedDataset(cached_folder(cache, key, is_usable, make), task.media)
     for folder in damaged:
         task.report.warn(f"{task.portion.name} data: {folder} held other bytes than were written, and was made again")
     for warning in dataset.about.warnings:
@@ -192,11 +206,18 @@ class Preprocessing:
     time_limit_s: float | None = None
     part: Path | None = None
 
+    @cached_property
+    def media(self) -> MediaFolder | None:
+        """Folder of the rows' media; None for a model that reads text alone."""
+        return MediaFolder.of(self.folder, self.files) if reads_media(self.model.folder) else None
+
     def run(self, target: Path) -> None:
         """Write the packed rows into the empty folder `target`. Raises DataError, ModelError, OutOfTimeError."""
         with (
             (target / BAD_ROWS).open("w", encoding="utf-8") as stream,
-            closing(DatasetWriter(target, is_labelled=self.rows == "labelled")) as writer,
+            closing(
+                DatasetWriter(target, is_labelled=self.rows == "labelled", may_have_media=self.media is not None)
+            ) as writer,
         ):
             seen = SeenRows(target, is_labelled=self.rows == "labelled")
             run = _Run(self, BadRows(stream), writer, seen)
@@ -217,8 +238,8 @@ class _Run:
         self._config = config
         self._bad_rows = bad_rows
         self._writer = writer
-        reader = RowReader(config.format, task.rows, config.columns)
-        tokenizing = Tokenizing(task.portion, config, task.model, task.rows, reader)
+        reader = RowReader(config.format, task.rows, config.columns, task.media)
+        tokenizing = Tokenizing(task.portion, config, task.model, task.rows, reader, task.media)
         self._source = TokenizedRowsSource(
             tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s
         )
@@ -248,6 +269,7 @@ class _Run:
                 sequence_length=self._config.sequence_length,
                 packing=bool(self._config.packing),
                 padding_token=self._tokenizer.padding_token,
+                num_media=self._writer.num_media,
                 num_rows=self._writer.num_rows,
                 num_documents=self._writer.num_documents,
                 num_tokens=self._writer.num_tokens,
@@ -397,10 +419,10 @@ class _NamedReporter:
 class DatasetWriter:
     """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
-    def __init__(self, folder: Path, *, is_labelled: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_labelled: bool = False, may_have_media: bool = False) -> None:
         self._folder = folder
         self._is_labelled = is_labelled
-        names = [*ARRAYS, LABELS if is_labelled else MARGINS]
+        names = [*ARRAYS, LABELS if is_labelled else MARGINS, *((MEDIA, MEDIA_STARTS) if may_have_media else ())]
         self._streams = {name: (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES) for name in names}
         self.num_rows = 0
         self.num_documents = 0
@@ -408,6 +430,10 @@ class DatasetWriter:
         self.num_target_tokens = 0
         self.num_good = 0
         self.has_margins = False
+        self.num_media = 0
+        self._num_media_bytes = 0
+        if may_have_media:
+            self._streams[MEDIA_STARTS].write(np.zeros(1, np.int64).tobytes())
         self._append("document_starts", np.zeros(1))
         self._append("row_starts", np.zeros(1))
 
@@ -438,6 +464,11 @@ class DatasetWriter:
         if units.margins is not None and len(units):
             self.has_margins = True
             self._streams[MARGINS].write(units.margins.tobytes())
+        if units.media is not None and units.media_lengths is not None:
+            self._streams[MEDIA].write(units.media.tobytes())
+            self._streams[MEDIA_STARTS].write((self._num_media_bytes + np.cumsum(units.media_lengths)).tobytes())
+            self._num_media_bytes += len(units.media)
+            self.num_media += len(of_records(units.media.tobytes()))
         if units.labels is not None:
             self._streams[LABELS].write(units.labels.tobytes())
             self.num_good += int(units.labels.sum())

@@ -31,6 +31,7 @@ from stages.data.messages import (
     RowError,
     Span,
     Tool,
+    in_parts,
     listed,
     make_message,
     renamed,
@@ -230,6 +231,26 @@ class ProvedTemplate:
         return write
 
     def _run(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
+        if any(isinstance(message["content"], list) for message in messages) or self._takes_parts_alone:
+            messages = list(map(in_parts, messages))
+        return self._run_as_is(messages, tools, **options)
+
+    @cached_property
+    def _takes_parts_alone(self) -> bool:
+        """True if the template shows texts only as parts of lists, as those of some models that read images do."""
+        if "type" not in self._words:
+            return False
+        question = make_message("user", "qprobe")
+        for messages in ([question], [in_parts(question)]):
+            try:
+                text, _ = self._run_as_is(messages, ())
+            except RowError:
+                continue
+            if "qprobe" in text:
+                return messages[0] is not question
+        return False
+
+    def _run_as_is(self, messages: list[Message], tools: tuple[Tool, ...], **options: Any) -> tuple[str, list[Span]]:
         variables: dict[str, Any] = {"messages": messages, "tools": list(tools) or None, "documents": None}
         # Special tokens last, so that nothing overrides them.
         variables |= {"add_generation_prompt": False, **options, **self._variables}

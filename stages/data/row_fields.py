@@ -8,9 +8,10 @@
 | the same of a row                            | false or 0: refused                                                   |
 | `system` of a row                            | the system message                                                    |
 | `label: false`                               | refused where answers are imitated: this is a bad one                 |
-| `images`, `videos`, `audios` and the like    | refused: the text alone means something else                          |
+| `images` and the like of a row               | its media (`stages/data/media/rows.py`); of a message: refused        |
+| `objects` (ms-swift)                         | refused where the text has places for boxes; else they are in it      |
 | `chat_template_kwargs` of a row              | variables of the template; those that it never reads: refused         |
-| `function_call`, `objects`, and the like     | refused                                                               |
+| `function_call` and the like                 | refused                                                               |
 
 Fields that no format reads are counted (`IgnoredFields`).
 
@@ -25,13 +26,16 @@ assistant and messages of the role `tool`:
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stages.core.fields import LARGEST
 from stages.core.lines import counted
+from stages.data.media_reference import KINDS, MediaKind
 from stages.data.messages import (
     FUNCTION_FIELDS,
     MESSAGE_FIELDS,
@@ -51,10 +55,11 @@ from stages.data.messages import (
 LEARNED_MARKS = ("loss", "loss_scale", "loss_weight", "weight", "train")
 NOT_LEARNED = ("false", "0", "0.0")
 """Lower-case texts (CSV has nothing else) of `loss`, `train`, … that exclude an assistant's turn from the loss."""
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_COLUMNS: dict[str, MediaKind] = {column: kind for kind in KINDS for column in (kind, f"{kind}s")}
+"""Columns that hold a row's media, such as `image` and `images`, with the kind of each."""
+BOXES = re.compile(r"<bbox>|<ref-object>")
 REFUSED = {
     "function_call": "a form of tool calls that is not read; expected `tool_calls`",
-    "objects": "boxes within pictures (grounding, ms-swift), which are not learned; only text is",
     "positive_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
     "negative_messages": "what embedding and reranking learn from (ms-swift), which no method here does",
 }
@@ -70,7 +75,17 @@ def check_row(row: dict[str, Any], read: tuple[str, ...]) -> None:
     if unlearned := [mark for mark in LEARNED_MARKS if str(row.get(mark)).lower() in NOT_LEARNED]:
         raise RowError(f"has {listed(unlearned)} {row[unlearned[0]]!r}: it is not to be learned; leave this row out")
     for column, number, message in _messages(row, read):
-        _check_fields(message, f" of message {number} of `{column}`")
+        where = f" of message {number} of `{column}`"
+        if media := [name for name in MEDIA_COLUMNS if says_something(message.get(name))]:
+            raise RowError(
+                f"has {listed(media)}{where}; expected media in columns of the row, or in parts of `content`"
+            )
+        _check_fields(message, where)
+    if says_something(row.get("objects")) and BOXES.search(json.dumps([row.get(name) for name in read], default=str)):
+        raise RowError(
+            "has `objects` beside `<bbox>` or `<ref-object>` in its text, which ms-swift fills in with boxes of each "
+            "model's own scale; expected the boxes written out in the text"
+        )
     if has_bad_answer(row) and "label" not in read:
         raise RowError(
             "has `label: false`, so its answer is a bad one, which would be learned; expected good answers alone "
@@ -195,7 +210,8 @@ class IgnoredFields:
         """Number of rows in which each ignored field has a value."""
 
     def add(self, row: dict[str, Any], read: tuple[str, ...]) -> None:
-        self.counts.update(name for name, value in row.items() if name not in read and says_something(value))
+        known = {*read, *MEDIA_COLUMNS, "objects"}
+        self.counts.update(name for name, value in row.items() if name not in known and says_something(value))
         self.counts.update(
             {
                 f"{column}[].{name}"
@@ -217,12 +233,6 @@ class IgnoredFields:
 
 
 def _check_fields(fields: dict[str, Any], where: str) -> None:
-    media = [name for name in MEDIA if says_something(fields.get(name))]
-    if media:
-        raise RowError(
-            f"has {listed(media)}{where}, which are not supported yet: only text is learned, and it means something "
-            "else without them"
-        )
     for name, reason in REFUSED.items():
         if says_something(fields.get(name)):
             raise RowError(f"has {kind_of(fields[name])} as `{name}`{where}, {reason}")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stages.core.errors import DataError
 from stages.data.files import FilePart, RowLocation
-from stages.data.messages import Document
+from stages.data.messages import Document, fields_of
 
 ROW_DIGESTS = "rows.bin"
 """Name of the file, in a folder of packed rows, with a digest of each row's training content: uint64 [rows read]."""
@@ -54,7 +54,7 @@ class RowDigests:
 
     def add(self, number: int, documents: Sequence[Document], is_good: bool | None = None) -> None:
         """Add the digest of a dataset row, to find repeated rows. is_good: label of a labelled answer."""
-        texts = [json.dumps(vars(document), sort_keys=True, default=sorted) for document in documents]
+        texts = [json.dumps(fields_of(document), sort_keys=True, default=sorted) for document in documents]
         self.numbers.append(number)
         digest = _digest(texts)
         if is_good is not None:

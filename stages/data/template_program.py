@@ -167,7 +167,9 @@ def _cut(parts: tuple[str, ...]) -> list[str]:
 def _num_characters(conversation: Conversation) -> int:
     messages, others = conversation.messages, (conversation.tools, conversation.variables)
     num_characters = sum(len(str(other)) for other in others if other)
-    return num_characters + sum(len(one["content"] or "") if len(one) == 2 else len(str(one)) for one in messages)
+    return num_characters + sum(
+        len(one["content"]) if len(one) == 2 and isinstance(one["content"], str) else len(str(one)) for one in messages
+    )
 
 
 if __name__ == "__main__":

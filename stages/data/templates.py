@@ -21,6 +21,7 @@ from stages.core.errors import DataError
 from stages.core.program import Program, ProgramEndedError
 from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE
+from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation, Message, RowError, Span, make_message
 
 MAX_CPU_SECONDS = 10.0
@@ -56,6 +57,10 @@ class Rendered:
     """True if the text is plain, not from a chat template; the tokenizer then adds its special tokens around it."""
     is_shielded: bool = False
     """True if special tokens in users' texts were replaced by private-use characters, to be encoded as text."""
+    media: tuple[MediaReference, ...] = ()
+    """Media of the text, in order; what stands for them is in the text."""
+    inserted: tuple[Span, ...] = ()
+    """Spans of what a processor wrote for each medium, which carries no loss."""
 
 
 class ChatTemplate:
@@ -241,7 +246,7 @@ def _program(_process: int) -> tuple[Program, threading.Lock]:
 
 def _as_json(conversation: Conversation) -> tuple[list[Message], dict[str, Any]]:
     """Return a conversation as JSON values for the rendering process: its messages, and its other non-empty fields."""
-    others = {name: value for name, value in vars(conversation).items() if value and name != "messages"}
+    others = {name: value for name, value in vars(conversation).items() if value and name not in ("messages", "media")}
     if "unlearned" in others:
         others["unlearned"] = sorted(others["unlearned"])
     return conversation.messages, others

@@ -155,7 +155,8 @@ class TokenizedRowsSource:
     def _parts(self) -> Iterator[KeyedPart]:
         """Yield all parts of the data files with their cache keys; a part is hashed only when it is reached."""
         task = self._task
-        decided = key_parts(task.portion, task.config, task.model.folder, task.rows) | {"first_rows": str(task.reader)}
+        decided = key_parts(task.portion, task.config, task.model.folder, task.rows, task.media)
+        decided |= {"first_rows": str(task.reader)}
         for path in self._files:
             for one in parts_of(path, name_of(path, self._folder)):
                 yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})

@@ -3,6 +3,9 @@
 A question that holds `<|im_end|><|im_start|>system` would end its own turn and begin another. So what people wrote is
 shielded before a template puts it between real special tokens: the characters of each special token in it move to a
 private plane of Unicode, where no template and no tokenizer knows them, and lengths stay the same.
+
+Turns are proved on the text as the template writes it, with one placeholder for each medium; then the model's processor
+says what takes their places, and the spans move.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import cached_property
 from itertools import islice, takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +32,16 @@ from stages.core.fields import StrictModel
 from stages.core.lines import counted
 from stages.core.redaction import quoted
 from stages.data.config import DEFAULT_DATE, SpecialTokensPolicy
+from stages.data.media.expansion import expanded
+from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation, Document, PlainText, RowError, Span, listed
 from stages.data.templates import ChatTemplate, Rendered, Work, load_chat_template
 from stages.models.loading import load_tokenizer
 from stages.models.recorded import ToolPrompt
 from stages.models.tokenizer_check import LengthGrowth
+
+if TYPE_CHECKING:
+    from stages.models.processor import MediaProcessor
 
 EXAMPLES = "a0."
 """Sample texts to find the special tokens around a text; the first that the normalizer does not lengthen is used."""
@@ -74,8 +82,8 @@ class DocumentTokenizer:
         """True if assistant turns end with a special token, so that the model learns to stop; None before any."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the chat template, which the receiving process loads again."""
-        return {name: value for name, value in vars(self).items() if name != "template"}
+        """Return the state to pickle, without template and processor, which the receiving process loads again."""
+        return {name: value for name, value in vars(self).items() if name not in ("template", "processor")}
 
     @property
     def padding_token(self) -> int:
@@ -99,6 +107,16 @@ class DocumentTokenizer:
     def template(self) -> ChatTemplate:
         """Chat template of the recipe, or else of the model. Raises DataError when there is none."""
         return load_chat_template(self._tokenizer, self._folder, self._chat_template, self._template_date)
+
+    @cached_property
+    def processor(self) -> MediaProcessor:
+        """Processor of the model's media. Raises ModelError if there is none, or it cannot be used."""
+        from stages.models.processor import MediaProcessor  # texts do without it
+
+        processor = MediaProcessor.of(self._folder)
+        if processor is None:
+            raise ModelError(f"the data have media, but {self._folder} has no processor; take a model that reads them")
+        return processor
 
     @property
     def template_cpu_s(self) -> float:
@@ -196,10 +214,10 @@ class DocumentTokenizer:
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
         """Return a sample prompt with tools and its token ids in training, to compare with a server's.
 
-        None for what no server renders to the same tokens: special tokens within texts, today's date. Raises as
-        `render`.
+        None for what no server renders to the same tokens: special tokens within texts, today's date; and for media.
+        Raises as `render`.
         """
-        if self._shielded(question) is not question:
+        if question.media or self._shielded(question) is not question:
             return None
         text = self.template.render_text(question, add_generation_prompt=True)
         if self.template.wrote_date:
@@ -261,6 +279,8 @@ class DocumentTokenizer:
                 if isinstance(ready, _RenderRequest):
                     texts = (self.template.as_one(outcome),) if as_one else outcome
                     outcome = tuple(self._noted(text, is_shielded=ready.is_shielded) for text in texts)
+                    if ready.conversation.media:
+                        outcome = tuple(expanded(text, ready.conversation, self.processor) for text in outcome)
                 for rendered in outcome:
                     self._check_growth(rendered.text)
             except RowError as error:
@@ -326,7 +346,10 @@ class DocumentTokenizer:
             loss = np.concatenate([np.zeros(len(begin), np.bool_), loss, np.ones(1, np.bool_)])
         # No token comes before the first one, so nothing predicts it.
         loss[:1] = False
-        return TokenizedDocument(ids, loss)
+        if not document.media:
+            return TokenizedDocument(ids, loss)
+        inserted = _loss_mask(offsets, document.inserted)
+        return TokenizedDocument(ids, loss & ~inserted, document.media, int(inserted.nonzero()[0][-1]) + 1)
 
     @cached_property
     def _frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -347,12 +370,15 @@ class TokenizedDocument:
     ids: NDArray[np.int32]
     loss: NDArray[np.bool_]
     """Loss mask, bool [tokens]; the first token never carries loss, since nothing predicts it."""
+    media: tuple[MediaReference, ...] = ()
+    media_end: int = 0
+    """Number of tokens up to the end of the last medium; 0 without media."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def cut(self, num_tokens: int) -> TokenizedDocument:
-        return TokenizedDocument(self.ids[:num_tokens], self.loss[:num_tokens])
+        return replace(self, ids=self.ids[:num_tokens], loss=self.loss[:num_tokens])
 
 
 class TokenizerNotes(StrictModel):

@@ -27,6 +27,7 @@ from stages.core.redaction import redact
 from stages.data.config import DataConfig, RowKind
 from stages.data.files import BadRow, FilePart, Portion, Row, RowLocation
 from stages.data.formats import RowReader
+from stages.data.media.folder import MediaFolder
 from stages.data.messages import Conversation, Document, RowError
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import RowDigests
@@ -34,6 +35,7 @@ from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument, TokenizerError, TokenizerNotes
 from stages.data.units import AnswerCheck, OverlongPolicy, Unit, Units, check_learnable
 from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.processor import FILES as PROCESSOR_FILES
 from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
@@ -84,10 +86,17 @@ class Tokenizing:
     model: ModelFacts
     rows: RowKind
     reader: RowReader
+    media: MediaFolder | None = None
 
 
-def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind) -> dict[str, JsonValue]:
-    """Return all inputs except the data files that decide a dataset's tokens and bad rows, for the cache key."""
+def key_parts(
+    portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind, media: MediaFolder | None
+) -> dict[str, JsonValue]:
+    """Return all inputs except the data files that decide a dataset's tokens and bad rows, for the cache key.
+
+    Media files count by path, size and time of change; their content is compared with the digests in prepared rows when
+    they are decoded.
+    """
     template = config.chat_template
     # The model's own template counts only where the recipe has none.
     tokenizer_files = TOKENIZER_FILES if template else TOKENIZER_FILES + TEMPLATE_FILES
@@ -105,6 +114,16 @@ def key_parts(portion: Portion, config: DataConfig, tokenizer_folder: Path, rows
             if path.is_file()
         },
         "chat_template": file_digest(template) if template and template.is_file() else None,
+        **({} if media is None else {"media": _media_parts(media, tokenizer_folder)}),
+    }
+
+
+def _media_parts(media: MediaFolder, tokenizer_folder: Path) -> dict[str, JsonValue]:
+    files = [path for path in map(tokenizer_folder.joinpath, PROCESSOR_FILES) if path.is_file()]
+    return {
+        "files": media.listing_digest(),
+        "processor": {path.name: file_digest(path) for path in files},
+        "libraries": {name: version(name) for name in ("pillow",)},
     }
 
 
@@ -240,13 +259,19 @@ class PartTokenizer:
             longest_tokens=over_long.longest_tokens,
             over_long=tuple((place.number - part.num_before, tokens) for place, tokens in over_long.named),
             num_kept=over_long.num_kept,
+            num_media_cut=over_long.num_media_cut,
             unread=dict(self._reader.unread.counts),
             remarkable=piece.rows.remarkable,
             tokenizer=self.tokenizer.take_notes(),
             tool_prompt=piece.tool_prompt,
         )
         is_labelled = self._task.rows == "labelled"
-        units = Units.of(piece.units, is_labelled=is_labelled, has_margins=self._reader.has_margins)
+        units = Units.of(
+            piece.units,
+            is_labelled=is_labelled,
+            has_margins=self._reader.has_margins,
+            has_media=self._task.media is not None,
+        )
         self._begin()
         return TokenizedRows.of(notes, units, piece.rows)
 
@@ -308,6 +333,7 @@ class TokenizationNotes(StrictModel):
     longest_tokens: int
     over_long: tuple[tuple[int, int], ...]
     num_kept: int
+    num_media_cut: int = 0
     unread: dict[str, int]
     remarkable: dict[str, tuple[int, int, str]]
     tokenizer: TokenizerNotes
@@ -336,7 +362,7 @@ class TokenizedRows:
         """Return the counts of this group's documents and pairs that are longer than a packed row."""
         notes = self.notes
         named = [(part.place(number), tokens) for number, tokens in notes.over_long]
-        counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept)
+        counts = (notes.num_over_long, notes.longest_tokens, named, notes.num_kept, notes.num_media_cut)
         return OverlongPolicy(over_long.policy, over_long.sequence_length, *counts)
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from stages.data.messages import THOUGHTS, Message, RowError, Span, listed
+from stages.data.messages import THOUGHTS, Message, RowError, Span, listed, texts_of
 
 Write = Callable[..., str]
 """Function that renders messages with a chat template: (messages, add_generation_prompt, variables) → text."""
@@ -311,10 +311,15 @@ def _only(markers: tuple[str, ...]) -> re.Pattern[str]:
 def check_shown(write: Write, messages: Sequence[Message], text: str, name: str) -> None:
     """Raise UnclearTurnsError if a rendered text leaves out a message's content or the end of the content."""
     for number, message in enumerate(messages):
+        if isinstance(message["content"], list):
+            _check_parts_shown(messages, number, text, name)
+            continue
         content: str = message["content"] or ""
         # A question may contain the system prompt's text, and so hide that the template leaves out the prompt.
         confusable = (other for other in messages if message["role"] == "system" and other is not message)
-        if content.strip() in text and not any(content.strip() in (other["content"] or "") for other in confusable):
+        if content.strip() in text and not any(
+            content.strip() in one for other in confusable for one in texts_of(other)
+        ):
             continue
         probe = {**message, "content": f"{content}{PROBE}"}  # some write a tool's answer as JSON, or drop thoughts
         if PROBE not in write([*messages[:number], probe, *messages[number + 1 :]]):
@@ -322,6 +327,16 @@ def check_shown(write: Write, messages: Sequence[Message], text: str, name: str)
                 f"{name} leaves out what `{message['role']}` says in message {number + 1}, or its end; expected none, "
                 "or a template (`chat_template`) that shows it"
             )
+
+
+def _check_parts_shown(messages: Sequence[Message], number: int, text: str, name: str) -> None:
+    """Raise UnclearTurnsError if a rendered text leaves out a text between the media of a message."""
+    if missing := [part for part in texts_of(messages[number]) if part.strip() not in text]:
+        raise UnclearTurnsError(
+            f"{name} leaves out, or rewrites, in message {number + 1} the text ",
+            missing[0],
+            ", which stands beside media; expected none, or a template (`chat_template`) that shows it",
+        )
 
 
 def _with_own_thoughts(before: str, text: str, thoughts: str, variables: dict[str, bool]) -> _Turn | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
 from stages.data.files import RowLocation
+from stages.data.media_reference import as_records
 from stages.data.messages import INVISIBLE, Document, RowError, answers_of
 from stages.data.tokenizer import TokenizedDocument
 
@@ -52,6 +53,8 @@ class OverlongPolicy:
     named: list[tuple[RowLocation, int]] = field(default_factory=list)
     """Places and token counts of the first rows that are too long, for error messages."""
     num_kept: int = 0
+    num_media_cut: int = 0
+    """Number of rows that were left out because their media would have been cut."""
     _last_place: RowLocation | None = None
 
     def fit(self, unit: Unit, place: RowLocation) -> Unit | None:
@@ -65,13 +68,20 @@ class OverlongPolicy:
             self.num_over_long += 1
             if len(self.named) < NUM_NAMED:
                 self.named.append((place, len(unit)))
-        return self._truncated(unit) if self.policy == "truncate" else None
+        if self.policy != "truncate":
+            return None
+        truncated = self._truncated(unit)
+        if any(document.media_end > len(document) for document in truncated.documents):
+            self.num_media_cut += 1
+            return None
+        return truncated
 
     def add(self, other: OverlongPolicy) -> None:
         self.num_over_long += other.num_over_long
         self.longest_tokens = max(self.longest_tokens, other.longest_tokens)
         self.named = [*self.named, *other.named][:NUM_NAMED]
         self.num_kept += other.num_kept
+        self.num_media_cut += other.num_media_cut
 
     def check(self, num_rows: int) -> str | None:
         """Return a warning about too long documents and pairs; raise DataError if the policy is `fail`."""
@@ -89,7 +99,12 @@ class OverlongPolicy:
             )
         if self.policy == "drop" and self.num_over_long == num_rows and not self.num_kept:
             raise DataError(f"{problem}, and `over_long: drop` leaves nothing to learn from. Raise `sequence_length`.")
-        return f"{problem}: {'their ends were cut off' if self.policy == 'truncate' else 'they were left out'}"
+        if self.policy == "drop":
+            return f"{problem}: they were left out"
+        cut_media = (
+            f"; {self.num_media_cut} were left out, whose media would have been cut" if self.num_media_cut else ""
+        )
+        return f"{problem}: their ends were cut off{cut_media}"
 
     def _truncated(self, unit: Unit) -> Unit:
         """Return a document or pair truncated at its end. Of a pair, each document keeps at least half a row."""
@@ -158,6 +173,10 @@ class Units:
     """Label of each labelled answer, bool [units]: True for a good one; None for other data."""
     margins: NDArray[np.float32] | None = None
     """Margin of each preference pair, float32 [units]; None if the data has no margins."""
+    media: NDArray[np.uint8] | None = None
+    """Records of the media of all documents (`stages/data/media_reference.py`), uint8; None for text alone."""
+    media_lengths: NDArray[np.int64] | None = None
+    """Number of bytes of each document's records of media, int64 [documents]; None for text alone."""
 
     def __len__(self) -> int:
         return len(self.num_documents)
@@ -175,6 +194,10 @@ class Units:
         # Indices into `document_lengths` and, below, into `tokens` and `loss`.
         documents = _ranges(self.num_documents, order)
         tokens = _ranges(self.lengths, order)
+        media = media_lengths = None
+        if self.media is not None and self.media_lengths is not None:
+            media = self.media[_ranges(self.media_lengths, documents)]
+            media_lengths = self.media_lengths[documents]
         return Units(
             self.tokens[tokens],
             self.loss[tokens],
@@ -182,12 +205,25 @@ class Units:
             self.num_documents[order],
             None if self.labels is None else self.labels[order],
             None if self.margins is None else self.margins[order],
+            media,
+            media_lengths,
         )
 
     @classmethod
-    def of(cls, units: Sequence[Unit], *, is_labelled: bool = False, has_margins: bool = False) -> Units:
-        """Return units as flat arrays. is_labelled, has_margins: all units have a label or a margin."""
+    def of(
+        cls,
+        units: Sequence[Unit],
+        *,
+        is_labelled: bool = False,
+        has_margins: bool = False,
+        has_media: bool = False,
+    ) -> Units:
+        """Return units as flat arrays.
+
+        is_labelled, has_margins: all units have a label or a margin. has_media: some documents may have media.
+        """
         documents = [document for unit in units for document in unit.documents]
+        records = [as_records(document.media) for document in documents] if has_media else []
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
             np.concatenate([np.zeros(0, np.bool_), *(document.loss for document in documents)]),
@@ -195,6 +231,8 @@ class Units:
             np.array([len(unit.documents) for unit in units], np.int64),
             np.array([unit.is_good for unit in units], np.bool_) if is_labelled else None,
             np.array([unit.margin for unit in units], np.float32) if has_margins else None,
+            np.frombuffer(b"".join(records), np.uint8) if has_media else None,
+            np.array(list(map(len, records)), np.int64) if has_media else None,
         )
 
     @classmethod

@@ -70,7 +70,7 @@ class MediaProcessor:
     @classmethod
     def of(cls, folder: Path, *, trust_remote_code: bool = False) -> MediaProcessor | None:
         """Return the processor of a model folder, or None if the folder has none: the model reads text alone."""
-        if not any((folder / name).is_file() for name in FILES):
+        if not reads_media(folder):
             return None
         return cls(folder, trust_remote_code=trust_remote_code)
 
@@ -92,10 +92,10 @@ class MediaProcessor:
         sizes: of its pictures in pixels, (width, height) as they are shown. Raises DataError if there are more or fewer
         placeholders than pictures.
         """
-        places = list(re.finditer(re.escape(self._placeholder), text))
+        places = list(re.finditer(re.escape(self.placeholder), text))
         if len(places) != len(sizes):
             raise DataError(
-                f"the chat template wrote {len(places)} placeholders ({self._placeholder}) for {len(sizes)} pictures; "
+                f"the chat template wrote {len(places)} placeholders ({self.placeholder}) for {len(sizes)} pictures; "
                 "expected one for each: take the model's own chat template, and no placeholders in texts"
             )
         texts = self._replaced(tuple(sizes)) if sizes else ()
@@ -148,7 +148,8 @@ class MediaProcessor:
         return frozenset(one for one in self._processor.image_token_ids if one is not None)
 
     @property
-    def _placeholder(self) -> str:
+    def placeholder(self) -> str:
+        """Text that a chat template writes for each picture."""
         placeholder: str = self._processor.image_token
         return placeholder
 
@@ -173,7 +174,7 @@ class MediaProcessor:
         return loading.build_model(config, head="pictures", trust_remote_code=self._trust_remote_code)
 
     def _call(self, images: list[Any], **options: Any) -> Mapping[str, Any]:
-        text = " ".join([self._placeholder] * len(images))
+        text = " ".join([self.placeholder] * len(images))
         found: Mapping[str, Any] = self._processor(
             text=[text], images=[images], return_tensors="pt", add_special_tokens=False, **options
         )
@@ -223,6 +224,11 @@ class MediaProcessor:
     def _without_sample(self, name: str, value: Tensor) -> Tensor:
         value = value[0] if name in self._with_sample else value
         return value.float() if value.is_floating_point() else value  # Llama 4's processor gives bf16
+
+
+def reads_media(folder: Path) -> bool:
+    """Return whether a model folder has a processor of media beside its tokenizer."""
+    return any((folder / name).is_file() for name in FILES)
 
 
 def _blank(size: tuple[int, int]) -> Image:

@@ -16,7 +16,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.redaction import quoted
 from stages.data.any_rows import AnyRowReader, ReadRow
-from stages.data.messages import Document, PlainText, RowError
+from stages.data.messages import Document, PlainText, RowError, texts_of
 from stages.data.personal_data import redacted
 from stages.harnesses.registry import harness_of
 from stages.kinds.curate.config import CurateConfig, Decontaminate, Language, Length, Patterns, Quality
@@ -186,7 +186,7 @@ def _completion(row: ReadRow, column: str | None) -> Completion:
         asked: Document = replace(document, completion="")
     else:
         *before, last = document.messages
-        prompt, answer = "\n".join(message["content"] for message in before), last["content"]
+        prompt, answer = "\n".join(text for message in before for text in texts_of(message)), last["content"]
         asked = replace(document, messages=before, unlearned=frozenset())
     reference = None if column is None else row.content.get(column)
     if column is not None and reference is None:

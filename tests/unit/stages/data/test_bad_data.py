@@ -216,11 +216,11 @@ MEANING = {
     ),
     "images": (
         lines(chat("<image>what?", "b", images=[IMAGE])),
-        "has `images`, which are not supported yet: only text is learned",
+        "has `images`, which this model, or this stage, does not read",
     ),
     "an image in a message": (
         lines(chat({"role": "user", "content": "a", "image": IMAGE}, "b")),
-        "has `image` of message 1 of `messages`, which are not supported yet: only text",
+        "has `image` of message 1 of `messages`; expected media in columns of the row, or in parts",
     ),
     "options that the template never reads": (
         lines(chat("a", "b", chat_template_kwargs={"thinking": True})),

@@ -417,7 +417,7 @@ def test_parts_of_content_are_text_thoughts_and_calls_and_their_weights_count():
         assistant("3"),
     ]
     assert conversation.unlearned == {1}
-    with pytest.raises(RowError, match=r"has image_url in `content` of message 1 of `messages`.* not supported yet"):
+    with pytest.raises(RowError, match="has media in `content`, which this model, or this stage, does not read"):
         read({"messages": [{"role": "user", "content": [part("image_url", "x")]}, assistant("b")]})
 
 

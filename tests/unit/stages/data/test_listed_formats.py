@@ -5,14 +5,22 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from stages.core.errors import DataError
 from stages.data.any_rows import PromptReader
-from stages.data.formats import FORMATS, RowReader
+from stages.data.formats import FORMATS, RowReader, likeliest_format
+from stages.data.media.folder import MediaFolder
 from stages.data.messages import Conversation, RowError
 
 PAGE = Path(__file__).parents[4] / "configs" / "formats.md"
+WITH_PICTURES = " with pictures"
 LISTED = re.findall(r"^\| ([^|`]+) \| `(\{.*\})` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def likeliest_rows(row):
+    form = likeliest_format(row)
+    return FORMATS[form].rows if form else "examples"
 
 
 def documents(row, name):
@@ -24,11 +32,17 @@ def documents(row, name):
 @pytest.mark.parametrize(
     ("theirs", "example", "read_as"), LISTED, ids=[f"{n} {one[0]}" for n, one in enumerate(LISTED)]
 )
-def test_a_listed_row_is_read_or_refused_by_name(theirs, example, read_as):
+def test_a_listed_row_is_read_or_refused_by_name(theirs, example, read_as, tmp_path):
     row = json.loads(example)
+    if read_as.endswith(WITH_PICTURES):
+        Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+        name = read_as.removesuffix(WITH_PICTURES).strip("`")
+        found = RowReader("auto", FORMATS[name].rows, media=MediaFolder.of(tmp_path, [])).read(row)
+        assert [[one.path for one in document.media] for document in found] == [["x.png"]] * len(found)
+        read_as = "refused: does not read"
     if read_as.startswith("refused: "):
         with pytest.raises((RowError, DataError), match=read_as.removeprefix("refused: ")):
-            RowReader("auto", "examples").read(row)
+            RowReader("auto", likeliest_rows(row)).read(row)
     elif read_as == "prompts":
         prompt = PromptReader(None).read(row)
         assert prompt.reference == row.get("solution")
@@ -39,7 +53,9 @@ def test_a_listed_row_is_read_or_refused_by_name(theirs, example, read_as):
 
 
 def test_all_formats_are_listed_and_enough_of_them():
-    assert {name.strip("`") for _, _, name in LISTED if name.startswith("`")} == FORMATS.keys() - {"sharegpt"}
+    assert {
+        name.removesuffix(WITH_PICTURES).strip("`") for _, _, name in LISTED if name.startswith("`")
+    } == FORMATS.keys()
     assert len(LISTED) > 30
 
 

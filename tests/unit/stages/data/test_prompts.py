@@ -74,7 +74,7 @@ def test_a_recipe_may_name_the_column_of_the_right_answer() -> None:
         ({"prompt": " "}, "has an empty `prompt`"),
         ({"text": "once upon a time"}, "has text, but no prompt"),
         ({"prompt": [ASKED], "answer": [3]}, "has a list as its right answer"),
-        ({"prompt": [ASKED], "images": ["a.png"]}, "only text is learned"),
+        ({"prompt": [ASKED], "images": ["a.png"]}, "expected text alone"),
     ],
 )
 def test_rows_that_ask_nothing(row: object, expected: str) -> None:

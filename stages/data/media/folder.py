@@ -1,0 +1,146 @@
+"""Folder of a dataset as the source of its rows' media: each is found inside of it, bounded, hashed and decoded.
+
+Nothing is fetched: a row names files beside it, or holds the encoded bytes itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.core.errors import DataError
+from stages.core.redaction import quoted
+from stages.data.files import READERS, format_suffix
+from stages.data.media.images import MAX_BYTES, PictureError, decode_picture, inspect_picture
+from stages.data.media_reference import MAX_PATH_BYTES, MediaKind, MediaReference
+from stages.data.messages import RowError, kind_of
+from stages.remote.pointers import SUFFIX, open_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+MAX_QUOTED = 80
+
+
+@dataclass(frozen=True)
+class MediaFolder:
+    """Folder of a dataset, out of which no path of a row may lead.
+
+    bases: folders from which relative paths start, in order: the dataset's, and those of its data files.
+    """
+
+    root: Path
+    bases: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, root: Path, files: Iterable[Path]) -> MediaFolder:
+        return cls(root, tuple(dict.fromkeys((root, *(path.parent for path in files)))))
+
+    def listing_digest(self) -> str:
+        """Return a digest of paths, sizes and times of change of all files but those of rows; none is read."""
+        listing: list[tuple[str, int, int]] = []
+        folders = [self.root]
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        folders.append(Path(entry.path))
+                    elif format_suffix(Path(entry.name)) not in READERS:
+                        status = entry.stat()
+                        listing.append((os.path.relpath(entry.path, self.root), status.st_size, status.st_mtime_ns))
+        return hashlib.sha256(json.dumps(sorted(listing)).encode()).hexdigest()
+
+    def reference(self, kind: MediaKind, source: object) -> MediaReference:
+        """Return the reference to one medium, given a row's cell or part: checked, hashed and measured.
+
+        Raises RowError for what is missing, unreadable, outside of the folder, or refused by `inspect_picture`.
+        """
+        if kind != "image":
+            raise RowError(f"has {kind}, which is not learned from yet; expected pictures and text")
+        path = _path_of(kind, source)
+        try:
+            data = self._read(path)
+            size = inspect_picture(data)
+        except PictureError as error:
+            raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
+        place = self._found(path).relative_to(self.root.resolve()).as_posix()
+        if len(place.encode()) > MAX_PATH_BYTES:
+            raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
+        return MediaReference(
+            kind, place.removesuffix(SUFFIX), hashlib.sha256(data).hexdigest(), size.width, size.height
+        )
+
+    def load_image(self, reference: MediaReference) -> Image:
+        """Return the decoded picture, RGB. Raises DataError if it is gone, or has changed since the rows were read."""
+        try:
+            data = self._read(reference.path)
+        except (PictureError, RowError) as error:
+            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+        if hashlib.sha256(data).hexdigest() != reference.sha256:
+            raise DataError(
+                f"the picture {reference.path} of {self.root} has changed since its row was read; put it back, or "
+                "download the dataset again"
+            )
+        try:
+            return decode_picture(data)
+        except PictureError as error:
+            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+
+    def _read(self, path: str) -> bytes:
+        found = self._found(path)
+        try:
+            with open_file(found) as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise PictureError(f"cannot be read: {error.strerror}; make it readable") from error
+        return data
+
+    def _found(self, path: str) -> Path:
+        """Return the real path of a row's file. Raises RowError unless it is a file inside the dataset's folder."""
+        root = self.root.resolve()
+        for base in self.bases:
+            for name in (path, path + SUFFIX):
+                try:
+                    real = (base / name).resolve()
+                    is_file = real.is_file()
+                except (OSError, ValueError, RuntimeError):  # too long, a null byte, a circle of links
+                    continue
+                if is_file and not real.is_relative_to(root):
+                    raise RowError(
+                        f"has the path {quoted(path, MAX_QUOTED)}, which leads out of the dataset's folder; expected a "
+                        "file inside of it: copy it there, and name it from there"
+                    )
+                if is_file:
+                    return real
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise RowError(
+                f"has the path {quoted(path, MAX_QUOTED)}, which leads out of the dataset's folder; expected a path "
+                "inside of it"
+            )
+        raise RowError(
+            f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
+            "or beside the data file"
+        )
+
+
+def _path_of(kind: MediaKind, source: object) -> str:
+    """Return the path that a row names, from its forms: a string, or {path}, {url} (OpenAI). Raises RowError."""
+    if isinstance(source, dict):
+        source = next((source[key] for key in ("url", "path") if source.get(key)), source)
+    if not isinstance(source, str) or not source:
+        raise RowError(f"has {kind_of(source)} as {kind}; expected a path, or an object with `path` or `bytes`")
+    if source.startswith("file://"):
+        return source.removeprefix("file://")
+    if ADDRESS.match(source):
+        raise RowError(
+            f"has the address {quoted(source, MAX_QUOTED)} as {kind}; nothing is fetched while data are read: put the "
+            "files into the dataset's folder, and name them"
+        )
+    return source

@@ -1,0 +1,140 @@
+"""Decoder of pictures from outside, bounded before it decodes: what cannot be used is refused, what is odd is evened.
+
+Pictures come out as vLLM shows them to the model it serves: turned as EXIF says, on white where they are transparent.
+PIL is imported by the functions, so that texts do without it.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 1 << 25
+"""Largest number of pixels of a picture: two copies of one, as turning it takes, fill 256 MiB."""
+MAX_BYTES = 32 << 20
+MAX_ASPECT = 100
+"""Largest ratio of a picture's sides; processors of some families refuse 200 and more."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that are opened, all by decoders inside PIL; others may start programs (EPS) or hold scenes (SVG)."""
+SEVERAL_VIEWS = "MPO"
+"""PIL's name of a JPEG file with further views behind the picture, as phones write."""
+ORIENTATION = 0x0112
+FIRST_SIDEWAYS = 5
+"""EXIF orientations from 5 to 8 swap width and height."""
+BAND_ROWS = 256
+
+
+class PictureError(ValueError):
+    """Raised for a picture that cannot be used; the message goes on from its name: "`a.png` …"."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width and height of a picture in pixels, as it is shown."""
+
+    width: int
+    height: int
+
+
+def inspect_picture(data: bytes) -> Size:
+    """Return the size of an encoded picture after decoding it roughly. Raises PictureError for one that is refused."""
+    image = _opened(data)
+    width, height = image.size
+    # JPEG decodes an eighth of each side: as much is read, and much less is computed.
+    image.draft(None, (max(1, width // 8), max(1, height // 8)))
+    _decode(image)
+    return Size(height, width) if _orientation(image) >= FIRST_SIDEWAYS else Size(width, height)
+
+
+def decode_picture(data: bytes) -> Image:
+    """Return an encoded picture as RGB: turned as EXIF says, on white if transparent, 16 bits scaled to 8.
+
+    Raises PictureError for one that is refused.
+    """
+    from contextlib import suppress
+
+    from PIL import ImageOps
+
+    image = _opened(data)
+    _decode(image)
+    with suppress(Exception):  # of broken EXIF data, which change nothing in the picture; as vLLM
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        return _scaled(image).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        return _on_white(image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def _opened(data: bytes) -> Image:
+    """Open a picture by its header alone; raise PictureError unless its size, shape and format are bounded."""
+    from PIL import Image
+
+    if len(data) > MAX_BYTES:
+        raise PictureError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own bound is lower
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise PictureError(f"claims more than {MAX_PIXELS:,} pixels; expected at most these") from error
+    except Exception as error:  # whatever decoders raise for what is no picture
+        raise PictureError(f"is no picture that can be opened; expected one of {', '.join(FORMATS)}") from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise PictureError(f"has {width} × {height} pixels; expected at most {MAX_PIXELS:,} in all: scale it down")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise PictureError(f"has {width} × {height} pixels; expected sides of at most {MAX_ASPECT} to 1: cut it")
+    if getattr(image, "is_animated", False) and image.format != SEVERAL_VIEWS:
+        raise PictureError("has several frames or pages; expected one: save the one that is meant")
+    return image
+
+
+def _decode(image: Image) -> None:
+    try:
+        image.load()
+    except Exception as error:  # whatever decoders raise for damaged files
+        raise PictureError(f"is damaged, and cannot be decoded: {error}; fetch or save it again") from error
+
+
+def _orientation(image: Image) -> int:
+    try:
+        found = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # broken EXIF data turn nothing
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _scaled(image: Image) -> Image:
+    """Return a grey picture of 16 or 32 bits with 8: integers beyond 255 are parts of 65,535; floats, of their range.
+
+    Band by band, since the numbers of a whole picture take eight times its memory.
+    """
+    import numpy as np
+    from PIL import Image
+
+    low, high = cast("tuple[float, float]", image.getextrema())  # of one band
+    is_float = image.mode == "F"
+    if is_float and low >= 0 and high <= 1:
+        largest = 1.0
+    else:
+        largest = 65535.0 if high > 255 or image.mode.startswith("I;16") else 255.0
+    scaled = Image.new("L", image.size)
+    for top in range(0, image.height, BAND_ROWS):
+        band = image.crop((0, top, image.width, min(top + BAND_ROWS, image.height)))
+        values = np.nan_to_num(np.asarray(band, np.float32)) * (255 / largest)
+        scaled.paste(Image.fromarray(values.clip(0, 255).round().astype(np.uint8)), (0, top))
+    return scaled
+
+
+def _on_white(image: Image) -> Image:
+    from PIL import Image
+
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A"))
+    return white

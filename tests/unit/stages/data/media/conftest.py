@@ -1,0 +1,91 @@
+"""Fixtures with a tiny model folder whose processor reads pictures, a tokenizer of bytes, and pictures on disk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
+
+from tests.zoo.media import MEDIA_FAMILIES
+from tests.zoo.models import tiny_config
+
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {{- '<start_of_image>' if part['type'] == 'image' else part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+BEGIN, END, PICTURE = SPECIAL[4:]
+NUM_TOKENS = 4
+EXPANDED = f"\n\n{BEGIN}{PICTURE * NUM_TOKENS}{END}\n\n"
+"""Text that Gemma's processor writes in place of a picture."""
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide the folder of a model, without weights, with a processor of pictures: 4 tokens each, of bytes else."""
+    folder = tmp_path_factory.mktemp("seeing")
+    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        extra_special_tokens={"boi_token": BEGIN, "eoi_token": END, "image_token": PICTURE},
+    )
+    images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
+    processor = Gemma3Processor(images, fast, image_seq_length=NUM_TOKENS, chat_template=TEMPLATE)
+    processor.save_pretrained(folder)
+    text = {**MEDIA_FAMILIES["gemma3"]["text_config"], "vocab_size": 300}
+    names = {"boi_token_index": BEGIN, "eoi_token_index": END, "image_token_index": PICTURE}
+    ids = {name: tokenizer.token_to_id(token) for name, token in names.items()}
+    tiny_config("gemma3", text_config=text, **ids).save_pretrained(folder)
+    return folder
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    """Return a picture as the bytes of a file."""
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise(size: tuple[int, int] = (40, 24), seed: int = 0) -> Image.Image:
+    """Return a picture of noise. size: (width, height) in pixels."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Callable[..., Path]:
+    """Provide a function that writes pictures of noise, `a.png`, `b.png`, …, into a dataset's folder and returns it."""
+
+    def write(*names: str) -> Path:
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        for seed, name in enumerate(names):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encoded(noise(seed=seed)))
+        return folder
+
+    return write

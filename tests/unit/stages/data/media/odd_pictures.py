@@ -1,0 +1,100 @@
+"""Odd pictures that people have: each is loaded as vLLM does, or refused for what is wrong with it.
+
+Run as a program it decodes all of them, and prints its largest memory in MiB.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from stages.data.media.images import PictureError, decode_picture, inspect_picture
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG of a few bytes that claims any size."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def large_png(side: int) -> bytes:
+    """Return a whole grey PNG of `side` × `side` pixels, made row by row."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    packer = zlib.compressobj()
+    body = b"".join(packer.compress(bytes(side + 1)) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    """Return a picture as the bytes of a file."""
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def odd_pictures() -> dict[str, bytes]:
+    """Return the bytes of each odd picture, by its name."""
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 255, (60, 90, 3), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    clear = noise.convert("RGBA")
+    clear.putalpha(0)
+    deep = Image.fromarray(rng.integers(0, 65535, (60, 90)).astype(np.uint16))
+    frames = [Image.new("RGB", (90, 60), color) for color in ("red", "green", "blue")]
+    whole = saved(noise, "JPEG")
+    return {
+        "jpeg": whole,
+        "turned by EXIF": saved(noise, "JPEG", exif=exif),
+        "CMYK": saved(noise.convert("CMYK"), "JPEG"),
+        "transparent": saved(clear, "PNG"),
+        "grey and alpha": saved(noise.convert("LA"), "PNG"),
+        "palette and transparency": saved(noise.convert("P"), "PNG", transparency=0),
+        "16 bits": saved(deep, "PNG"),
+        "1 bit": saved(noise.convert("1"), "PNG"),
+        "animated": saved(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "truncated jpeg": whole[: len(whole) // 2],
+        "truncated png": saved(noise, "PNG")[:-2000],
+        "text": b"<html>404 not found</html>",
+        "empty": b"",
+        "claims 30000 × 30000": png_header(30000, 30000),
+        "claims 60000 × 60000": png_header(60000, 60000),
+        "400 megapixels": large_png(20000),
+        "strip": saved(Image.new("RGB", (2000, 4)), "PNG"),
+        "one pixel": saved(Image.new("RGB", (1, 1)), "PNG"),
+        "webp": saved(noise, "WEBP"),
+        "tiff of floats": saved(Image.fromarray(rng.random((60, 90)).astype(np.float32)), "TIFF"),
+        "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+    }
+
+
+def main() -> None:
+    """Decode all odd pictures, and one of the largest size that is allowed; print the largest memory in MiB."""
+    for data in (*odd_pictures().values(), large_png(5792)):
+        try:
+            inspect_picture(data)
+            decode_picture(data)
+        except PictureError:
+            continue
+    # Not getrusage's, which counts the process before it became this program.
+    (peak,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    sys.stdout.write(f"{int(peak) // 1024}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""From rows with pictures to prepared documents: the tokens are the processor's, and no picture is cut or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoProcessor
+
+from stages.core.errors import DataError
+from stages.data.config import DataConfig
+from stages.data.dataset import PackedDataset
+from stages.data.media.images import decode_picture
+from stages.data.prepare import PreparedData, prepare
+from stages.models.facts import ModelFacts
+from tests.unit.stages.data.media.conftest import EXPANDED, PICTURE
+from tests.unit.stages.data.reports import Reports
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+IMAGE = {"type": "image"}
+CAT = assistant("a cat")
+FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "TRL: parts and images": (
+        {"messages": [user([text("see "), IMAGE]), CAT], "images": ["a.png"]},
+        ["see ", EXPANDED],
+        ["a.png"],
+    ),
+    "TRL: strings and images": (
+        {"messages": [user("both?"), CAT], "images": ["b.png", "a.png"]},
+        [EXPANDED, EXPANDED, "both?"],
+        ["b.png", "a.png"],
+    ),
+    "TRL: an image in its part": (
+        {"messages": [user([{"type": "image", "image": "b.png"}, text("?")]), CAT]},
+        [EXPANDED, "?"],
+        ["b.png"],
+    ),
+    "nulls of Arrow": (
+        {"messages": [user([{"type": "image", "text": None}, text("?")]), CAT], "images": [{"path": "a.png"}]},
+        [EXPANDED, "?"],
+        ["a.png"],
+    ),
+    "ms-swift": (
+        {"messages": [user("<image>and<image>?"), CAT], "images": ["a.png", "b.png"]},
+        [EXPANDED, "and", EXPANDED, "?"],
+        ["a.png", "b.png"],
+    ),
+    "ms-swift: one image": ({"query": "<image>?", "response": "a cat", "image": "a.png"}, [EXPANDED, "?"], ["a.png"]),
+    "LLaMA-Factory: sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a cat"}],
+            "images": ["a.png"],
+        },
+        [EXPANDED, "?"],
+        ["a.png"],
+    ),
+    "LLaMA-Factory: alpaca": (
+        {"instruction": "<image>what", "input": "is it?", "output": "a cat", "images": ["a.png"]},
+        [EXPANDED, "what\nis it?"],
+        ["a.png"],
+    ),
+    "OpenAI": (
+        {"messages": [user([{"type": "image_url", "image_url": {"url": "a.png"}}, text("?")]), CAT]},
+        [EXPANDED, "?"],
+        ["a.png"],
+    ),
+    "a tag without media is text": ({"messages": [user("<image> in HTML?"), CAT]}, ["<image> in HTML?"], []),
+    "the processor's own token is text": (
+        {"messages": [user(f"{PICTURE}<start_of_image>"), CAT]},
+        [f"{PICTURE}<start_of_image>"],
+        [],
+    ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer places": (
+        {"messages": [user("<image>?"), CAT], "images": ["a.png", "b.png"]},
+        "has 2 images, but 1 place for them in its text; expected as many, or no place at all",
+    ),
+    "more places": (
+        {"messages": [user("<image><image>?"), CAT], "images": ["a.png"]},
+        "has a place for image 2 in its text, but 1 image beside it",
+    ),
+    "a place without column": ({"messages": [user([IMAGE]), CAT]}, "has a place for image 1 in its text, but 0 images"),
+    "an address": (
+        {"messages": [user("<image>"), CAT], "images": ["https://x/a.png"]},
+        "has the address 'https://x/a.png' as image; nothing is fetched",
+    ),
+    "a missing file": (
+        {"messages": [user("?"), CAT], "images": ["c.png"]},
+        "has the path 'c.png', where there is no file",
+    ),
+    "an absolute path": ({"messages": [user("?"), CAT], "images": ["/etc/hosts"]}, "leads out of the dataset's folder"),
+    "a path upwards": (
+        {"messages": [user("?"), CAT], "images": ["../secret.png"]},
+        "leads out of the dataset's folder",
+    ),
+    "a link out of it": ({"messages": [user("?"), CAT], "images": ["link.png"]}, "leads out of the dataset's folder"),
+    "no picture": ({"messages": [user("?"), CAT], "images": ["text.png"]}, "'text.png', which is no picture"),
+    "frames": (
+        {"messages": [user("<video>?"), CAT], "videos": [["a.png", "b.png"]]},
+        "has video, which is not learned from yet",
+    ),
+    "sound": (
+        {"messages": [user([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]), CAT]},
+        "has audio, which is not learned from yet",
+    ),
+    "image and images": ({"messages": [user("?"), CAT], "image": "a.png", "images": ["a.png"]}, "`image` and `images`"),
+    "what the assistant shows": (
+        {"messages": [user("draw"), assistant([IMAGE])], "images": ["a.png"]},
+        "has media in message 2 of `messages`, of the assistant",
+    ),
+    "what the assistant tags": (
+        {"messages": [user("<image>"), assistant("<image>")], "images": ["a.png", "b.png"]},
+        "has `<image>` in what the assistant says",
+    ),
+    "plain text": ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "has `images` beside plain text"),
+    "boxes to fill in": (
+        {"messages": [user("<image><bbox>?"), CAT], "images": ["a.png"], "objects": {"bbox": [[1, 2, 3, 4]]}},
+        "has `objects` beside `<bbox>`",
+    ),
+    "media of a message": (
+        {"messages": [{**user("?"), "images": ["a.png"]}, CAT]},
+        "has `images` of message 1 of `messages`; expected media in columns",
+    ),
+    "a part of another type": (
+        {"messages": [user([{"type": "refusal"}]), CAT]},
+        "has refusal in `content` of message 1",
+    ),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, seeing_folder: Path, pictures: Callable[..., Path]) -> Callable[..., PreparedData]:
+    """Provide a function that prepares rows beside the pictures `a.png` and `b.png`."""
+
+    def prepare_rows(*rows: dict[str, Any], kind: str = "examples", model: Path = seeing_folder, **options: Any) -> Any:
+        folder = tmp_path / "data"
+        if not folder.exists():
+            pictures("a.png", "b.png")
+            (tmp_path / "secret.png").write_bytes((folder / "a.png").read_bytes())
+            (folder / "text.png").write_text("<html>")
+            (folder / "link.png").symlink_to(tmp_path / "secret.png")
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return prepare(
+            folder,
+            DataConfig(dataset="data", **{"sequence_length": 256, **options}),
+            ModelFacts(model),
+            rows=kind,  # type: ignore[arg-type]
+            cache=tmp_path / "cache",
+            report=prepare_rows.reports,  # type: ignore[attr-defined]
+            bad_rows_file=tmp_path / "bad_rows.jsonl",
+        )
+
+    prepare_rows.reports = Reports()  # type: ignore[attr-defined]
+    return prepare_rows
+
+
+def documents(dataset: PackedDataset, folder: Path) -> list[tuple[str, str, list[str]]]:
+    """Return each document's text, the text that is learned, and the paths of its media."""
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    found = []
+    for row in range(len(dataset)):
+        for (tokens, loss), media in zip(dataset.documents(row), dataset.media(row), strict=True):
+            found.append((tokenizer.decode(tokens), tokenizer.decode(tokens[loss]), [one.path for one in media]))
+    return found
+
+
+@pytest.mark.parametrize(("row", "asked", "paths"), FORMS.values(), ids=FORMS)
+def test_every_form_of_a_row_is_read(run, seeing_folder, row, asked, paths):
+    ((whole, learned, found),) = documents(run(row).training, seeing_folder)
+    assert whole == f"<|im_start|>user\n{''.join(asked)}<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
+    assert (learned, found) == ("a cat<|im_end|>", paths)
+
+
+@pytest.mark.parametrize(("row", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_with_media_is_said_by_file_and_row(run, row, message):
+    with pytest.raises(DataError, match=r"train\.jsonl:1 has ") as error:
+        run(row)
+    assert message in str(error.value)
+
+
+def test_tokens_are_those_of_the_processor_and_pictures_are_never_learned(run, seeing_folder, tmp_path):
+    messages = [
+        user([text("one "), IMAGE, text(" two "), IMAGE]),
+        assistant("first"),
+        user([IMAGE, text("again")]),
+        assistant("second"),
+    ]
+    row = {"messages": messages, "images": ["a.png", "b.png", "a.png"]}
+    for train_on in ("assistant", "all"):
+        dataset = run(row, train_on=train_on).training
+        ((tokens, loss),) = dataset.documents(0)
+        processor = AutoProcessor.from_pretrained(seeing_folder)
+        listed = [
+            one if isinstance(one["content"], list) else {**one, "content": [text(one["content"])]} for one in messages
+        ]
+        images = [decode_picture((tmp_path / "data" / name).read_bytes()) for name in row["images"]]
+        expected = processor(text=[processor.apply_chat_template(listed, tokenize=False)], images=[images])[
+            "input_ids"
+        ][0]
+        assert tokens.tolist() == expected
+        of_pictures = np.isin(tokens, processor.tokenizer.convert_tokens_to_ids([PICTURE, "<start_of_image>"]))
+        assert of_pictures.sum() == 3 * 5
+        assert not (loss & of_pictures).any()
+        learned = processor.tokenizer.decode(tokens[loss])
+        assert learned == "first<|im_end|>second<|im_end|>" if train_on == "assistant" else "one " in learned
+
+
+def test_both_answers_of_a_pair_and_labelled_answers_have_the_pictures(run, seeing_folder):
+    pair = {"prompt": [user("<image>?")], "chosen": [CAT], "rejected": [assistant("a dog")], "images": ["a.png"]}
+    chosen, rejected = documents(run(pair, kind="pairs").training, seeing_folder)
+    assert (chosen[1:], rejected[1:]) == (("a cat<|im_end|>", ["a.png"]), ("a dog<|im_end|>", ["a.png"]))
+    good = {"prompt": [user([IMAGE])], "completion": [CAT], "label": True, "images": ["a.png"]}
+    bad = {"messages": [user("<image>"), assistant("a dog")], "label": False, "images": ["b.png"]}
+    labelled = run(
+        good, {**good, "label": False, "completion": [assistant("a dog")], "images": ["b.png"]}, kind="labelled"
+    )
+    assert [one[2] for one in documents(labelled.training, seeing_folder)] == [["a.png"], ["b.png"]]
+    whole = {"messages": bad["messages"], "rejected_messages": [user("<image>"), CAT], "images": ["b.png"]}
+    assert [one[2] for one in documents(run(whole, kind="pairs").training, seeing_folder)] == [["b.png"]] * 2
+
+
+def test_truncation_never_cuts_a_picture(run, seeing_folder):
+    late = {"messages": [user("x" * 70 + "<image>"), CAT], "images": ["a.png"]}
+    early = {"messages": [user("<image>?"), assistant("y" * 90)], "images": ["b.png"]}
+    dataset = run(late, early, sequence_length=80, over_long="truncate").training
+    ((whole, _, paths),) = documents(dataset, seeing_folder)
+    assert EXPANDED in whole
+    assert paths == ["b.png"]
+    assert "2 of 2 rows have more than sequence_length 80 tokens" in run.reports.warnings[-1]
+    assert "1 were left out, whose media would have been cut" in run.reports.warnings[-1]
+
+
+def test_the_cache_has_no_pixels_and_little_beside_tokens(run, tmp_path):
+    rows = [{"messages": [user(f"<image>{number}"), CAT], "images": ["a.png"]} for number in range(200)]
+    dataset = run(*rows).training
+    assert dataset.about.num_media == 200
+    media_bytes = sum(path.stat().st_size for path in dataset.folder.glob("media*.bin"))
+    assert media_bytes <= 200 * (64 + len("a.png"))
+    (piece,) = (tmp_path / "cache/pieces").glob("*.safetensors")
+    per_row = (piece.stat().st_size - 5 * dataset.num_tokens) / 200
+    assert per_row <= 64 + len("a.png") + 48, "48: digests and lengths that text rows have too"
+
+
+def test_pictures_that_change_are_found_before_and_after_they_are_decoded(run, tmp_path):
+    row = {"messages": [user("<image>?"), CAT], "images": ["a.png"]}
+    dataset = run(row).training
+    assert [[one.size for one in pictures] for pictures in dataset.pictures(0)] == [[(40, 24)]]
+    path = tmp_path / "data/a.png"
+    status, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + b"\0")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run(row).training.key == dataset.key, "size and time are equal"
+    with pytest.raises(DataError, match=r"the picture a\.png of .* has changed since its row was read"):
+        dataset.pictures(0)
+    path.write_bytes((tmp_path / "data/b.png").read_bytes())
+    assert run(row).training.key != dataset.key
+
+
+def test_a_model_that_reads_text_alone_refuses_pictures_by_row(run, tokenizer_folder):
+    with pytest.raises(DataError, match=r"train\.jsonl:1 has `images`, which this model, or this stage, does not read"):
+        run({"messages": [user("?"), CAT], "images": ["a.png"]}, model=tokenizer_folder)
