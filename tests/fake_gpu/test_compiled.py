@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch._inductor.utils import run_fw_bw_and_get_code
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stages.adapters.lora_linear import fuse_products
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
 from stages.engines.attention_kernels import KERNELS, AttentionOptions
 from stages.engines.documents import PackedDocuments
@@ -47,7 +48,8 @@ def test_a_compiled_layer_launches_few_kernels(has_adapter: bool, forward: int, 
     config = Qwen3Config(**sizes, head_dim=64, num_hidden_layers=1, vocab_size=64)
     model = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_DOCUMENTS, dtype=torch.bfloat16)
     if has_adapter:
-        get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+        # In bf16 as FSDP2 gathers them.
+        fuse_products(get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")).bfloat16())
     compile_layers(transformer_layers(model), Layout(recompute="selective"))
     torch._dynamo.reset()
     batch = packed_batch([100, 28, 60, 68], 2)

@@ -53,7 +53,7 @@ RULES = [
     (r"stages\.parallel\.(accelerator|cpu_products|devices|processes)", {"torch"}),
     (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),
     (r"stages\.hubs(\..*)?", HUBS),
-    (r"stages\.adapters\.(check|effect|experts|lora|quantized|start|targets)", MODELS),
+    (r"stages\.adapters\.(check|effect|experts|lora|lora_linear|quantized|start|targets)", MODELS),
     (r"stages\.serving\.(engine|packaged|packaged_program)", set()),
     (r"stages\.serving\.\w+\.(engine|arguments|option_check|server_program|quantize_program)", set()),
     (r"stages\.serving(\..*)?", SERVING),

@@ -105,8 +105,10 @@ class FsdpEngine:
         self.flops = model_flops(self._model.causal_lm)
         if settings.adapter:
             from stages.adapters.lora import store_base
+            from stages.adapters.lora_linear import fuse_products
 
             store_base(self._model.causal_lm, settings.adapter.base_precision, self.compute_dtype)
+            fuse_products(self._model.causal_lm)
         # Before sharding: FSDP2 keeps the dtype that it finds.
         if settings.low_precision.bf16_stochastic_round:
             convert_to_bf16(self._model.causal_lm)

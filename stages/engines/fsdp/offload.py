@@ -162,7 +162,8 @@ class _SavedTensors:
         if not self._is_used:
             self._is_used = True
             self.come_back()
-            self._offloading.wait(self._event)
+            if self._event:  # the last layer's tensors have never left
+                self._offloading.wait(self._event)
             self.blocks = {}  # from here on memory is freed with the last node that needs it
             if before := self.before():
                 before.come_back()

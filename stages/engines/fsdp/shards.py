@@ -73,7 +73,7 @@ def check_sharded(
     for prefix, module in twin.named_modules():
         # The model's own shards, not copies: both are cut in the same way, by the same mesh.
         for name, weight in _own_weights(model.get_submodule(prefix)):
-            setattr(module, name, weight if is_sharded else in_fp32.setdefault(id(weight), _in_fp32(weight)))
+            setattr(module, name, weight if is_sharded else in_fp32.setdefault(id(weight), _in_fp32(weight, device)))
     check_log_probabilities(twin, device)
     # Cycles keep the twin until a collection, and with it weights in fp32: the head, which the root keeps gathered, or
     # one process's copies.
@@ -133,8 +133,8 @@ class _ShardReader:
             )
         read: Tensor = rows.to(self._device, empty.dtype, copy=True).contiguous()  # files are to be let go
         if isinstance(empty, DTensor):
-            options: dict[str, Any] = {"run_check": False, "shape": empty.shape, "stride": empty.stride()}
-            read = DTensor.from_local(read, empty.device_mesh, empty.placements, **options)
+            # As FSDP2 does it: `DTensor.from_local` moves shards that stay in host memory to the mesh's device.
+            read = DTensor(read, empty._spec, requires_grad=False)
         parameter = nn.Parameter(read, requires_grad=empty.requires_grad)
         for module, attribute in self._sharing[id(empty)]:
             setattr(module, attribute, parameter)
@@ -146,12 +146,14 @@ def _own_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _in_fp32(weight: Tensor) -> Tensor:
-    """Return a weight of one process as fp32, the same tensor if it is; codes of quantized ones stay bytes."""
-    local = local_of(weight)
-    if not local.is_floating_point():
-        return weight
-    return nn.Parameter(local.float(), requires_grad=False) if isinstance(weight, nn.Parameter) else local.float()
+def _in_fp32(weight: Tensor, device: torch.device) -> Tensor:
+    """Return a weight of one process in fp32 on a device, the same tensor if it is; codes of quantized ones stay bytes.
+
+    With `cpu_offload` weights are in host memory.
+    """
+    local = local_of(weight).to(device)
+    local = local.float() if local.is_floating_point() else local
+    return nn.Parameter(local, requires_grad=False) if isinstance(weight, nn.Parameter) else local
 
 
 def _rows(parameter: Tensor) -> slice:

@@ -1,12 +1,14 @@
 """Adapters are put on the layers that a recipe names; for unknown names, the error lists the model's layers."""
 
+import copy
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear as LoraLinear
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Llama4TextConfig, Qwen3Config
@@ -17,6 +19,7 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, has_effect, idle_layers
 from stages.adapters.files import check_mergeable, read_adapter, write_adapter
 from stages.adapters.lora import adapted_layers, add_adapter, changed_weights, factors_of, store_base
+from stages.adapters.lora_linear import FusedLoraLinear, fuse_products
 from stages.core.errors import ModelError
 from stages.models.transformers_flops import model_flops
 
@@ -341,3 +344,94 @@ def test_a_recipe_may_list_what_learns(fields):
     ((name, listed),) = fields.items()
     tuned = load_stages("small", Path("/"), tree).stages["tuned"]
     assert getattr(tuned.adapter, name) == tuple(listed)
+
+
+LORA = LoraConfig(init_lora_weights=False)
+IDS = torch.arange(24).view(2, 12) % 7
+
+
+def adapted_with_biases(base_precision=None, **fields):
+    """Return a model with biases in its projections, under an adapter that changes its logits."""
+    model = make_model(hidden_size=64, intermediate_size=64, head_dim=32, attention_bias=True)
+    add_adapter(model, AdapterConfig(rank=4, alpha=10, **fields), seed=0)
+    for module in adapted_layers(model).values():
+        torch.nn.init.normal_(module.lora_B["default"].weight, std=0.1)
+    store_base(model, base_precision, torch.float32)
+    return model
+
+
+def results(model, dtype):
+    """Return a model's logits and the gradients of all that learns, in fp64."""
+    model = model.to(dtype).train()
+    logits = model(IDS).logits
+    (logits * torch.linspace(-1, 1, logits.numel(), dtype=dtype).view_as(logits)).sum().backward()
+    gradients = [one.grad for one in model.parameters() if one.requires_grad]
+    return [one.detach().double() for one in (logits, *gradients)]
+
+
+def relative_error(found, expected):
+    return max(((one - other).norm() / other.norm()).item() for one, other in zip(found, expected, strict=True))
+
+
+def classes(model):
+    return {type(module) for module in adapted_layers(model).values()}
+
+
+@pytest.mark.parametrize("base_precision", [None, "nf4", "int8"])
+def test_outputs_and_gradients_are_those_of_peft(base_precision):
+    ours = adapted_with_biases(base_precision)
+    of_peft = copy.deepcopy(ours)
+    fuse_products(ours)
+    assert (classes(ours), classes(of_peft)) == ({FusedLoraLinear}, {LoraLinear})
+    assert relative_error(results(ours, torch.float64), results(of_peft, torch.float64)) < 1e-12
+
+
+def test_a_layer_in_bf16_rounds_less_than_that_of_peft():
+    torch.manual_seed(0)
+    of_peft = LoraLinear(torch.nn.Linear(256, 512).requires_grad_(False), "default", LORA, r=8, lora_alpha=80)
+    of_peft.bfloat16()
+    states, weights = torch.randn(4000, 256).bfloat16(), torch.randn(4000, 512).bfloat16()
+    found = []
+    for dtype, fuses in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        layer = torch.nn.Sequential(copy.deepcopy(of_peft).to(dtype))
+        if fuses:
+            fuse_products(layer)
+        inputs = states.to(dtype).requires_grad_()
+        output = layer(inputs)
+        (gradient,) = torch.autograd.grad((output * weights.to(dtype)).sum(), inputs)
+        found.append([output.detach().double(), gradient.double()])
+    exact, peft, ours = found
+    for number in range(2):
+        assert relative_error(ours[number : number + 1], exact[number : number + 1]) < 0.95 * relative_error(
+            peft[number : number + 1], exact[number : number + 1]
+        )
+
+
+def test_a_disabled_adapter_of_fused_products_gives_the_base():
+    model = adapted_with_biases()
+    fuse_products(model)
+    logits = model(IDS).logits
+    for module in adapted_layers(model).values():
+        module.enable_adapters(False)
+    assert not torch.allclose(model(IDS).logits, logits)
+    for module in adapted_layers(model).values():
+        module.enable_adapters(True)
+    assert torch.equal(model(IDS).logits, logits)
+
+
+def test_dropout_is_that_of_peft():
+    ours = adapted_with_biases(dropout=0.5)
+    of_peft = copy.deepcopy(ours)
+    fuse_products(ours)
+    found = []
+    for model in (ours, of_peft):
+        torch.manual_seed(1)
+        found.append(model.train()(IDS).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"target_modules": ("q_proj",), "modules_to_save": ("norm",)}])
+def test_only_plain_layers_are_fused(fields):
+    model = adapted_with_biases(**fields)
+    fuse_products(model)
+    assert classes(model) == ({LoraLinear} if "use_dora" in fields else {FusedLoraLinear})

@@ -63,6 +63,16 @@ def gradients(layers: nn.ModuleList) -> list[Tensor]:
     return [one.grad for one in (*layers.parameters(), angles) if one.grad is not None]
 
 
+def test_the_last_layers_tensors_are_read_without_waiting_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    # Of a CPU, whose streams have no events, and wait for None as well.
+    monkeypatch.setattr(torch.cpu.Stream, "record_event", lambda _: object())
+    monkeypatch.setattr(torch.cpu.Stream, "wait_event", lambda _, event: waited.append(event))
+    gradients(offloaded())
+    assert waited
+    assert None not in waited
+
+
 def test_gradients_are_those_of_layers_that_keep_their_tensors() -> None:
     expected, found = gradients(made()), gradients(offloaded())
     assert len(found) == len(expected) == 4 * NUM_LAYERS + 1

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.adapters.config import AdapterConfig
@@ -69,3 +73,23 @@ def test_one_process_copies_only_what_it_computes_with_in_another_dtype(
     everything = {name for name, _ in engine._model.named_parameters()}
     factors = {name for name in everything if ".lora_" in name}
     assert names == {"nothing": set(), "everything": everything, "factors": factors}[copied]
+
+
+def test_shards_in_host_memory_stay_there_though_the_mesh_is_of_gpus(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        model, files = find_weights(tmp_path, trust_remote_code=False)
+        drop_weights(model, list(model.parameters()))
+        # As `cpu_offload` has it: there is no GPU here, to which DTensor would otherwise move them.
+        mesh = DeviceMesh("cuda", [0], mesh_dim_names=("dp_shard",))
+        for module in model.modules():
+            for name, one in list(module.named_parameters(recurse=False)):
+                spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(one.shape, one.stride(), one.dtype))
+                setattr(module, name, nn.Parameter(DTensor(one.detach(), spec, requires_grad=False)))
+        read_shards(model.causal_lm, files, CPU)
+        assert {one.to_local().device.type for one in model.parameters()} == {"cpu"}
+    finally:
+        dist.destroy_process_group()
