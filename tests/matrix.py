@@ -84,8 +84,12 @@ CAPABILITIES = (
     ),
     Capability(
         "GRPO with vLLM and synchronised weights",
-        ("tests/pipeline/test_grpo.py", "tests/unit/stages/rollouts", "tests/unit/stages/rewards"),
-        not_run="sampling on GPUs of its own; vLLM's sleep on GPUs that train (a stand-in enforces memory)",
+        (
+            *("tests/pipeline/test_grpo.py", "tests/pipeline/test_weight_transfer.py"),
+            *("tests/unit/stages/rollouts", "tests/unit/stages/rewards"),
+        ),
+        not_run="sampling on GPUs of its own, weights by NCCL; vLLM's sleep on GPUs that train (a stand-in enforces "
+        "memory), weights by CUDA IPC",
     ),
     Capability(
         "adapters: LoRA, DoRA, QLoRA; merging",

@@ -2,14 +2,16 @@
 
 A build for CPUs keeps its memory while it sleeps, so this shows what no CPU can: a device is full, and what it refuses
 then. It has a made-up device of `memory` bytes, shared with the process `trainer`, of which all memory counts that it
-got since `before`. Its answers name the weights (the hash of their file) that made them. Only the standard library is
-imported: it starts at once. `installed` makes an environment in which our code finds it as vLLM.
+got since `before`. Its answers name the weights (a hash of their bytes) that made them. Of weight transfer it knows
+memory files. Only the standard library is imported: it starts at once. `installed` makes an environment in which our
+code finds it as vLLM.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -29,8 +31,8 @@ KV_CACHE_BYTES = 64 * 2**20
 class Device:
     """Made-up device, kept in a file that test and server read: its memory, who else uses it, faults and requests.
 
-    faults: by route, `refuse` (status 500) or `die`. asked: routes, in order, with the device's bytes that the server
-    held after each. commands: command lines of the servers.
+    faults: by route, `refuse` (status 500) or `die`, once. asked: routes, in order, with the device's bytes that the
+    server held after each. commands: command lines of the servers.
     """
 
     memory: int
@@ -90,6 +92,8 @@ class StandIn:
         self.name = arguments[arguments.index("--served-model-name") + 1]
         self.held: dict[str, int] = {}
         self.version: str | None = None
+        self.process: int | None = None
+        self.arriving: dict[str, bytes] | None = None
         self.folder = Path(arguments[1])
         device = Device.read(self.path)
         device.commands.append(arguments)
@@ -102,9 +106,13 @@ class StandIn:
     def weight_bytes(folder: Path) -> int:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
+    @staticmethod
+    def version_in(folder: Path) -> str:
+        """Return the name that answers have for the weights in a model folder's file."""
+        return version_of(stored(folder))
+
     def load(self, folder: Path) -> None:
-        content = (folder / "model.safetensors").read_bytes()
-        self.version = hashlib.sha256(content).hexdigest()[:12]
+        self.version = self.version_in(folder)
 
     def take(self, part: str, num_bytes: int, device: Device) -> None:
         free = device.free - sum(self.held.values())
@@ -121,6 +129,8 @@ class StandIn:
         device = Device.read(self.path)
         fault = device.faults.get(route.rpartition("/")[2])
         if fault == "die":
+            del device.faults[route.rpartition("/")[2]]  # its successor lives
+            device.write(self.path)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             if fault:
@@ -151,11 +161,60 @@ class StandIn:
                 raise RefusalError("weights were written into memory that is not there")
             self.load(Path(body["kwargs"]["weights_path"]))
             return {"results": [None]}
+        if route == "/init_weight_transfer_engine":
+            self.process = body["init_info"]["process"]
+            return {}
+        if route == "/start_weight_update":
+            if "weights" not in self.held:
+                raise RefusalError("weights were written into memory that is not there")
+            self.arriving = {}
+            return {}
+        if route == "/update_weights":
+            assert self.arriving is not None
+            self.arriving |= self.received(**body["update_info"])
+            return {}
+        if route == "/finish_weight_update":
+            assert self.arriving is not None
+            self.version, self.arriving = version_of(self.arriving), None
+            return {}
         if route == "/v1/completions":
             if not (self.is_awake and self.version):
                 raise RefusalError("asleep, or awake without weights: a vLLM would not answer, or answer noise")
             return {"choices": [{"index": 0, "text": self.version, "finish_reason": "stop"}]}
         raise RefusalError(f"no route {route}")
+
+    def received(
+        self, *, descriptor: int, file_name: str, names: list[str], offsets: list[int], **described: list[Any]
+    ) -> dict[str, bytes]:
+        """Return the bytes of the weights in a memory file of the trainer."""
+        path = Path(f"/proc/{self.process}/fd/{descriptor}")
+        if file_name not in str(path.readlink()):
+            raise RefusalError(f"{path} is another file")
+        content, sizes = path.read_bytes(), {"float32": 4}
+        lengths = [
+            sizes[name] * math.prod(shape)
+            for name, shape in zip(described["dtype_names"], described["shapes"], strict=True)
+        ]
+        parts = zip(names, offsets, lengths, strict=True)
+        return {name: content[offset : offset + length] for name, offset, length in parts}
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of the weights in a model folder's file, by name."""
+    content = (folder / "model.safetensors").read_bytes()
+    first = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:first])
+    header.pop("__metadata__", None)
+    places = {name: about["data_offsets"] for name, about in header.items()}
+    return {name: content[first + begin : first + end] for name, (begin, end) in places.items()}
+
+
+def version_of(weights: dict[str, bytes]) -> str:
+    """Return the hash of weights by which the stand-in's answers name them."""
+    digest = hashlib.sha256()
+    for name, content in sorted(weights.items()):
+        digest.update(name.encode() + content)
+    return digest.hexdigest()[:12]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ logging and the places of checkpoints. All methods are collective: every process
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,12 @@ class Engine(Protocol):
 
         Returns, on rank 0, what is wrong with an adapter that was written nevertheless. Raises ModelError for a model
         that would lack trained weights; its checkpoint still has them.
+        """
+
+    def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `export` of a model that is trained whole writes: each weight, on the CPU, by its name in files.
+
+        Collective: every process takes all, one after the other; they are those of the model on rank 0 alone.
         """
 
     def close(self) -> None:

@@ -66,16 +66,39 @@ def export_model(
     Collective: every process consumes `named_weights`, rank 0 writes. score: the head that replaces the one in
     `source`. Raises ModelError for other weights, by name and shape, than `source` has.
     """
+    originals = weights_as_stored(causal_lm, named_weights, source, dtype)
+    if score:
+        originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
+    carried = carried_names(causal_lm, weight_shapes(source.folder))
+    tied = _tied(causal_lm)
+    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=carried, score=score)
+
+
+def weights_as_stored(
+    causal_lm: Any, named_weights: Iterable[tuple[str, Tensor]], source: ModelFacts, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, cast, on the CPU, as the files of `source` have them, but for tied and carried ones. Collective.
+
+    named_weights: all of the model, by its own names, one gathered after the other.
+    """
     tied = _tied(causal_lm)
     dtype_of = dtype_of_weights(causal_lm, dtype)
     # Generators: weights are gathered, cast and written one after the other, never all in memory.
     kept = ((name, _cast(weight, dtype_of(name))) for name, weight in named_weights if name not in tied)
     # Other ranks only consume the stream, whose gathering is collective; names matter to the writer alone.
-    originals = _originals(causal_lm, kept, source.folder) if is_main_process() else kept
-    if score:
-        originals = ((score.written_as if name == score.name else name, weight) for name, weight in originals)
-    carried = carried_names(causal_lm, weight_shapes(source.folder))
-    write_model(originals, source=source, folder=folder, dtype=dtype, tied=tied, carried=carried, score=score)
+    return _originals(causal_lm, kept, source.folder) if is_main_process() else kept
+
+
+def with_carried(
+    weights: Iterable[tuple[str, Tensor]], source: Path, carried: Set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights; on rank 0 also those named in `carried` and not among them, as they are in `source`."""
+    names = set()
+    for name, weight in weights:
+        names.add(name)
+        yield name, weight
+    if is_main_process():
+        yield from read_carried(source, carried - names)
 
 
 def check_exportable(causal_lm: Any, source: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,7 @@ from stages.serving.config import BenchmarkConfig, ServingConfig, Speculation, S
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
     from stages.serving.client import Client
+    from stages.serving.held_weights import HeldWeights
 
 
 LAUNCH_FILE = "launch.json"
@@ -74,6 +76,9 @@ class LaunchSpec(StrictModel):
     data_parallel_size: int = Field(1, description="Copies of the model in the server, each on devices of its own.")
     sleeps: bool = Field(
         False, description="True if training uses the same devices: it frees their memory while it sleeps."
+    )
+    weight_transfer: str | None = Field(
+        None, description="Way in which it takes new weights from the training without a folder; None: by folders."
     )
     gpu_share: float | None = Field(
         None, description="Share of a GPU's memory that the server may take, 0 to 1; None: the engine's default."
@@ -210,6 +215,17 @@ class LoadResult:
     accepted_fraction: float | None = None
 
 
+class WeightConnection(Protocol):
+    """Connection of a training with a running server (protocol), by which the server gets new weights."""
+
+    def give(self, weights: HeldWeights) -> None:
+        """Replace the server's weights by these. No request may be under way.
+
+        Raises ServerError where the server or its connection refuses them, and should be ended; TransientError for no
+        answer.
+        """
+
+
 class Engine(Protocol):
     """Protocol of a serving engine, such as vLLM: how to start its server, query it and change its weights.
 
@@ -291,6 +307,20 @@ class Engine(Protocol):
         """Replace a running server's weights, started `for_training`, by those in `folder`.
 
         No request may be under way. Raises as `load_adapter` does.
+        """
+
+    def weight_transfer(self, device: str, placement: str) -> str | None:
+        """Return the way of new weights to a server on this kind of device (`DeviceType.name`); None: by folders.
+
+        placement: whether the training has the same devices, `colocated`, or the server its own, `separate`.
+        """
+
+    def connected(
+        self, address: EngineAddress, api_key: str, spec: LaunchSpec, timeout_s: float
+    ) -> AbstractContextManager[WeightConnection]:
+        """Connect this process with a running server whose `spec` has a `weight_transfer`, until the context ends.
+
+        Raises as `load_adapter` does.
         """
 
     def sleep(self, address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
@@ -398,6 +428,7 @@ class FixedWeights:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
 
     check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
+    weight_transfer = connected = _refuse_reloads
 
     def check_loadable(self, facts: ModelFacts, projections: list[Projection], quantization: Quantization) -> None:
         """Accept every quantized model; engines that can serve only some override this check."""

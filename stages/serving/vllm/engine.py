@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -26,12 +27,22 @@ from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
 from stages.serving.config import MOST_STOP_TEXTS, BenchmarkConfig
-from stages.serving.engine import Capabilities, LaunchSpec, LoadResult, Quantization, SleepingPart, UncheckedOptions
+from stages.serving.engine import (
+    Capabilities,
+    LaunchSpec,
+    LoadResult,
+    Quantization,
+    SleepingPart,
+    UncheckedOptions,
+    WeightConnection,
+)
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
 from stages.serving.vllm.arguments import argument_problems, speculation_arguments, written
 from stages.serving.vllm.tool_parsers import parser_of
+from stages.serving.vllm.transfers.registry import TRANSFERS, chosen, transfer_arguments
+from stages.serving.vllm.transfers.transfer import WeightRoutes
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
@@ -141,6 +152,7 @@ class VllmProgram:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
             # distribution that was sampled from, temperature included.
             command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+        command += transfer_arguments(spec)
         if self._runs_in_one_worker(spec):
             command += ["--distributed-executor-backend", "uni"]
         return command
@@ -159,6 +171,10 @@ class VllmProgram:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(spec.swaps_adapters))
         # The routes that load other weights run any method of a worker; the proxy passes none of them on, either.
         environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
+        # With it, requests could bring pickles, which run any code.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"
+        if spec.weight_transfer:
+            environment |= TRANSFERS[spec.weight_transfer].environment
         if self._runs_in_one_worker(spec):
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if self.runs_on_cpu and self._is_eager(spec):
@@ -316,6 +332,15 @@ class Vllm:
         from stages.serving.vllm.swap import reload_weights
 
         reload_weights(address, api_key, folder, timeout_s)
+
+    def weight_transfer(self, device: str, placement: str) -> str | None:
+        return chosen("cpu" if self.find_program().runs_on_cpu else device, placement)
+
+    def connected(
+        self, address: EngineAddress, api_key: str, spec: LaunchSpec, timeout_s: float
+    ) -> AbstractContextManager[WeightConnection]:
+        assert spec.weight_transfer, "a server that takes folders is not connected"
+        return TRANSFERS[spec.weight_transfer].connected(WeightRoutes(address, api_key, timeout_s), spec)
 
     def sleep(self, address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
         from stages.serving.vllm.swap import sleep

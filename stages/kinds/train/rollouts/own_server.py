@@ -46,6 +46,14 @@ class OwnServer:
     base: Path | None
     gpu_share: float | None = None
 
+    @property
+    def transfer(self) -> str | None:
+        """Way in which a running server gets new weights without a folder, as adapters do not; None: by folders."""
+        if self.base:
+            return None
+        placement = "colocated" if self.options.is_colocated else "separate"
+        return chosen_engine(self.serving).weight_transfer(type_at_hand().name, placement)
+
     @contextmanager
     def opened(self, folder: Path, name: str) -> Iterator[Server]:
         execution = ServeExecution(ready_timeout_s=self.execution.ready_timeout_s)
@@ -54,7 +62,13 @@ class OwnServer:
         gpus = server_gpus(self.serving.tensor_parallel_size * self._num_copies, shared=self.options.is_colocated)
         with started_server(self._spec(folder, name), execution, log_file, runtime, gpus) as server:
             server.wait_until_ready(execution.ready_timeout_s)
-            yield server
+            if not server.spec.weight_transfer:
+                yield server
+                return
+            timeout_s = self.execution.rollout_timeout_s
+            with server.engine.connected(server.address, server.api_key, server.spec, timeout_s) as connection:
+                server.connection = connection
+                yield server
 
     def prepare(self, folder: Path) -> None:
         if self.base is None:
@@ -70,6 +84,7 @@ class OwnServer:
             update={
                 "for_training": True,
                 "swaps_adapters": self.base is not None,
+                "weight_transfer": self.transfer,
                 "data_parallel_size": self._num_copies,
                 "sleeps": self.options.is_colocated,
                 "gpu_share": self.gpu_share,

@@ -37,7 +37,8 @@ from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.engine import Engine as ServingEngine
-from stages.serving.engine import SleepingPart
+from stages.serving.engine import SleepingPart, WeightConnection
+from stages.serving.held_weights import HeldWeights
 from stages.serving.registry import ENGINES
 
 MOST_RESTARTS = 3
@@ -49,7 +50,8 @@ POLICY = "policy"
 class SamplingServer(Protocol):
     """Protocol of a running sampling server that takes new weights.
 
-    address: of the serving engine itself. alive: whether its process runs, as far as that is known.
+    address: of the serving engine itself. connection: by which it gets weights that are held in memory; None: it gets
+    folders. alive: whether its process runs, as far as that is known.
     """
 
     @property
@@ -60,6 +62,8 @@ class SamplingServer(Protocol):
     def address(self) -> EngineAddress: ...
     @property
     def api_key(self) -> str: ...
+    @property
+    def connection(self) -> WeightConnection | None: ...
 
     def alive(self) -> bool: ...
 
@@ -69,6 +73,9 @@ class ServerProvider(Protocol):
 
     @property
     def remedy(self) -> str: ...
+    @property
+    def transfer(self) -> str | None:
+        """Way in which its server gets weights that are held in memory; None: it gets folders."""
 
     def opened(self, folder: Path, name: str) -> AbstractContextManager[SamplingServer]:
         """Open a sampling server with the weights in `folder`. name: of an adapter, or of a started server's model.
@@ -103,6 +110,8 @@ class RolloutServer:
         self._stack = ExitStack()
         self._server: SamplingServer | None = None
         self._folder: Path | None = None
+        self._held: HeldWeights | None = None
+        """Weights newer than those in the folder, from which a server starts."""
         self._restarts = 0
 
     def take(self, folder: Path) -> None:
@@ -111,26 +120,21 @@ class RolloutServer:
         Raises ServerError when no server comes up, TransientError when it fails repeatedly.
         """
         before, self._folder = self._folder, folder
-        try:
-            if self._server is None:
-                self._start()
-            else:
-                # Weights before the KV cache: while they are read, their files' content is in memory, too.
-                self._wake_up(self._server, "weights")
-                if self._is_adapter:
-                    self._swap_adapter(self._server, before)
-                else:
-                    self._host.prepare(folder)
-                    server, timeout_s = self._server, self._execution.rollout_timeout_s
-                    server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
-                self._wake_up(self._server, "kv_cache")
-        except (ServerError, TransientError) as error:
-            if self._server is None:
-                raise
-            self._restart(error)
+        self._replace(lambda server: self._load(server, folder, before))
         if before:
             # Only now: vLLM may read the files of an adapter again as long as it is loaded.
             shutil.rmtree(before, ignore_errors=True)
+
+    def hold(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy new weights to memory that a server can read, and forget the former, before `take_held`."""
+        self._forget()
+        self._held = HeldWeights.gather(weights)
+
+    def take_held(self) -> None:
+        """Give the server the weights that are held, as `take` does those in a folder; raises as it does."""
+        held = self._held
+        assert held, "weights are held before they are given"
+        self._replace(lambda server: _connection(server).give(held))
 
     def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None:
         """Send requests to the sampling server, and call `keep` with the number, the request and the response of each.
@@ -182,8 +186,17 @@ class RolloutServer:
                 self._restart(error)
 
     def close(self) -> None:
+        self._stop()
+        self._forget()
+
+    def _stop(self) -> None:
         self._stack.close()
         self._server = None
+
+    def _forget(self) -> None:
+        if self._held:
+            self._held.close()
+            self._held = None
 
     @property
     def _running(self) -> SamplingServer:
@@ -201,6 +214,29 @@ class RolloutServer:
         """Name of the trained model in requests; each adapter version has its own, since servers cache by name."""
         assert self._folder
         return f"{POLICY}-{self._folder.name}" if self._is_adapter else POLICY
+
+    def _replace(self, load: Callable[[SamplingServer], None]) -> None:
+        """Wake the server up with new weights, or start one that has them; start another if that fails."""
+        try:
+            if self._server is None:
+                self._start()
+            else:
+                # Weights before the KV cache: while they are read, their files' content is in memory, too.
+                self._wake_up(self._server, "weights")
+                load(self._server)
+                self._wake_up(self._server, "kv_cache")
+        except (ServerError, TransientError) as error:
+            if self._server is None:
+                raise
+            self._restart(error)
+
+    def _load(self, server: SamplingServer, folder: Path, before: Path | None) -> None:
+        if self._is_adapter:
+            self._swap_adapter(server, before)
+        else:
+            self._host.prepare(folder)
+            timeout_s = self._execution.rollout_timeout_s
+            server.engine.reload_weights(server.address, server.api_key, folder, timeout_s)
 
     def _swap_adapter(self, server: SamplingServer, before: Path | None) -> None:
         assert self._folder
@@ -226,15 +262,22 @@ class RolloutServer:
             reason = f"the server that samples failed {self._restarts} times in a row: {error}"
             raise TransientError(reason, died=not self._running.alive()) from error
         self._warn(f"the server that samples {self._host.remedy}: {error}")
-        self.close()
+        self._stop()
 
     def _start(self) -> None:
         assert self._folder
         with ExitStack() as stack:
             server = stack.enter_context(self._host.opened(self._folder, self._name))
+            if self._held:
+                _connection(server).give(self._held)
             # The server is up: `close` ends it from here on. If opening failed, `stack` has ended it already.
             self._stack = stack.pop_all()
         self._server = server
+
+
+def _connection(server: SamplingServer) -> WeightConnection:
+    assert server.connection, "weights are held for servers that get them so"
+    return server.connection
 
 
 NUM_DOCUMENTS = 16
@@ -330,6 +373,8 @@ class ExternalServer:
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
     engine: ClassVar[ServingEngine] = ENGINES["vllm"]
+    transfer: ClassVar[None] = None
+    connection: ClassVar[None] = None
 
     client: Client
     num_tokens: int
@@ -441,6 +486,8 @@ class SyncedServer:
             host = OwnServer(
                 context, options, serving, config.execution, base, shared_gpu(config, model, engine.device)
             )
+        self._takes_folders = not host.transfer
+        self._was_given = False
         self._is_colocated = options.is_colocated
         self._server = RolloutServer(
             host,
@@ -472,22 +519,33 @@ class SyncedServer:
         return sync_s
 
     def _give_weights(self, step: int) -> float:
-        """Export the engine's weights to the server and check its answers. Collective; returns the seconds.
+        """Give the engine's weights to the server and check its answers. Collective; returns the seconds.
 
-        Raises as `check` and `RolloutServer.take` do.
+        A server starts from a folder. Raises as `check` and `RolloutServer.take` do.
         """
         began_s = time.perf_counter()
         self._watchdog.begins(f"giving the server the weights for step {step}")
-        folder = self._weights / f"step-{step}"
-        for problem in self._engine.export(folder, getattr(torch, self._dtype)):
-            # such as numbers too large for the dtype: the server would answer with other weights than the engine's
-            raise problem
+        by_folder = self._takes_folders or not self._was_given
+        folder, dtype = self._weights / f"step-{step}", getattr(torch, self._dtype)
+        if by_folder:
+            for problem in self._engine.export(folder, dtype):
+                # such as numbers too large for the dtype: the server would answer with other weights than the engine's
+                raise problem
+        elif is_main_process():
+            self._server.hold(self._engine.whole_weights(dtype))
+        else:
+            for _ in self._engine.whole_weights(dtype):  # each is gathered from all processes
+                pass
         of_engine = self._probed()
         if self._is_colocated:
             free_memory()
             self._engine.broadcast_from_rank0(0.0)  # the server wakes up when all processes have freed theirs
         if is_main_process():
-            self._server.take(folder)
+            if by_folder:
+                self._server.take(folder)
+            else:
+                self._server.take_held()
+        self._was_given = True
         self._compare(of_engine, step)
         return time.perf_counter() - began_s
 

@@ -5,10 +5,10 @@ The server is a stand-in for vLLM that enforces memory (`tests/vllm_stand_in.py`
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ OPTIONS: dict[str, Any] = {
     "placement": "colocated",
 }
 ROUND = ["/v1/completions", "/sleep?level=2"]
-WOKEN = ["/wake_up?tags=weights", "/collective_rpc", "/reset_prefix_cache", "/wake_up?tags=kv_cache"]
+UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+WOKEN = ["/wake_up?tags=weights", *UPDATE, "/reset_prefix_cache", "/wake_up?tags=kv_cache"]
 
 
 def config_of(**grpo: Any) -> TrainConfig:
@@ -103,8 +104,10 @@ def answered_with(rollouts: RolloutServer) -> str:
     return texts[0]
 
 
-def hash_of(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:12]
+def give(rollouts: RolloutServer, folder: Path) -> None:
+    """Give the server weights as a training does: by memory, once it runs."""
+    rollouts.hold(load_file(folder / "model.safetensors").items())
+    rollouts.take_held()
 
 
 def with_fault(device: Path, **faults: str) -> None:
@@ -120,17 +123,17 @@ def test_it_holds_no_memory_while_the_model_learns(
     rollouts, warnings = sampler
     for step in (1, 2):
         folder = weights(step)
-        rollouts.take(folder)
-        assert answered_with(rollouts) == hash_of(folder)
+        (rollouts.take if step == 1 else partial(give, rollouts))(folder)
+        assert answered_with(rollouts) == StandIn.version_in(folder)
         rollouts.rest()
         assert Device.read(device).asked[-1] == ("/sleep?level=2", 0)
         gradients = torch.ones(MEMORY // 4 * 3 // 4)
         assert Device.read(device).free < KV_CACHE_BYTES, "the server could not have kept its memory"
         del gradients
     (command,), asked = Device.read(device).commands, Device.read(device).asked
-    assert [url for url, _ in asked] == [*ROUND, *WOKEN, *ROUND]
+    assert [url for url, _ in asked] == ["/init_weight_transfer_engine", *ROUND, *WOKEN, *ROUND]
     num_bytes = StandIn.weight_bytes(folder)
-    assert [held for _, held in asked[2:6]] == [num_bytes, num_bytes, num_bytes, num_bytes + KV_CACHE_BYTES]
+    assert [held for _, held in asked[3:9]] == [*[num_bytes] * 5, num_bytes + KV_CACHE_BYTES]
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.40"
     assert "--enable-sleep-mode" in command
     assert warnings == []
@@ -160,14 +163,14 @@ def test_memory_that_training_keeps_is_an_error(
     rollouts.rest()
     gradients = torch.ones(MEMORY // 4 * 3 // 4)
     with pytest.raises(ServerError, match=r"CUDA out of memory: kv_cache of 67108864 bytes, .* bytes are free"):
-        rollouts.take(weights(2))
+        give(rollouts, weights(2))
     assert "wake_up for its kv_cache" in warnings[0]
     assert gradients.sum() > 0
 
 
 @pytest.mark.parametrize(
     ("route", "fault"),
-    [("sleep", "refuse"), ("sleep", "die"), ("wake_up", "refuse"), ("wake_up", "die"), ("collective_rpc", "die")],
+    [("sleep", "refuse"), ("sleep", "die"), ("wake_up", "refuse"), ("wake_up", "die"), ("update_weights", "die")],
 )
 def test_after_a_failure_a_new_server_has_the_newest_weights(
     sampler: tuple[RolloutServer, list[str]], weights: Callable[[int], Path], device: Path, route: str, fault: str
@@ -183,8 +186,8 @@ def test_after_a_failure_a_new_server_has_the_newest_weights(
     else:
         rollouts.rest()
     newer = weights(2)
-    rollouts.take(newer)
-    assert answered_with(rollouts) == hash_of(newer)
+    give(rollouts, newer)
+    assert answered_with(rollouts) == StandIn.version_in(newer)
     with_fault(device)
     rollouts.rest()
     assert len(Device.read(device).commands) == 2
@@ -199,7 +202,7 @@ def test_a_server_that_never_sleeps_ends_the_training_for_now(
     with_fault(device, sleep="refuse")
     with pytest.raises(TransientError, match=rf"failed {MOST_RESTARTS + 1} times in a row: .*asking vLLM to sleep"):
         for step in range(1, MOST_RESTARTS + 2):
-            rollouts.take(weights(step))
+            (rollouts.take if step == 1 else partial(give, rollouts))(weights(step))
             answered_with(rollouts)
             rollouts.rest()
 
