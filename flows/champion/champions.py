@@ -16,6 +16,7 @@ from flows.store.record import Artifact, Index
 from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import LifecycleError, ServerError, StoreError
+from stages.core.lines import print_timed
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
@@ -125,6 +126,8 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
     """Return the launch spec (model, adapters, server options) to serve a registered version with, under its name.
 
     It is served as the serve stage of its promotion did, if any. The base of an adapter is `NAME-base` in requests.
+    Without its draft model, which the store does not keep for it, it answers the same, only slower: it is served, with
+    a warning.
     """
     name, server = version.name, version.registration.server
     artifact, base = artifact_of(version, version.registration.model).folder, base_of(version)
@@ -133,8 +136,12 @@ def launch_spec(version: RegisteredVersion) -> LaunchSpec:
         as_promoted = LaunchSpec.model_validate_json((artifact_of(version, server).folder / LAUNCH_FILE).read_bytes())
         serving, engine = as_promoted.serving, engine_of(as_promoted.engine)
         speculation = as_promoted.speculation
-        if speculation and speculation.draft and not speculation.draft.is_dir():
-            speculation = None  # the store keeps a champion, not its draft model, without which answers are the same
+        if lost := as_promoted.lost_draft:
+            speculation = None
+            print_timed(
+                f"warning: version {version.number} of {name} is served without guessing tokens ahead, so slower than "
+                f"as it was promoted: {lost}; run its refresh again, which builds that model, and start it again"
+            )
     if base is None:
         return new_launch_spec(artifact / "model", name, serving, engine, speculation=speculation)
     adapters, model = {name: artifact / ADAPTER_FOLDER}, base.folder / "model"

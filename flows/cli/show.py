@@ -218,7 +218,7 @@ def artifact_as_text(artifact: Artifact, index: Index) -> str:
 
 
 def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
-    """Return arguments of `python -m stages.kinds.serve` for an artifact; StoreError for an adapter without base."""
+    """Return arguments of `python -m stages.kinds.serve` for an artifact; StoreError if a model it needs is gone."""
     stage = artifact.record.stage
     if artifact.record.product == "model":
         return [str(artifact.folder / "model"), "--name", stage]
@@ -230,7 +230,13 @@ def serve_arguments(artifact: Artifact, index: Index) -> list[str]:
             )
         adapter = f"{stage}={artifact.folder / ADAPTER_FOLDER}"
         return [str(model.folder / "model"), "--name", stage, "--adapter", adapter, "--base-name", base.stage]
-    return launch_arguments(LaunchSpec.model_validate_json((artifact.folder / LAUNCH_FILE).read_bytes()))
+    spec = LaunchSpec.model_validate_json((artifact.folder / LAUNCH_FILE).read_bytes())
+    if spec.lost_draft:
+        raise StoreError(
+            f"serving {artifact.folder.name}: {spec.lost_draft}; run its refresh again, which builds that model, or "
+            "serve the model itself, which then guesses no tokens ahead"
+        )
+    return launch_arguments(spec)
 
 
 def launch_arguments(spec: LaunchSpec) -> list[str]:

@@ -89,6 +89,15 @@ class LaunchSpec(StrictModel):
     engine_version: str = Field(validation_alias=AliasChoices("engine_version", "vllm_version"))
 
     @property
+    def lost_draft(self) -> str | None:
+        """Return a sentence's part that names the draft model if its folder is gone; None if it is there, or none is.
+
+        Artifacts that others hold are kept; a draft model is not, since answers are the same without it.
+        """
+        draft = self.speculation.draft if self.speculation else None
+        return f"its draft model {draft} is not in the store" if draft and not draft.is_dir() else None
+
+    @property
     def own_name(self) -> str:
         """Name that requests use for the model itself rather than for one of its adapters."""
         return self.base_name or self.served_name

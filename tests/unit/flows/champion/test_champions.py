@@ -1,5 +1,6 @@
 """Errors say which server to start if MLflow, which knows the champions, is down; `gc` still keeps champions."""
 
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler
 
@@ -7,10 +8,26 @@ import pytest
 
 from flows.champion import champions
 from flows.champion.registrations import Registration, note, promotion_lock, registrations
+from flows.champion.registry import RegisteredVersion
+from flows.cli.show import serve_arguments
+from flows.ledger.home import store_root
 from flows.ledger.process_identity import ProcessIdentity
 from flows.servers.records import ServerRecord, write_records
+from flows.store.store import Store
 from stages.core.errors import ServerError, StoreError
+from stages.serving.config import ServingConfig, Speculation
+from stages.serving.engine import LAUNCH_FILE
+from stages.serving.registry import new_launch_spec
+from tests.candidates import write_model
 from tests.http_server import serving
+from tests.promotion import NAME, commit, planned_stages
+
+MODEL = {"kind": "download", "model": "builtin/qwen3-1m"}
+TREE = {
+    "model": {**MODEL, "files": ["large"]},
+    "small": {**MODEL, "files": ["small"]},
+    "served": {"kind": "serve", "model": "model", "speculative": {"draft": "small"}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +117,35 @@ def test_promotions_of_one_name_wait_for_one_another():
         assert not entered.wait(0.2)
     other.join(300)
     assert entered.is_set()
+
+
+def test_a_draft_model_that_left_the_store_is_named(capsys):
+    """A champion is served without it, with a warning; the artifact of its serve stage is not."""
+    store = Store(store_root())
+    stages, built = planned_stages(store, TREE), {}
+    for name in ("model", "small"):
+        built[name] = commit(store, stages[name], {}, lambda work, name=name: write_model(work, name))
+    draft = built["small"].artifact / "model"
+
+    def write_launch(work):
+        guessing = Speculation(method="draft", draft=draft)
+        spec = new_launch_spec(built["model"].artifact / "model", "model", ServingConfig(), speculation=guessing)
+        (work / LAUNCH_FILE).write_text(spec.model_dump_json())
+
+    server = commit(store, stages["served"], built, write_launch)
+    artifact = store.find(server.kind, server.version)
+    model, digest = f"download/{built['model'].version}", built["model"].record.digest
+    registration = Registration(name=NAME, model=model, digest=digest, evaluations=(), server=f"serve/{server.version}")
+    version = RegisteredVersion(registration, "3", None)
+
+    assert champions.launch_spec(version).speculation.draft == draft
+    assert "--speculation" in serve_arguments(artifact, store.index())
+    assert capsys.readouterr().out == ""
+
+    shutil.rmtree(built["small"].artifact)
+    assert champions.launch_spec(version).speculation is None
+    warning = capsys.readouterr().out
+    assert f"warning: version 3 of {NAME} is served without guessing tokens ahead" in warning
+    assert f"its draft model {draft} is not in the store; run its refresh again" in warning
+    with pytest.raises(StoreError, match=r"its draft model .* is not in the store; run its refresh again"):
+        serve_arguments(artifact, store.index())
