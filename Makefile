@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp test check unit faults nightly docs environments benchmarks gpu-kit lock clean
+.PHONY: demo evalscope llama-cpp test check unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -149,6 +149,11 @@ lock: .venv/bin/uv
 	sed -i -E '/^($(BUILT_FOR_A_DEVICE))==/,/^    # via/ { s/^(torch==[0-9.]*)\+cpu/\1/; s/ \\$$//; /--hash=/d }' $(PINS)/*.txt
 	$(subst 3.11,3.12,$(COMPILE)) --no-deps $(addprefix --constraint $(PINS)/,pipeline.txt test.txt) \
 		$(PINS)/gpu-kit.in -o $(PINS)/gpu-kit.txt
+
+# The newest versions that resolve, what holds others back, and what they break, by family, in build/upgrade/report.md.
+# No pin changes, but with APPLY=1. RESOLVE=1 proves nothing, in a minute. WITHOUT="NAME …" leaves out what holds others back.
+upgrade: environments .venv/.test-ready
+	.venv/bin/python tests/upgrade.py $(if $(RESOLVE),--resolve) $(if $(APPLY),--apply) $(WITHOUT:%=--without %)
 
 clean:
 	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope
