@@ -80,6 +80,7 @@ gpu-kit:
 	rm -rf $(GPU_KIT)
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		$(GPU_PLATFORMS) --require-hashes --requirement $(PINS)/gpu-kit.txt --dest $(GPU_KIT)
+	@git describe --always --dirty --abbrev=40 --exclude '*' > $(GPU_KIT)/commit  # for tests/matrix.py
 	@bytes=$$({ git ls-files -z | xargs -0 cat; cat $(GPU_KIT)/*.whl; } | wc -c); echo "$$bytes bytes with the checkout"; \
 		[ $$bytes -le $(GPU_KIT_BYTES) ] || { echo "these are more than $(GPU_KIT_BYTES)" >&2; exit 1; }
 	@echo "Take $(GPU_KIT) and the checkout along, and run there, again and again, until it has nothing left to do:"

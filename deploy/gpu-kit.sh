@@ -27,7 +27,9 @@ fi
 # Every part is a process of its own: without compiled modules each would take twice as long to start.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
+COMMIT=$(cat "$kit/commit" 2>/dev/null || echo unknown)
+export COMMIT
 code=0
 "$python" tests/benchmarks/gpu.py --out "$work" --models "${MODELS:-$models}" "$@" || code=$?
-cp "$work"/gpu.json "$work"/gpu.md "$results"/ 2>/dev/null || true
+cp "$work"/gpu.json "$work"/gpu.md "$work"/gpu.xml "$results"/ 2>/dev/null || true
 exit "$code"

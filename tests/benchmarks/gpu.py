@@ -2,21 +2,20 @@
 
 Run: `deploy/gpu-kit.sh`, or `python tests/benchmarks/gpu.py --out FOLDER`, again and again until nothing is left to do.
 A preflight (`gpu_preflight.py`) stops with one sentence where nothing can run, and measures the device's rates. Parts
-follow in the order of what is worth most to know: training steps (`gpu_part.py`), the tests of `tests/gpu`, and 8-bit
-products last. Each is a process of at most three minutes; `gpu.json` and `gpu.md` are written after each, in `$OUT`
-too. Started again, it goes on with what is not in `gpu.json`, and repeats what failed once the code has changed.
+follow in the order of what is worth most to know: training steps (`gpu_part.py`), the tests of `tests/gpu` all beside
+each other, and 8-bit products last. Each is a process of at most three minutes; `gpu.json` and `gpu.md` are written
+after each, in `$OUT` too, and the tests' JUnit report, for `tests/matrix.py`. Started again, it goes on with what is
+not in `gpu.json`, and repeats what failed once the code has changed.
 `lifecycle calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -37,12 +36,12 @@ MOST_PLACES = 3
 """Largest number of layouts tried for one training run; the next is tried only when one runs out of memory."""
 FINISHED = ("measured", "passed")
 """Statuses of parts that are not run again, whichever code they ran."""
-SPLIT = {
-    "test_memory_choices_do_not_change_what_is_learned": ("not compiled", "compiled"),
-    "test_products_in_8_bits_learn_like_bf16": ("eager", "compiled"),
-    "test_one_device_learns_what_fsdp_learns": ("fp32", "bf16"),
-}
-"""Tests that take too long for one part, with the expressions (`-k`) that select the cases of each part."""
+REPORT = "gpu.xml"
+"""Name of the JUnit report of the tests."""
+TESTS = "tests"
+"""Name of the part that runs `tests/gpu`."""
+TEST_PROCESSES = 12
+"""Number of tests that run beside each other: each is small, and mostly starts Python or compiles."""
 SMALL = {"wide": "narrow", "8b": "tiny", "0.6b": "tiny"}
 """Models that take the place of others on a CPU."""
 
@@ -131,21 +130,7 @@ def ordered(device: str) -> list[Part | str]:
     last = [replace(one, precision="fp8") for one in (*eager, *compiled)]
     if device == "cpu":
         parts, last = ([replace(one, model=SMALL[one.model], tokens=128) for one in some] for some in (parts, last))
-    tests = sorted(tests_of_gpus(), key=lambda test: ("8_bits" in test, "megatron" in test))
-    first_in_eight_bits = next(index for index, test in enumerate(tests) if "8_bits" in test)
-    return [*parts, *tests[:first_in_eight_bits], *last, *tests[first_in_eight_bits:]]
-
-
-def tests_of_gpus() -> list[str]:
-    """Return pytest's arguments for each test of `tests/gpu` that one device suffices for, by file and place in it."""
-    tests = []
-    for file in sorted((ROOT / "tests/gpu").glob("test_*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-            if is_test and "needs_two" not in map(ast.unparse, node.decorator_list):
-                test = f"{file.name}::{node.name}"
-                tests += [f"{test} -k '{which}'" for which in SPLIT[node.name]] if node.name in SPLIT else [test]
-    return tests
+    return [*parts, TESTS, *last]
 
 
 def name_of(what: Part | str) -> str:
@@ -156,8 +141,7 @@ def name_of(what: Part | str) -> str:
 def expected_s(what: Part | str) -> float:
     """Return a guess of a part's seconds on an H100: with less left, the part waits for the next start."""
     if isinstance(what, str):
-        compiles, trains = "-k 'compiled'" in what, "kernels" not in what and "energy" not in what
-        return 75 if compiles else 40 if trains and what != "preflight" else 15
+        return {TESTS: 130.0}.get(what, 25.0)
     return (40 if what.model == "8b" else 22) + 30 * what.compile
 
 
@@ -230,8 +214,11 @@ class Run:
         if what == "preflight":
             arguments = [str(result), self.device, str(self.models)]
             return [sys.executable, str(Path(__file__).with_name("gpu_preflight.py")), *arguments]
-        tests = shlex.split(f"tests/gpu/{what}")
-        return [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+        beside = str(TEST_PROCESSES if self.device != "cpu" else 1)
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", "--numprocesses", beside]
+        options += ["--junitxml", str(self.out / REPORT), "-o", "junit_family=xunit1"]
+        options += ["-o", f"junit_suite_name={os.environ.get('COMMIT', 'unknown')}"]
+        return [sys.executable, "-m", "pytest", *options, "tests/gpu"]
 
     def _process(self, command: list[str], log: Path, limit_s: float) -> int | None:
         """Run a command; return its exit code, or None if it and its children were killed at its time limit."""
@@ -262,6 +249,8 @@ class Run:
                 half = Path(folder, f"{name}.half")
                 half.write_text(text)
                 half.replace(Path(folder, name))
+            if (report := self.out / REPORT).exists() and Path(folder) != self.out:
+                shutil.copy(report, folder)
         print(f"{row['name']}: {row['status']} ({row.get('seconds', 0)} s) {row.get('reason', '')}", flush=True)
         return row
 

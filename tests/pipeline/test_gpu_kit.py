@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from packaging.requirements import Requirement
@@ -47,7 +48,7 @@ sys.meta_path.insert(0, Older())
 """Source of a `sitecustomize`. Names were compared with those of 2.11's wheel; of `varlen_attn`, whose `enable_gqa` it
 lacks, a CPU has no kernel."""
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-QUICK = ("narrow 128 full fsdp none", "narrow 128 full fsdp none fp8", "*log_probabilities_equal*")
+QUICK = ("narrow 128 full fsdp none", "narrow 128 full fsdp none fp8", "tests")
 
 
 @pytest.fixture
@@ -68,13 +69,13 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(machine: Path, *arguments: str) -> tuple[str, dict[str, dict]]:
-    """Run the kit's command on the machine; return its output and its results by name."""
+def run(machine: Path, *arguments: str, tests: str = "") -> tuple[str, dict[str, dict]]:
+    """Run the kit's command on the machine, with pytest's options `tests`; return its output and results by name."""
     names = {"WORK": machine, "RESULTS": machine / "results", "OUT": machine / "out", "MODELS": machine / "models"}
     for folder in ("results", "out"):
         (machine / folder).mkdir(exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    environment |= {"PYTHON": os.path.realpath(sys.executable), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHON": os.path.realpath(sys.executable), "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": tests}
     done = subprocess.run(
         [*WITHOUT_NETWORK, ROOT / "deploy/gpu-kit.sh", "--device", "cpu", *arguments],
         env=environment | {name: str(path) for name, path in names.items()} | {"PYTHONPATH": ""},
@@ -88,14 +89,15 @@ def run(machine: Path, *arguments: str) -> tuple[str, dict[str, dict]]:
 
 
 def test_parts_run_with_nothing_but_the_kit_and_once(machine: Path) -> None:
-    first, rows = run(machine, *(part for name in QUICK for part in ("--only", name)))
+    chosen = [part for name in QUICK for part in ("--only", name)]
+    first, rows = run(machine, *chosen, tests="-k log_probabilities_equal")
     assert rows["preflight"]["status"] == "ready" and rows["preflight"]["rates"]["bfloat16 TFLOP/s"] > 0
     assert rows["narrow 128 full fsdp none fp8"]["status"] == "skipped"
     row = rows[QUICK[0]]
     assert row["status"] == "measured" and "ending" not in row, row
-    assert [name for name, row in rows.items() if row["status"] == "passed"] == [
-        "test_kernels_on_gpu.py::test_log_probabilities_equal_the_cpu"
-    ]
+    assert (rows["tests"]["status"], rows["tests"]["reason"].split(" in ")[0]) == ("passed", "2 passed")
+    report = ElementTree.parse(machine / "out/gpu.xml").getroot()
+    assert {case.get("file") for case in report.iter("testcase")} == {"tests/gpu/test_kernels_on_gpu.py"}
     assert first.splitlines()[-1] == "nothing is left to do"
     assert not (machine / "models").exists()
     metrics, layer = row["metrics"], row["layer_ms"]
@@ -108,7 +110,7 @@ def test_parts_run_with_nothing_but_the_kit_and_once(machine: Path) -> None:
     assert [why_left_out(one) for one in runs] == [None]
     # Another machine, with what was taken along: it has nothing left to do, not even a preflight.
     (machine / "gpu.json").unlink()
-    again, rows_again = run(machine, *(part for name in QUICK for part in ("--only", name)))
+    again, rows_again = run(machine, *chosen)
     assert ": measured" not in again and "preflight: ready" not in again
     assert rows_again == rows
 

@@ -41,22 +41,13 @@ def test_the_most_wanted_come_first_and_8_bits_last(gpu: Any) -> None:
     names = [gpu.name_of(what) for what in gpu.ordered("cuda")]
     assert len(set(names)) == len(names)
     assert names[:2] == ["wide 4096 full fsdp selective", "8b 4096 LoRA fsdp"]
-    kinds = ["tests" if name.startswith("test_") else "runs" for name in names if "fp8" not in name]
-    assert kinds == sorted(kinds), "training runs before tests"
-    first = next(index for index, name in enumerate(names) if "fp8" in name or "8_bits" in name)
-    assert all("fp8" in name or "8_bits" in name for name in names[first:])
+    first = names.index(gpu.TESTS)
+    assert ["fp8" in name for name in names] == [number > first for number in range(len(names))]
     wide = {f"wide 4096 full fsdp {how}{compiled}{bits}" for how in ("none", "selective", "full")
             for compiled in ("", " compiled") for bits in ("", " fp8")}  # fmt: skip
     others = {"LoRA fsdp", "nf4 LoRA fsdp", "LoRA fsdp compiled"}
     assert wide | {f"8b 4096 {other}" for other in others} <= set(names)
     assert {"wide 4096 full fsdp selective 30 documents", "wide 4096 bf16 full fsdp selective"} <= set(names)
-
-
-def test_every_test_for_one_gpu_is_a_part(gpu: Any) -> None:
-    tests = [what.partition(" ")[0] for what in gpu.ordered("cuda") if isinstance(what, str)]
-    assert {test.partition("::")[0] for test in tests} == {file.name for file in (ROOT / "tests/gpu").glob("test_*.py")}
-    assert {test.partition("::")[2] for test in tests} >= set(gpu.SPLIT)
-    assert not [test for test in tests if "two_devices" in test]
 
 
 def test_all_fits_two_loans_by_its_guesses(gpu: Any) -> None:
