@@ -5,8 +5,8 @@ chooses one by trying them:
 
 - `packed_documents`, registered with Transformers' attention interface: attention within each document of a
   micro-batch, from their lengths alone. For every architecture whose attention goes through that interface, with
-  grouped queries, sliding windows, soft-capped scores and attention sinks.
-- For all others (recurrent states, position biases, code that came with the model) documents become rows of their own,
+  grouped queries, sliding windows, soft-capped scores and attention sinks. `mixers.py` runs modules with a state.
+- For all others (position biases, chunks, code that came with the model) documents become rows of their own,
   padded at the end to the longest: right for any causal model, and wasteful where lengths are uneven. Transformers'
   own packing, by position ids that restart at 0, was tried and does not work: some of its architectures (gpt-oss,
   AFMoE, BLOOM, BioGPT in 5.17) silently ignore it.
@@ -26,6 +26,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import ModelInputs
 from stages.engines.attention_kernels import AttentionOptions, attend, prepare
 from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
+from stages.engines.mixers import mixing
 
 PACKED_DOCUMENTS = "packed_documents"
 
@@ -81,7 +82,8 @@ def _run(
         if is_compiled:
             prepare(documents, {None, getattr(decoder.config, "sliding_window", None)})
         options["documents"] = documents
-        return decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options), to_batch
+        with mixing(documents):
+            return decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options), to_batch
     return decoder(input_ids=to_layers(inputs.input_ids), **options), to_batch
 
 

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.parity.plain_adam import trainer_parameter_groups
+from tests.zoo.models import tiny_model
 
 VOCABULARY = 64
 NUM_STEPS, NUM_ROWS, ROW_LENGTHS = 3, 4, [(9, 5, 10), (24,), (3, 2, 19), (12, 12)]
@@ -58,13 +59,13 @@ LAYOUTS = {
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
 """Names of the two layouts that accumulate gradients over micro-batches, in unsharded and in sharded form."""
-MODELS = ("qwen3", "untied", "moe", "gpt2", "balanced", "frozen")
+MODELS = ("qwen3", "untied", "moe", "gpt2", "stateful", "balanced", "frozen")
 MOE = {"balanced": {"aux_loss_coefficient": 0.3}, "frozen": {"freeze_router": True}}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Provide tiny models: tied and untied heads, a mixture of experts, learned positions and biases."""
+    """Provide tiny models: tied and untied heads, experts, learned positions and biases, states beside attention."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {
         "vocab_size": VOCABULARY,
@@ -84,6 +85,7 @@ def models(tmp_path_factory):
         "untied": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, intermediate_size=40, tie_word_embeddings=False)),
         "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt2, **dropout)),
+        "stateful": lambda: tiny_model("qwen3_5_text", initializer_range=0.2),
     }
     made["balanced"] = made["frozen"] = made["moe"]
     for name in MODELS:
@@ -188,6 +190,7 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
     }
     first = next(iter(layouts))
     cases |= {name: {"model": str(models / name), "config": make_config(layouts[first])} for name in MODELS[1:]}
+    cases["stateful"]["config"]["layout"]["recompute"] = "full"
     for name, moe in MOE.items():
         cases[name]["config"]["moe"] = moe
         cases[name]["config"]["layout"] |= {"micro_batch_size": 1, "recompute": "full"}

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
 from tests.zoo.proofs import COLUMNS, result, save_family
 from tests.zoo.table import WORKS, recorded
+
+WITH_MIXERS = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "mamba", "mamba2", "bamba", "granitemoehybrid",
+    "jamba", "falcon_h1", "lfm2", "lfm2_moe", "recurrent_gemma", "nemotron_h", "zamba2", "minimax", "rwkv",
+    "kimi_linear", "olmo_hybrid",
+)  # fmt: skip
+"""Families that carry something along the sequence, beside attention or instead of it."""
 
 
 @pytest.mark.nightly
@@ -18,3 +26,9 @@ def test_a_family_does_what_the_table_shows(family: str, column: str, tmp_path: 
     """A cell that now works is a failure, too: `python -m tests.zoo.proofs FAMILY` records it."""
     outcome, shown = result(column, save_family(family, tmp_path)), recorded()[family][column]
     assert (outcome if outcome in WORKS else "no") == (shown if shown in WORKS else "no"), outcome
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", WITH_MIXERS)
+def test_packed_documents_teach_a_family_with_mixers_what_each_alone_does(family: str) -> None:
+    check_family(family)

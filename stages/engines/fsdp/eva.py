@@ -22,8 +22,8 @@ from torch import Tensor
 from stages.adapters.config import AdapterConfig
 from stages.adapters.lora import adapted_layers, add_adapter
 from stages.core.errors import ModelError
-from stages.data.batch import Batch
-from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
+from stages.data.batch import Batch, Documents, ModelInputs
+from stages.engines.attention import hidden_states
 from stages.engines.documents import PackedDocuments, pad_documents
 from stages.engines.fsdp.layers import decoder_of
 from stages.engines.fsdp.model import TargetLogProbabilities
@@ -77,6 +77,8 @@ def principal_directions(
 ) -> dict[str, Tensor]:
     """Return the directions in which a layer's inputs vary most at learned tokens; PEFT repeats the batches."""
     decoder = decoder_of(model.causal_lm)
+    # Mixers run on documents laid out by themselves: here all layers do, so that each is given the same tokens, once.
+    laid_out = bool(model.verdict.mixers)
     lora = LoraConfig(
         r=config.rank,
         target_modules=list(layers),
@@ -89,8 +91,8 @@ def principal_directions(
             model.causal_lm,
             batches,
             lora,
-            forward_fn=lambda _, batch: hidden_states(decoder, batch.inputs),
-            prepare_model_inputs_fn=lambda batch, _: _is_learned(decoder, batch),
+            forward_fn=lambda _, batch: hidden_states(decoder, _laid_out(batch.inputs) if laid_out else batch.inputs),
+            prepare_model_inputs_fn=lambda batch, _: _is_learned(batch, packs=model.verdict.packs and not laid_out),
             prepare_layer_inputs_fn=_learned_inputs,
             gather_distributed_inputs=False,
             show_progress_bar=False,
@@ -98,14 +100,27 @@ def principal_directions(
     return directions
 
 
-def _is_learned(decoder: Any, batch: Batch) -> Tensor:
+def _is_learned(batch: Batch, *, packs: bool) -> Tensor:
     """Return which tokens carry loss, bool [tokens], in the order of the decoder's layers, as PEFT's labels."""
     has_target = batch.signal.has_target.flatten()
     learned = torch.cat([has_target.new_zeros(1), has_target[:-1]])  # no document's last token has a target
-    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+    if packs:
         return learned
-    documents = PackedDocuments(batch.documents.lengths, learned.device, least_fill=0)
-    return pad_documents(learned.int(), documents).bool().flatten()
+    return pad_documents(learned.int(), _in_one_bucket(batch.inputs)).bool().flatten()
+
+
+def _laid_out(inputs: ModelInputs) -> ModelInputs:
+    """Return inputs in which each document has a row of its own, padded at the end to the longest."""
+    documents = _in_one_bucket(inputs)
+    shape = len(documents.lengths), documents.longest
+    input_ids = pad_documents(inputs.input_ids.flatten(), documents).view(shape)
+    positions = torch.arange(shape[1], device=input_ids.device).expand(shape)
+    numbers = torch.arange(shape[0], device=input_ids.device)[:, None].expand(shape)
+    return ModelInputs(input_ids, positions, Documents(numbers, shape[0], [shape[1]] * shape[0]))
+
+
+def _in_one_bucket(inputs: ModelInputs) -> PackedDocuments:
+    return PackedDocuments(inputs.documents.lengths, inputs.input_ids.device, least_fill=0)
 
 
 def _learned_inputs(inputs: tuple[Tensor, ...], is_learned: Tensor, layer: str) -> Tensor:

@@ -19,7 +19,8 @@ from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import Batch
 from stages.engines.attention import hidden_states, hidden_states_and_router_logits
 from stages.engines.balance import balance_of_logits
-from stages.engines.fsdp.layers import decoder_of
+from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.layers import decoder_of, text_layers
 from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, packed, probe
 from stages.engines.fsdp.sources import ModelFiles
@@ -31,6 +32,7 @@ from stages.engines.log_probabilities import (
     tempered,
     token_log_probabilities,
 )
+from stages.engines.mixers import mix_by_document, mixing
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 from stages.models.loaded_weights import check_finite
@@ -56,6 +58,7 @@ class TargetLogProbabilities(nn.Module):
         self.transform = logits_transform(causal_lm.config)
         self.is_compiled = False
         rotate_by_document(decoder_of(causal_lm))
+        mix_by_document(text_layers(causal_lm), verdict.mixers)
 
     def forward(
         self,
@@ -73,7 +76,9 @@ class TargetLogProbabilities(nn.Module):
         ahead: batch of the next positions, for whose targets the MTP layer's log-probabilities are returned last.
         """
         if by_transformers:
-            return self.of_logits(self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False).logits, batch)
+            with mixing(PackedDocuments(batch.documents.lengths, batch.inputs.input_ids.device)):
+                output = self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False)
+            return self.of_logits(output.logits, batch)
         decoder = decoder_of(self.causal_lm)
         logits: list[Tensor] = []
         with call_of_layer(self.causal_lm) if ahead else nullcontext() as call:

@@ -18,6 +18,7 @@ from stages.engines import attention_kernels  # noqa: F401  # its operations are
 from stages.engines.fsdp.layers import transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
+from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.layout import Layout
@@ -103,19 +104,22 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
     """Turn on activation recomputation in each layer, of all operations or of all but matrix products and attention."""
     if layout.recomputes:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint_options(layout))
+        options = _checkpoint_options(layout, has_mixers(transformer_layers(causal_lm)))
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def compile_layers(layers: list[nn.Module], layout: Layout) -> None:
     """Compile each layer's forward pass, with attention and the checkpoint that recomputes it, as one graph.
 
-    Around compiled code, where Transformers has it, a checkpoint keeps none of the products that are inside.
+    Around compiled code, where Transformers has it, a checkpoint keeps none of the products that are inside. A layer
+    with a mixer, which is not compiled, is two graphs, and has it there.
     """
     for layer in layers:
-        forward = layer.forward
+        mixes = has_mixers([layer])
+        forward = torch.compile(layer.forward) if mixes else layer.forward
         if layout.recomputes:
-            forward = partial(_recomputed, forward, _checkpoint_options(layout))
-        layer.forward = torch.compile(forward)
+            forward = partial(_recomputed, forward, _checkpoint_options(layout, mixes))
+        layer.forward = forward if mixes else torch.compile(forward)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: Any, **arguments: Any) -> Any:
@@ -124,11 +128,11 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: A
     return checkpoint(partial(forward, **arguments), *states, **options)
 
 
-def _checkpoint_options(layout: Layout) -> dict[str, Any]:
-    options: dict[str, Any] = {"use_reentrant": False}
-    if layout.recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-    return options
+def _checkpoint_options(layout: Layout, mixes: bool) -> dict[str, Any]:
+    keeps = [partial(create_selective_checkpoint_contexts, _keep_costly)] if layout.recompute == "selective" else []
+    # Only for layers with mixers: a checkpoint that is compiled takes no other contexts than selective ones.
+    contexts = [partial(mixing_again, *keeps)] if mixes else keeps
+    return {"use_reentrant": False, **({"context_fn": contexts[0]} if contexts else {})}
 
 
 def apply_fsdp(

@@ -3,35 +3,39 @@
 The answer is measured, for any model that Transformers can build, on a slice of it: random weights in fp64 on the CPU,
 the first layers, enough to show every kind, and narrow where the model is large, with windows and chunks shorter than
 the documents. A way to train is right if other tokens in one document change nothing in the next, and if each document
-gets the log-probabilities that Transformers gives it alone. Real weights are compared too, once they are read
-(`check_log_probabilities`), but too late for a choice, in fp32, and on documents shorter than any window.
+gets the log-probabilities that Transformers gives it alone. Where packed documents change each other, the children of
+layers that do it are found, and the model is tried again with these run on each document by itself. Real weights are
+compared too, once they are read (`check_log_probabilities`), but too late for a choice, in fp32, and on documents
+shorter than any window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.initialization import no_init_weights
 
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
 from stages.engines.fsdp.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
+from stages.engines.mixers import mix_by_document
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 
-LENGTHS = (12, 7)
-"""Lengths in tokens of the two documents of a probe."""
-LONG_FROM = 8
+LENGTHS = (12, 10)
+"""Lengths in tokens of the two documents of a probe: of one bucket, so that the shorter is padded."""
+LONG_FROM = 11
 """Number of tokens beyond which a document counts as long in the check of rotary angles that depend on length."""
 LARGEST_LEAK = 1e-6
 """Largest change of a document's log-probabilities, in nats, by other tokens in the document before it."""
@@ -48,6 +52,11 @@ MOST_EXPERTS = 32
 LARGEST_SLICE = 2**27
 """Largest number of a slice's parameters that text passes through: 1 GiB in fp64."""
 
+Mixers = frozenset[type[nn.Module]]
+"""Classes of modules that carry something along the sequence."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a call."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -57,6 +66,8 @@ class Verdict:
     """Transformers' `attn_implementation` to build the model with; None for its default."""
     sentence: str
     """Sentence for people: the way that was chosen with what was measured, and why faster ones are wrong."""
+    mixers: Mixers = frozenset()
+    """Classes of the layers' children that would carry something from one packed document into the next."""
 
     @property
     def packs(self) -> bool:
@@ -88,10 +99,12 @@ def probe(config: Any, *, trust_remote_code: bool) -> Verdict:
 def _choose(slices: _Slices, expected: Tensor) -> Verdict:
     """Try the ways to train in order; return the first that is right. expected: log-probabilities of each alone."""
     wrong: list[str] = []
-    for attention in (PACKED_DOCUMENTS, *ROWS):
+    for attention, mixers in _ways(slices):
         way = "packed" if attention == PACKED_DOCUMENTS else f"as rows of their own, with {attention}"
+        if mixers:
+            way += f", {' and '.join(sorted(one.__name__ for one in mixers))} on each by itself"
         try:
-            usual, changed, seen = slices.together(attention)
+            usual, changed, seen = slices.together(attention, mixers)
         except Exception as error:  # of an architecture that cannot be run so
             wrong.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
@@ -105,13 +118,25 @@ def _choose(slices: _Slices, expected: Tensor) -> Verdict:
             wrong.append(f"{way}: no layer of type {', '.join(sorted(unseen))} was run")
         elif leak <= LARGEST_LEAK and difference <= LARGEST_DIFFERENCE:  # not where one is NaN
             kinds = f" (layers: {', '.join(sorted(seen))})" if seen else ""
-            return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]))
+            return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]), mixers)
         else:
             wrong.append(measured)
     raise ModelError(
         f"this architecture cannot be trained: tried on a slice of it with random weights, {'; '.join(wrong)}; take "
         "another model"
     )
+
+
+def _ways(slices: _Slices) -> Iterator[tuple[str, Mixers]]:
+    """Yield the ways to train, the fastest first: an implementation of attention, and the mixers to run apart."""
+    mixers: Mixers = frozenset()
+    yield PACKED_DOCUMENTS, mixers
+    with suppress(Exception):  # of an architecture that cannot be run so, as the way before has found
+        mixers = slices.mixers()
+    if mixers:
+        yield PACKED_DOCUMENTS, mixers
+    for attention in ROWS:
+        yield attention, frozenset()
 
 
 @dataclass(frozen=True)
@@ -134,7 +159,17 @@ class _Slices:
             states = [decoder(input_ids=one[None], use_cache=False)[0] for one in self._documents[:2]]
         return _log_probabilities(causal_lm, torch.cat(states, dim=1))
 
-    def together(self, attention: str) -> tuple[Tensor, Tensor, set[str]]:
+    def mixers(self) -> Mixers:
+        """Return the classes of the packed layers' children by which a document's states change those of the next."""
+        causal_lm = self._build(PACKED_DOCUMENTS)
+        decoder, documents = decoder_of(causal_lm), self._documents[:2]
+        children = [child for layer in text_layers(causal_lm) for child in layer.children()]
+        with _InDoublePrecision():
+            with _calls(children) as calls:
+                hidden_states(decoder, packed(documents).inputs)
+            return frozenset(type(child) for child, given in calls.items() if _leak_of(child, given) > LARGEST_LEAK)
+
+    def together(self, attention: str, mixers: Mixers) -> tuple[Tensor, Tensor, set[str]]:
         """Return two documents' log-probabilities as training runs them: as they are, and with another first one.
 
         Also returns the types of the layers that ran.
@@ -142,6 +177,7 @@ class _Slices:
         causal_lm = self._build(attention)
         decoder = decoder_of(causal_lm)
         rotate_by_document(decoder)
+        mix_by_document(text_layers(causal_lm), mixers)
         first, second, other = self._documents
         with long_from(decoder, LONG_FROM), _layers_that_run(causal_lm) as seen, _InDoublePrecision():
             found, changed = (
@@ -192,6 +228,40 @@ class _InDoublePrecision(TorchFunctionMode):
 
 def _doubled(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Given]]:
+    """Collect the positional and named arguments with which modules are called in this context."""
+    calls: dict[nn.Module, Given] = {}
+
+    def note(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls[module] = positional, named
+
+    handles = [one.register_forward_pre_hook(note, with_kwargs=True) for one in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leak_of(module: nn.Module, given: Given) -> float:
+    """Return the largest change of what a module gives for the second document by other states in the first."""
+    first = LENGTHS[0]
+
+    def others(states: Tensor) -> Tensor:
+        if not states.is_floating_point() or states.shape[:2] != (1, sum(LENGTHS)):
+            return states
+        return torch.cat([states[:, :first].flip(1), states[:, first:]], dim=1)
+
+    usual, changed = (
+        next(one for one in tree_leaves(module(*positional, **named)) if isinstance(one, Tensor))
+        for positional, named in (given, tree_map_only(Tensor, others, given))
+    )
+    if usual.shape[:2] != (1, sum(LENGTHS)):
+        return 0.0
+    return (usual - changed)[:, first:].abs().max().item()
 
 
 @contextmanager

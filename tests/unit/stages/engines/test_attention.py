@@ -1,4 +1,4 @@
-"""Packed attention gives each document the hidden states and gradients that Transformers gives it alone."""
+"""Packed documents get the hidden states and gradients of attention and mixers that Transformers gives each alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines import attention_kernels
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, register_packed_attention
 from stages.engines.documents import PackedDocuments
-from stages.engines.fsdp.layers import decoder_of
-from stages.engines.fsdp.probe import probe
+from stages.engines.fsdp.layers import decoder_of, text_layers
+from stages.engines.fsdp.parallelize import apply_recompute
+from stages.engines.fsdp.probe import _InDoublePrecision, probe
+from stages.engines.mixers import _by_document, mix_by_document, mixing
+from stages.parallel.layout import Layout
 from tests.zoo.models import tiny_config
 
 CPU = torch.device("cpu")
@@ -31,10 +34,16 @@ PACKED = {
     "soft-capped scores": "gemma2",
     "attention sinks": "gpt_oss",
 }
-AS_ROWS = {"position biases": "bloom", "attention in chunks": "llama4_text", "recurrent state": "mamba"}
+AS_ROWS = {"position biases": "bloom", "attention in chunks": "llama4_text"}
 """Families of the zoo, by what is special in their attention."""
+WITH_MIXERS = {"gated delta rule": "qwen3_5_text", "Mamba 2": "bamba", "short convolution": "lfm2"}
+"""Families of the zoo, by what carries something along the sequence."""
 LENGTHS = [7, 3, 6, 12, 1, 3]
+FOR_MIXERS = [70, 3, 66, 12, 1, 16]
+"""Lengths in tokens: two are longer than a chunk of the gated delta rule, and one of them is padded."""
 ROWS = 2
+Learned = tuple[Tensor, dict[str, Tensor]]
+"""Hidden states [tokens, width], and the gradients by weight."""
 
 
 def build(config: PreTrainedConfig, attention: str | None) -> nn.Module:
@@ -149,3 +158,95 @@ def test_flash_attention_of_torch_2_11_gets_a_key_for_each_query(monkeypatch: py
     given = attention_kernels._flash(query, key, value, documents, scoring)
     expected = attention_kernels._padded(query, key, value, documents, scoring)
     assert (given - expected).abs().max().item() < 1e-6
+
+
+def check_family(family: str) -> None:
+    """Check packed documents against each alone: with large weights in fp64, and in fp32 as Transformers draws them."""
+    check_in_double_precision(*both(family))
+    check_in_single_precision(*both(family, as_drawn=True))
+
+
+def both(family: str, *, as_drawn: bool = False) -> tuple[nn.Module, nn.Module]:
+    """Return a family's model, ready for packed rows by the probe's verdict, and the same as Transformers has it.
+
+    as_drawn: with the weights that Transformers draws, instead of large ones.
+    """
+    verdict = probe(tiny_config(family), trust_remote_code=False)
+    assert verdict.packs and verdict.mixers
+    models = [build(tiny_config(family), attention).train() for attention in (verdict.attention, "eager")]
+    if as_drawn:
+        torch.manual_seed(0)
+        models[1] = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").train()
+        models[0].load_state_dict(models[1].state_dict())
+    for one in models:
+        one.set_experts_implementation("eager")  # grouped products have no fp64
+    mix_by_document(text_layers(models[0]), verdict.mixers)
+    return models[0], models[1]
+
+
+def check_in_double_precision(model: nn.Module, reference: nn.Module) -> None:
+    with _InDoublePrecision():
+        found, expected = learned(model.double()), learned_alone(reference.double())
+    torch.testing.assert_close(found[0], expected[0], atol=1e-10, rtol=1e-10)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).abs().max() <= 1e-10 * gradient.abs().max().clamp(min=1.0), name
+
+
+def check_in_single_precision(model: nn.Module, reference: nn.Module) -> None:
+    """Check the gradient as a whole: where the terms of one weight's cancel out, fp32 keeps fewer digits of it."""
+    found, expected = learned(model), learned_alone(reference)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    gradients = (torch.cat([one[name].flatten() for name in expected[1]]) for one in (found[1], expected[1]))
+    difference = (whole := next(gradients)) - next(gradients)
+    assert difference.norm() <= 1e-5 * whole.norm()
+
+
+def learned(model: nn.Module) -> Learned:
+    hidden = hidden_states(decoder_of(model), packed_batch(FOR_MIXERS, ROWS).inputs).flatten(0, 1)
+    return hidden.detach(), gradients_of(model, hidden)
+
+
+def learned_alone(reference: nn.Module) -> Learned:
+    documents = packed_batch(FOR_MIXERS, ROWS).inputs.input_ids.flatten().split(FOR_MIXERS)
+    decoder = decoder_of(reference)
+    hidden = torch.cat([decoder(input_ids=one[None], use_cache=False)[0][0] for one in documents])
+    return hidden.detach(), gradients_of(reference, hidden)
+
+
+@pytest.mark.parametrize("mechanism", WITH_MIXERS)
+def test_mixers_give_each_document_what_it_gets_alone(mechanism: str) -> None:
+    check_family(WITH_MIXERS[mechanism])
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_mixers_see_the_same_documents(recompute: str) -> None:
+    found = []
+    for layout in (Layout(), Layout(recompute=recompute)):  # type: ignore[arg-type]
+        model, _ = both("qwen3_5_text")
+        apply_recompute(model, layout)
+        hidden = hidden_states(decoder_of(model), packed_batch(FOR_MIXERS, ROWS).inputs)
+        with mixing(PackedDocuments([sum(FOR_MIXERS)], CPU)):  # of a batch that came in between
+            found.append(gradients_of(model, hidden))
+    assert all(torch.equal(found[0][name], one) for name, one in found[1].items())
+
+
+def test_mixers_are_wrapped_once() -> None:
+    """A reward model is made around a model whose mixers are wrapped already."""
+    model, _ = both("lfm2")
+    before = [module.forward for module in model.modules()]
+    mix_by_document(text_layers(model), {type(model.model.layers[0].conv)})
+    assert before == [module.forward for module in model.modules()]
+
+
+def test_a_mixer_without_boundaries_of_documents_is_an_error() -> None:
+    model, _ = both("lfm2")
+    with pytest.raises(ModelError, match="without the boundaries of documents"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_arguments_that_are_no_states_of_tokens_are_refused() -> None:
+    documents, states, mask = PackedDocuments([3, 2], CPU), torch.ones(1, 5, 4), torch.ones(1, 1, 5, 5)
+    with mixing(documents), pytest.raises(ModelError, match=r"\[1, 1, 5, 5\], which cannot be laid out"):
+        _by_document(lambda states, mask: states, states, mask)

@@ -18,11 +18,13 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.attention import flex_attention
 from transformers import PreTrainedConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
 from stages.engines.attention_kernels import KERNELS
-from stages.engines.fsdp.layers import decoder_of, transformer_layers
+from stages.engines.fsdp.layers import decoder_of, text_layers, transformer_layers
 from stages.engines.fsdp.parallelize import apply_recompute, compile_layers
+from stages.engines.mixers import mix_by_document
 from stages.parallel import accelerator
 from stages.parallel.layout import Layout
 from tests.fake_gpu.devices import GPU
@@ -66,6 +68,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Counter[str]
 def both(config: PreTrainedConfig, recompute: str) -> tuple[nn.Module, nn.Module]:
     """Return a model with compiled layers and one without."""
     models = build(config, PACKED_DOCUMENTS).train(), build(config, PACKED_DOCUMENTS).train()
+    for model in models:
+        mix_by_document(text_layers(model), {Qwen3_5GatedDeltaNet})
     layout = Layout(recompute=recompute)  # type: ignore[arg-type]
     compile_layers(transformer_layers(models[0]), layout)
     apply_recompute(models[1], layout)
@@ -173,9 +177,12 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Te
     return torch.cat(documents)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_layer_that_cannot_be_one_graph_computes_the_same(recompute: str, compiled: Any) -> None:
-    model, eager = both(tiny_config("qwen3_moe"), recompute)
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [("qwen3_moe", "none"), ("qwen3_moe", "selective"), ("qwen3_moe", "full"), ("qwen3_5_text", "full")],
+)
+def test_a_layer_that_cannot_be_one_graph_computes_the_same(family: str, recompute: str, compiled: Any) -> None:
+    model, eager = both(tiny_config(family), recompute)
     check_equal(*(learned(one, [7, 9, 12, 4], is_compiled=one is model) for one in (model, eager)))
 
 

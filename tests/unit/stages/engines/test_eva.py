@@ -15,12 +15,14 @@ from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.fsdp.eva import InputRows, start_directions
 from stages.engines.fsdp.model import load_model
+from tests.zoo.models import tiny_config
 
 ROWS, LENGTH = 4, 24
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, intermediate_size=48, initializer_range=0.3),
     "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3),
+    "qwen3_5": tiny_config("qwen3_5_text", initializer_range=0.3),
 }
 WIDE_SIZES = {**SIZES, "hidden_size": 64, "head_dim": 16}
 WIDE = Qwen3Config(**WIDE_SIZES, num_key_value_heads=2, intermediate_size=64, initializer_range=0.3)
@@ -88,6 +90,7 @@ def pefts(folder, rows, targets, **fields):
         ("qwen3", {"eva_rho": 1.0, "use_dora": True}),
         ("qwen3", {"eva_rho": 3.0, "use_rslora": True}),
         ("gpt2", {"target_modules": ("c_attn", "c_fc")}),
+        ("qwen3_5", {"target_modules": ("in_proj_qkv", "out_proj", "gate_proj")}),
     ],
 )
 def test_ranks_directions_and_scalings_are_pefts(name, fields, rows, tmp_path):

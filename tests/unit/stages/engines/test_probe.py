@@ -19,7 +19,13 @@ PACKED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "cohere2", "olmo3", "apertus", "gpt2", "opt",
     "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma3", "gemma4",
 )  # fmt: skip
-AS_ROWS = ("nemotron", "bloom", "falcon", "llama4_text", "llama4", "lfm2", "mamba", "bamba", "qwen3_next", "qwen3_5")
+WITH_MIXERS = {
+    "lfm2": {"Lfm2ShortConv"}, "mamba": {"MambaMixer"}, "bamba": {"BambaMixer"}, "falcon_h1": {"FalconH1Mixer"},
+    "qwen3_next": {"Qwen3NextGatedDeltaNet"}, "qwen3_5": {"Qwen3_5GatedDeltaNet"},
+    "rwkv": {"RwkvSelfAttention", "RwkvFeedForward"},
+}  # fmt: skip
+"""Families that are packed but for modules which carry something along the sequence, by the classes of these."""
+AS_ROWS = ("nemotron", "bloom", "falcon", "llama4_text", "llama4")
 """Families whose documents are packed, or are rows of their own: chosen so that each reason occurs."""
 QWEN3_30B = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
@@ -32,9 +38,11 @@ def verdict_on(family: str, **fields: Any) -> Verdict:
     return probe(tiny_config(family, **fields), trust_remote_code=False)
 
 
-@pytest.mark.parametrize("family", [*PACKED, *AS_ROWS])
+@pytest.mark.parametrize("family", [*PACKED, *WITH_MIXERS, *AS_ROWS])
 def test_documents_are_packed_where_that_is_right(family: str) -> None:
-    assert verdict_on(family).packs == (family in PACKED)
+    verdict = verdict_on(family)
+    assert verdict.packs == (family not in AS_ROWS)
+    assert {mixer.__name__ for mixer in verdict.mixers} == WITH_MIXERS.get(family, set())
 
 
 def test_a_short_convolution_that_leaks_into_the_next_document_is_found() -> None:
@@ -46,8 +54,9 @@ def test_a_short_convolution_that_leaks_into_the_next_document_is_found() -> Non
     torch.manual_seed(0)
     causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_DOCUMENTS).eval()
     verdict = probe(config, trust_remote_code=False)
-    check_log_probabilities(TargetLogProbabilities(causal_lm, verdict), torch.device("cpu"))
-    assert verdict.attention == "sdpa"
+    leaking = TargetLogProbabilities(causal_lm, Verdict(verdict.attention, ""))
+    check_log_probabilities(leaking, torch.device("cpu"))
+    assert verdict.sentence.startswith("documents train packed, Lfm2ShortConv on each by itself: other tokens in one")
     assert "(layers: conv, full_attention); packed: other tokens in one document change the next by" in verdict.sentence
 
 
