@@ -196,8 +196,8 @@ class PackedDataset:
         return self.about.num_media > 0
 
     def seen_by(self, see: See) -> None:
-        """Put the pictures of documents into each batch from now on, if the dataset has any, by the given function."""
-        self._see = see if self.has_media else None
+        """Put the pictures of documents into each batch from now on, by the given function."""
+        self._see = see
 
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         """Return the media of each document of a packed row, in the order of the documents."""
@@ -208,9 +208,11 @@ class PackedDataset:
 
     def pictures(self, row: int) -> list[list[Image]]:
         """Return the decoded pictures of each document of a packed row. Raises DataError if one has changed."""
-        folder = self._media_folder
-        assert folder, "opened without the folder of its media"
-        return [[folder.load_image(one) for one in media] for media in self.media(row)]
+        return [[self._image(one) for one in media] for media in self.media(row)]
+
+    def _image(self, reference: MediaReference) -> Image:
+        assert self._media_folder, "opened without the folder of its media"
+        return self._media_folder.load_image(reference)
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of tokens with loss in each of the given packed rows, int64 [rows]."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from stages.core.errors import DataError
 from stages.data.config import METHODS_FOR, DataFormat, RowKind
+from stages.data.files import RowLocation
 from stages.data.media.rows import MediaSource, with_media
 from stages.data.messages import (
     SHAREGPT_ROLES,
@@ -175,10 +176,11 @@ class RowReader:
     def __str__(self) -> str:  # what the first rows have decided
         return f"{self._format and self._format.columns} {self.has_margins} {self._is_plain}"
 
-    def read(self, content: object) -> tuple[Document, ...]:
+    def read(self, content: object, place: RowLocation | None = None) -> tuple[Document, ...]:
         """Return the documents of a row: one, or for a preference pair the chosen and the rejected one.
 
-        Raises RowError for a bad row, DataError when the columns of the first row fit no suitable format.
+        place: of the row, for those who will read the media inside of it again. Raises RowError for a bad row,
+        DataError when the columns of the first row fit no suitable format.
         """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
@@ -191,7 +193,7 @@ class RowReader:
             raise RowError(f"has no {listed(missing)}; found {listed(content)}")
         read = self._format.columns + self._format.optional
         check_row(content, read)
-        documents = with_media(self._format.read(content), content, self._media)
+        documents = with_media(self._format.read(content), content, self._media, place)
         self._check_form(isinstance(documents[0], PlainText))
         self.unread.add(content, read)
         return documents

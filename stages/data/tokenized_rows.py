@@ -159,7 +159,10 @@ class TokenizedRowsSource:
         decided |= {"first_rows": str(task.reader)}
         for path in self._files:
             for one in parts_of(path, name_of(path, self._folder)):
-                yield one, content_key({**decided, "file": format_suffix(path), "content": one.digest})
+                # References to media inside of rows name the rows.
+                place = f"{one.part.name}:{one.part.num_before}" if task.media else ""
+                named = decided | ({"place": place} if place else {})
+                yield one, content_key({**named, "file": format_suffix(path), "content": one.digest})
 
     def _pieces_in_time(self, limit_s: float) -> Iterator[tuple[FilePart, TokenizedRows]]:
         """Yield groups of tokenized rows until the CPU time limit is reached; the last group may be incomplete."""

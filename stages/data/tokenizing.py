@@ -215,7 +215,7 @@ class PartTokenizer:
         if isinstance(row, BadRow):
             return RowError(row.reason)
         try:
-            documents = self._reader.read(row.content)
+            documents = self._reader.read(row.content, row.place)
             self._answers.check_text(documents)
         except RowError as error:
             return error
@@ -302,7 +302,7 @@ def first_rows_read(reader: RowReader, portion: Portion, rows: Iterable[Row | Ba
     for row in portion.select(rows):
         try:
             if isinstance(row, Row):
-                reader.read(row.content)
+                reader.read(row.content, row.place)
                 break
         except RowError:
             continue

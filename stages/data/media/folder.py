@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
-from stages.data.files import READERS, format_suffix
+from stages.data.files import READERS, RowLocation, format_suffix
+from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
 from stages.data.media.images import MAX_BYTES, PictureError, decode_picture, inspect_picture
 from stages.data.media_reference import MAX_PATH_BYTES, MediaKind, MediaReference
 from stages.data.messages import RowError, kind_of
@@ -57,33 +58,39 @@ class MediaFolder:
                         listing.append((os.path.relpath(entry.path, self.root), status.st_size, status.st_mtime_ns))
         return hashlib.sha256(json.dumps(sorted(listing)).encode()).hexdigest()
 
-    def reference(self, kind: MediaKind, source: object) -> MediaReference:
+    def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference:
         """Return the reference to one medium, given a row's cell or part: checked, hashed and measured.
 
-        Raises RowError for what is missing, unreadable, outside of the folder, or refused by `inspect_picture`.
+        row: where the row is, for media whose bytes are inside of it; None for readers that only look. Raises RowError
+        for what is missing, unreadable, outside of the folder, or refused by `inspect_picture`.
         """
         if kind != "image":
             raise RowError(f"has {kind}, which is not learned from yet; expected pictures and text")
-        path = _path_of(kind, source)
         try:
-            data = self._read(path)
-            size = inspect_picture(data)
+            data = embedded_bytes(source)
+            if data is not None:
+                return _reference(kind, place_of(self.root, row) if row else "", data)
         except PictureError as error:
-            raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
+            raise RowError(f"has a picture inside of it, which {error}") from error
+        path = _path_of(kind, source)
         place = self._found(path).relative_to(self.root.resolve()).as_posix()
         if len(place.encode()) > MAX_PATH_BYTES:
             raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
-        return MediaReference(
-            kind, place.removesuffix(SUFFIX), hashlib.sha256(data).hexdigest(), size.width, size.height
-        )
+        try:
+            return _reference(kind, place.removesuffix(SUFFIX), self._read(path))
+        except PictureError as error:
+            raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
 
     def load_image(self, reference: MediaReference) -> Image:
         """Return the decoded picture, RGB. Raises DataError if it is gone, or has changed since the rows were read."""
         try:
-            data = self._read(reference.path)
-        except (PictureError, RowError) as error:
-            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
-        if hashlib.sha256(data).hexdigest() != reference.sha256:
+            if is_embedded(reference.path):
+                data = read_embedded(self.root, reference.path, reference.sha256)
+            else:
+                data = self._read(reference.path)
+        except (OSError, ValueError) as error:  # of a file that is gone, or holds something else now
+            raise DataError(f"the picture {reference.path} of {self.root} cannot be read: {error}") from error
+        if data is None or hashlib.sha256(data).hexdigest() != reference.sha256:
             raise DataError(
                 f"the picture {reference.path} of {self.root} has changed since its row was read; put it back, or "
                 "download the dataset again"
@@ -128,6 +135,11 @@ class MediaFolder:
             f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
             "or beside the data file"
         )
+
+
+def _reference(kind: MediaKind, path: str, data: bytes) -> MediaReference:
+    size = inspect_picture(data)
+    return MediaReference(kind, path, hashlib.sha256(data).hexdigest(), size.width, size.height)
 
 
 def _path_of(kind: MediaKind, source: object) -> str:

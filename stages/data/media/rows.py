@@ -15,11 +15,12 @@ a preference pair, each answer's conversation takes the row's media from the fir
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from stages.core.lines import counted
+from stages.data.files import RowLocation
 from stages.data.media_reference import KINDS, MediaKind, MediaReference
 from stages.data.messages import SOURCE, Conversation, Document, Message, PlainText, RowError, listed, num_media
 from stages.data.row_fields import MEDIA_COLUMNS, says_something
@@ -34,16 +35,19 @@ TEXT_ALONE = (
 class MediaSource(Protocol):
     """Maker of references from the cells and parts of a row; implemented by `MediaFolder`."""
 
-    def reference(self, kind: MediaKind, source: object) -> MediaReference: ...
+    def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference: ...
 
 
 def with_media(
-    documents: tuple[Document, ...], row: Mapping[str, Any], source: MediaSource | None
+    documents: tuple[Document, ...],
+    row: Mapping[str, Any],
+    source: MediaSource | None,
+    place: RowLocation | None = None,
 ) -> tuple[Document, ...]:
     """Return a row's documents with its media in place; those of text are returned unchanged.
 
-    source: None where media are refused. Raises RowError for media that do not match the places in the text, and as
-    `MediaFolder.reference` does.
+    source: None where media are refused. place: of the row, as of `MediaFolder.reference`. Raises RowError for media
+    that do not match the places in the text, and as `MediaFolder.reference` does.
     """
     columns = _columns(row)
     if not columns and not any(map(_has_parts, documents)):
@@ -52,25 +56,29 @@ def with_media(
         found = listed(list(columns)) if columns else "media in `content`"
         raise RowError(f"has {found}, {TEXT_ALONE}")
     known: dict[int, MediaReference] = {}
-    return tuple(_placed(document, columns, source, known) for document in documents)
+
+    def reference(kind: MediaKind, cell: object) -> MediaReference:
+        if id(cell) not in known:  # the documents of a pair share their cells
+            known[id(cell)] = source.reference(kind, cell, place)
+        return known[id(cell)]
+
+    return tuple(_placed(document, columns, reference) for document in documents)
 
 
 def _placed(
-    document: Document, columns: Mapping[str, list[Any]], source: MediaSource, known: dict[int, MediaReference]
+    document: Document,
+    columns: Mapping[str, list[Any]],
+    reference: Callable[[MediaKind, object], MediaReference],
 ) -> Conversation:
-    """Return a document with its media. known: references that were made for this row, by the identity of the cell."""
+    """Return a document with its media. reference: makes the reference to a cell's medium."""
     if isinstance(document, PlainText):
         raise RowError(f"has {listed(list(columns))} beside plain text, which has no place for them; expected messages")
     of_kind = {MEDIA_COLUMNS[column]: cells for column, cells in columns.items()}
     messages = [_with_tags(message, of_kind) for message in document.messages]
     if of_kind and not num_media(messages):
         messages = _before_the_question(messages, of_kind)
-    media: list[MediaReference] = []
-    for kind, cell in _cells(messages, of_kind):
-        if id(cell) not in known:
-            known[id(cell)] = source.reference(kind, cell)
-        media.append(known[id(cell)])
-    return replace(document, messages=[_without_sources(message) for message in messages], media=tuple(media))
+    media = tuple(reference(kind, cell) for kind, cell in _cells(messages, of_kind))
+    return replace(document, messages=[_without_sources(message) for message in messages], media=media)
 
 
 def _cells(messages: Sequence[Message], of_kind: Mapping[MediaKind, Sequence[Any]]) -> Iterator[tuple[MediaKind, Any]]:

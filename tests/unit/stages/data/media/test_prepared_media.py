@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoProcessor
 
@@ -18,7 +21,7 @@ from stages.data.dataset import PackedDataset
 from stages.data.media.images import decode_picture
 from stages.data.prepare import PreparedData, prepare
 from stages.models.facts import ModelFacts
-from tests.unit.stages.data.media.conftest import EXPANDED, PICTURE
+from tests.unit.stages.data.media.conftest import EXPANDED, PICTURE, encoded, noise
 from tests.unit.stages.data.reports import Reports
 
 
@@ -152,12 +155,13 @@ def run(tmp_path: Path, seeing_folder: Path, pictures: Callable[..., Path]) -> C
 
     def prepare_rows(*rows: dict[str, Any], kind: str = "examples", model: Path = seeing_folder, **options: Any) -> Any:
         folder = tmp_path / "data"
-        if not folder.exists():
+        if not (folder / "a.png").exists():
             pictures("a.png", "b.png")
             (tmp_path / "secret.png").write_bytes((folder / "a.png").read_bytes())
             (folder / "text.png").write_text("<html>")
             (folder / "link.png").symlink_to(tmp_path / "secret.png")
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if rows:
+            (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return prepare(
             folder,
             DataConfig(dataset="data", **{"sequence_length": 256, **options}),
@@ -187,6 +191,50 @@ def test_every_form_of_a_row_is_read(run, seeing_folder, row, asked, paths):
     ((whole, learned, found),) = documents(run(row).training, seeing_folder)
     assert whole == f"<|im_start|>user\n{''.join(asked)}<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
     assert (learned, found) == ("a cat<|im_end|>", paths)
+
+
+def test_pictures_inside_of_rows_stay_there(run, tmp_path):
+    """Parquet as `datasets` writes it, and base64, are read again by file, row and digest."""
+    own = [encoded(noise(seed=seed)) for seed in range(5)]
+    rows = [
+        {"messages": [user(f"<image>{number}"), CAT], "images": [{"bytes": data, "path": None}]}
+        for number, data in enumerate(own)
+    ]
+    rows[3]["images"] = ["a.png"]
+    cells = [[one if isinstance(one, dict) else {"bytes": None, "path": one} for one in row["images"]] for row in rows]
+    schema = pyarrow.schema(
+        [
+            ("messages", pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]))),
+            ("images", pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))),
+        ]
+    )
+    arrays = pyarrow.Table.from_pylist(
+        [{"messages": row["messages"], "images": cell} for row, cell in zip(rows, cells, strict=True)], schema
+    )
+    base64s = [f"data:image/png;base64,{b64encode(data).decode()}" for data in own]
+    parts = [{"messages": [user([{"type": "image_url", "image_url": {"url": url}}]), CAT]} for url in base64s]
+    for name, write in {
+        "train.parquet": lambda path: pyarrow.parquet.write_table(arrays, path, row_group_size=2),
+        "train.jsonl": lambda path: path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in parts)),
+    }.items():
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        for path in folder.glob("train.*"):
+            path.unlink()
+        write(folder / name)
+        dataset = run(packing=False).training
+        found = {}
+        for row in range(len(dataset)):
+            ((medium,),) = dataset.media(row)
+            ((image,),) = dataset.pictures(row)
+            found[medium.path] = np.asarray(image)
+        first = 1 if name == "train.parquet" else 2
+        expected = {f"{name}#{number}": noise(seed=number - first) for number in range(first, first + 5)}
+        if name == "train.parquet":
+            del expected["train.parquet#4"]
+            expected["a.png"] = noise(seed=0)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[path], np.asarray(image)) for path, image in expected.items())
 
 
 @pytest.mark.parametrize(("row", "message"), REFUSED.values(), ids=REFUSED)
