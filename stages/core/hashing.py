@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ from stages.core.lines import say
 CHUNK_BYTES = 1 << 20
 MIN_CACHED_BYTES = 1 << 20
 """Smallest size in bytes of a file whose hash is cached; smaller files are read as fast as they are looked up."""
+MANY_FILES = 1000
+"""Number of files from which on all are cached, also small ones: opening each would take as long as reading it."""
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
 """Smallest total size of files whose hashing has a time limit, and bytes that opening a file counts as."""
 SETTLED_S = 2
@@ -45,14 +48,23 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
     limit_s: time after which(but for small files) TransientError is raised; finished files are not hashed again.Raises
     `OSError`.
     """
-    total_bytes = sum(path.stat().st_size for path in files.values())
-    is_small = total_bytes + len(files) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
+    statuses = {name: os.stat(path) for name, path in files.items()}  # noqa: PTH116 (half the time of a Path's)
+    known = _known(files, statuses) if len(files) >= MANY_FILES else _Known({}, {})
+    rest = {name: path for name, path in files.items() if name not in known.digests}
+    total_bytes = sum(statuses[name].st_size for name in rest)
+    is_small = total_bytes + len(rest) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
     end_s = None if limit_s is None or is_small else time.monotonic() + limit_s
     job = _Job(total_bytes)
     pool = ThreadPoolExecutor(THREADS)
     try:
-        pending = {name: pool.submit(job.hash, path) for name, path in files.items()}
-        return {name: future.result(end_s and max(0.0, end_s - time.monotonic())) for name, future in pending.items()}
+        pending = {name: pool.submit(job.hash, path) for name, path in rest.items()}
+        hashed: dict[str, str] = {}
+        try:
+            for name, future in pending.items():
+                hashed[name] = future.result(end_s and max(0.0, end_s - time.monotonic()))
+        finally:
+            _keep_many(known, hashed, statuses)
+        return {name: known.digests.get(name) or hashed[name] for name in files}
     except TimeoutError as error:
         if limit_s is None:  # a file system's
             raise
@@ -61,6 +73,53 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
     finally:
         job.stop()  # otherwise Ctrl-C would wait until the last file is read
         pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Digests from the cache for some of many files, by name, and the keys of all of them that may be kept."""
+
+    digests: dict[str, str]
+    keys: dict[str, str]
+
+
+def _known(files: Mapping[str, Path], statuses: Mapping[str, os.stat_result]) -> _Known:
+    """Look up many files, of any size, at once: those of one folder stand together in the cache."""
+    folders: dict[str, str] = {}
+    keys = {}
+    for name, path in files.items():
+        folder, _, last = str(path).rpartition("/")
+        if os.path.islink(path):  # noqa: PTH114
+            keys[name] = _key(os.path.realpath(path), statuses[name])
+            continue
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        keys[name] = _key(f"{folders[folder]}/{last}", statuses[name])
+    digests: dict[str, str] = {}
+    with _database() as database:
+        if database:
+            first, last = min(keys.values()), max(keys.values())
+            found = dict(database.execute("SELECT file, sha256 FROM hashes WHERE file BETWEEN ? AND ?", (first, last)))
+            digests = {name: found[key] for name, key in keys.items() if key in found}
+    return _Known(digests, keys)
+
+
+def _keep_many(known: _Known, hashed: Mapping[str, str], statuses: Mapping[str, os.stat_result]) -> None:
+    """Keep the digests of many files that were just hashed, but of those that changed within the last seconds."""
+    before = time.time() - SETTLED_S
+    rows = [
+        (known.keys[name], digest)
+        for name, digest in hashed.items()
+        if name in known.keys and max(statuses[name].st_mtime, statuses[name].st_ctime) < before
+    ]
+    with _database() as database:
+        if database and rows:
+            database.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?)", rows)
+            database.commit()
+
+
+def _key(path: str, status: os.stat_result) -> str:
+    return f"{path!r}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
 
 
 class _Job:
@@ -81,7 +140,7 @@ class _Job:
         status = path.stat()
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)
-        key = f"{str(path.resolve())!r}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
+        key = _key(str(path.resolve()), status)
         known = _lookup(key)
         if known:
             self._count(status.st_size)

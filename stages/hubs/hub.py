@@ -52,12 +52,14 @@ class StreamingHub(Hub, Protocol):
 class Request:
     """Request for some files of a model or dataset: its source, and the patterns of the files' names.
 
-    patterns: globs; None takes the usual files. limit_s: of a single attempt, where an answer is needed at once.
+    patterns: globs; None takes the usual files. with_media: pictures of a dataset, too. limit_s: of a single attempt,
+    where an answer is needed at once.
     """
 
     source: Source
     patterns: tuple[str, ...] | None = None
     trust_remote_code: bool = False
+    with_media: bool = False
     limit_s: float | None = None
 
 

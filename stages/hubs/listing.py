@@ -1,7 +1,8 @@
 """Checks and selection of the files that a hub lists; their names, sizes and digests are not trusted.
 
 A model: its JSON, tokenizer, licence and safetensors; never pickles, and Python only when the recipe trusts it. A
-dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet; never loading scripts.
+dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet, and pictures where the recipe asks for
+them; never loading scripts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ QUOTED_CHARACTERS = 200
 MAX_SHOWN_CHARACTERS = 500
 _TEXT_DATA = (".jsonl", ".ndjson", ".json", ".csv")
 _DATA_SUFFIXES = (".parquet", *(f"{suffix}{packed}" for suffix in _TEXT_DATA for packed in ("", ".gz", ".zst")))
+_MEDIA_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
 _MODEL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 _DOCUMENTS = ("README.md", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _DATASET_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
@@ -80,9 +82,13 @@ def check_names(names: Iterable[str], source: object) -> None:
 def check_fit(names: Iterable[str], source: object) -> None:
     """Raise DownloadError if two files of a download would be written to the same local path."""
     files = set(names)
+    parents: dict[str, list[str]] = {}
     for name in files:
+        folder = name.rpartition("/")[0]
+        if folder not in parents:
+            parents[folder] = [*map(str, PurePosixPath(name).parents)]
         # A file where this one needs a folder, or one with the name of this one's unfinished download.
-        same_place = [*map(str, PurePosixPath(name).parents), f"{name}{PARTIAL_SUFFIX}"]
+        same_place = [*parents[folder], f"{name}{PARTIAL_SUFFIX}"]
         if other := next((path for path in same_place if path in files), None):
             raise DownloadError(
                 f"{source} lists {quoted(name, QUOTED_CHARACTERS)} and {quoted(other, QUOTED_CHARACTERS)}, and both "
@@ -95,7 +101,9 @@ def _problem(name: str) -> str | None:
     parts = name.split("/")
     if "" in parts or {".", ".."} & set(parts) or "\\" in name:
         return "that leads out of its folder, or is no plain path"
-    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):  # control characters, surrogates
+    is_plain = name.isprintable() and name.isascii()
+    # Control characters, surrogates.
+    if not is_plain and any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         return "with characters that no name of a file should have"
     num_bytes = max(len(part.encode()) for part in parts)
     if num_bytes > MAX_PART_BYTES or len(name.encode()) > MAX_NAME_BYTES:
@@ -177,7 +185,7 @@ def _is_model_file(name: str, names: list[str]) -> bool:
 
 
 def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
-    """Return the names of a dataset's data files, dataset card and licence, which are to be downloaded."""
+    """Return the names of a dataset's data files, pictures if asked for, card and licence, to be downloaded."""
     data = [
         name
         for name in names
@@ -191,7 +199,8 @@ def _select_dataset_files(request: Request, names: list[str]) -> list[str]:
         )
     if request.patterns is not None:
         data = _matching(data, request.patterns, request.source)
-    return sorted(data + [name for name in names if name in _DOCUMENTS])
+    media = [name for name in names if request.with_media and name.lower().endswith(_MEDIA_SUFFIXES)]
+    return sorted(data + media + [name for name in names if name in _DOCUMENTS])
 
 
 def _matching(names: list[str], patterns: tuple[str, ...], source: Source) -> list[str]:

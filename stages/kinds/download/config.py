@@ -40,6 +40,9 @@ class DownloadConfig(FetchedConfig):
         False,
         description="Do not copy a dataset from hf://, s3://, gs:// or az://; later stages stream it from there.",
     )
+    media: Annotated[bool, AddedLater()] = Field(
+        False, description="Fetch a dataset's pictures too, which its rows name; default: files of rows alone."
+    )
     trust_remote_code: bool = Field(
         False, description="Keep Python files that come with a model; by default they are left out."
     )
@@ -52,6 +55,8 @@ class DownloadConfig(FetchedConfig):
             raise ValueError("`adapter` and `base`, the stage of the model that it belongs to, go together; name both")
         if self.adapter is not None and self.files is not None:
             raise ValueError("`files` is not for an `adapter`, which consists of the two that PEFT writes; remove it")
+        if self.media and self.dataset is None:
+            raise ValueError(f"`media` is for a `dataset`, and this is the source of a {self.product}; remove it")
         _ = self.source
         return self
 
@@ -84,7 +89,7 @@ class DownloadConfig(FetchedConfig):
     @property
     def request(self) -> Request:
         patterns = self.files if self.adapter is None else (CONFIG_FILE, WEIGHTS_FILE)
-        return Request(self.source, patterns, self.trust_remote_code)
+        return Request(self.source, patterns, self.trust_remote_code, self.media)
 
     def identity(self) -> dict[str, JsonValue]:
         """Return the config for the cache key, with the resolved revision instead of a file's path or a hub's branch.

@@ -118,3 +118,18 @@ def test_what_takes_long_says_how_far_it_is(large, monkeypatch, capsys):
     monkeypatch.setattr(hashing, "REPORT_INTERVAL_S", 0)
     sha256_of_files({"x": large})
     assert "hashing files from outside the store: 0.0 of 0.0 GiB" in capsys.readouterr().err
+
+
+def test_many_small_files_are_read_once(tmp_path, kept):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    files = {f"{number}": folder / f"{number}.png" for number in range(hashing.MANY_FILES)}
+    for name, path in files.items():
+        path.write_text(name)
+    first = sha256_of_files(files)
+    assert first["7"] == hashlib.sha256(b"7").hexdigest()
+    kept()
+    files["7"].write_text("other")
+    again = sha256_of_files(files)
+    assert again.pop("7") == hashlib.sha256(b"other").hexdigest()
+    assert {*again.values()} == {"what was kept"}
