@@ -307,7 +307,7 @@ WRITERS = {
     "formats": _formats,
     "matrix": lambda _: f"{matrix.table()}\n| {matrix.source()} | | | |",
     "nightly": lambda _: table(),
-    "families": lambda _: zoo.table(),
+    "families": lambda shown: zoo.reasons() if shown == "reasons" else zoo.table(),
 }
 
 

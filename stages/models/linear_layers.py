@@ -187,8 +187,10 @@ def module_parameters(shape: ModelShape) -> dict[str, int]:
 
 
 EMBEDDINGS = re.compile(
-    r"(embed_tokens|wte|wpe|word_embeddings|embed_in|tok_embeddings|embed_positions|position_embeddings)$"
+    r"(embed_tokens(_per_layer)?|wte|wpe|word_embeddings|embed_in|tok_embeddings|embed_positions|position_embeddings?)$"
 )
+BESIDE_TEXT = re.compile(r"(^|\.)(vision|visual|image|audio|speech|multi_modal|connector|embed_(vision|audio))[^.]*\.")
+"""Pattern of the names of layers in towers for images or sound, or behind them, in families that have any."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

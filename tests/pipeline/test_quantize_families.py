@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stages.core.contract import StageContext
@@ -20,6 +22,8 @@ from stages.kinds.quantize.run import run
 from stages.serving.engine import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
 from tests.zoo.models import tiny_model
+from tests.zoo.proofs import result, save_family
+from tests.zoo.quantizing import METHOD_COLUMNS
 
 METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
@@ -101,6 +105,34 @@ def test_every_linear_layer_is_packed_and_little_is_lost(folder_of, tmp_path, fa
     assert all(written[f"{name}.{packed[0]}"] == packed[1] for name in scaled)
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+@pytest.mark.parametrize("method", METHOD_COLUMNS)
+def test_the_stage_does_what_the_table_of_families_shows(tmp_path, method):
+    """Two of the table's rows: all the others are tried every night."""
+    assert result(method, save_family("qwen3", tmp_path / "qwen3")) == "yes"
+    why_not = result(method, save_family("falcon", tmp_path / "falcon"))
+    assert (
+        "its model_type is falcon" if method == "gguf" else "8 of its layers are of the class FalconLinear"
+    ) in why_not
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_towers_for_images_stay_as_they_are_and_servers_know(folder_of, tmp_path, family):
+    """GPTQ has no statistics of a tower, which rows of text do not pass."""
+    source = folder_of(family)
+    quantize_family(source, tmp_path / "model", "gptq" if family == "gemma3" else "fp8")
+    written = load_file(tmp_path / "model/model.safetensors")
+    before = {
+        name: weight for name, weight in load_file(source / "model.safetensors").items() if "language" not in name
+    }
+    towers = {name: weight for name, weight in before.items() if weight.ndim == 2 and "lm_head" not in name}
+    assert len(towers) >= 14
+    for name, weight in towers.items():
+        assert torch.equal(written[name], weight.bfloat16()), name
+    ignored = json.loads((tmp_path / "model/config.json").read_text())["quantization_config"]["ignore"]
+    linear = {name for name in towers if name.endswith(".weight") and not re.search("embed|position", name)}
+    assert {name.removesuffix(".weight") for name in linear} <= {*ignored}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon"])

@@ -96,7 +96,7 @@ MEDIA_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "text_config": {**WIDE, **WINDOWS, "query_pre_attn_scalar": 32},
-        "vision_config": SIGLIP,
+        "vision_config": {**SIGLIP, "vision_use_head": False},
         "mm_tokens_per_image": 4,
         **GEMMA_IDS,
     },

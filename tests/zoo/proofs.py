@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,14 +32,18 @@ from stages.models.facts import ModelFacts
 from stages.models.loading import class_with_head, load_config
 from stages.parallel.layout import Layout
 from tests.zoo.models import FAMILIES, tiny_model
-from tests.zoo.table import RECORD, YES, recorded
+from tests.zoo.processors import PROCESSORS, save_processor
+from tests.zoo.quantizing import METHOD_COLUMNS
+from tests.zoo.serving import SERVED, served
+from tests.zoo.table import RECORD, YES, recorded, sentence
 from tests.zoo.tokenizer import save_tokenizer
 
 LEARNING_RATE = 1e-3
 LARGEST_DIFFERENCE = 2e-5
 """Largest difference of log-probabilities in nats, in fp32, of tokens that are 1e-3 apart before and after a step."""
 LENGTHS = (12, 7, 9)
-LONGEST_REASON = 160
+AT_A_TIME = 25
+"""Number of families that one process of vLLM serves before what came out is kept."""
 
 
 def documents(folder: Path) -> str:
@@ -74,6 +79,7 @@ COLUMNS: dict[str, Callable[[Path], str]] = {
     "exported": exported,
     "adapter": adapter,
     "planner": planner,
+    **METHOD_COLUMNS,
 }
 
 
@@ -89,15 +95,23 @@ def result(column: str, folder: Path) -> str:
     try:
         return COLUMNS[column](folder)
     except LifecycleError as error:
-        return _shortened(str(error).replace(f"{folder}", "the model"))
+        return sentence(str(error).replace(f"{folder}", "the model"))
     except Exception as error:  # of Transformers or PEFT, at a family never tried before
-        return _shortened(f"{type(error).__name__}: {error}".replace(f"{folder}", "the model"))
+        return sentence(f"{type(error).__name__}: {error}".replace(f"{folder}", "the model"))
 
 
 def save_family(family: str, folder: Path) -> Path:
     """Write a family's tiny model with a tokenizer of its vocabulary; return the folder."""
     tiny_model(family).save_pretrained(folder)
     save_tokenizer(folder)
+    return folder
+
+
+def save_to_serve(family: str, folder: Path) -> Path:
+    """Write a family's tiny model, as a server reads it: with its processor of images, if it has one."""
+    save_family(family, folder)
+    if family in PROCESSORS:
+        save_processor(family, folder)
     return folder
 
 
@@ -139,30 +153,40 @@ def _one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _shortened(message: str) -> str:
-    text = " ".join(message.split()).replace("|", "/")
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
+def keep(family: str, outcomes: dict[str, str]) -> None:
+    """Keep outcomes of a family in the record, beside those of other columns."""
+    record = recorded()
+    record[family] = {**record.get(family, {}), **outcomes}
+    ordered = {name: record[name] for name in FAMILIES if name in record}
+    RECORD.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+    print(family, outcomes, flush=True)
 
 
 def main() -> None:
     """Try families, and keep what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to try (default: all)")
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), help="what to try")
+    columns = [*COLUMNS, SERVED]
+    parser.add_argument("--columns", nargs="+", choices=columns, default=columns, help="what to try")
     arguments = parser.parse_args()
+    os.environ["TQDM_DISABLE"] = "1"
     logging.disable(logging.WARNING)
-    for family in arguments.families or FAMILIES:
+    families = arguments.families or [*FAMILIES]
+    of_folders = [column for column in COLUMNS if column in arguments.columns]
+    for family in families if of_folders else ():
         with tempfile.TemporaryDirectory() as name:
             try:
                 folder = save_family(family, Path(name))
-                outcomes = {column: result(column, folder) for column in arguments.columns}
+                outcomes = {column: result(column, folder) for column in of_folders}
             except Exception as error:
-                outcomes = dict.fromkeys(arguments.columns, _shortened(f"{type(error).__name__}: {error}"))
-        record = recorded()
-        record[family] = {**record.get(family, {}), **outcomes}
-        ordered = {name: record[name] for name in FAMILIES if name in record}
-        RECORD.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
-        print(family, outcomes, flush=True)
+                outcomes = dict.fromkeys(of_folders, sentence(f"{type(error).__name__}: {error}"))
+        keep(family, outcomes)
+    if SERVED in arguments.columns:
+        for at in range(0, len(families), AT_A_TIME):
+            with tempfile.TemporaryDirectory() as name:
+                folders = {one: save_to_serve(one, Path(name) / one) for one in families[at : at + AT_A_TIME]}
+                for family, outcome in served(folders).items():
+                    keep(family, {SERVED: outcome})
 
 
 if __name__ == "__main__":

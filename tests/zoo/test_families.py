@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
-from tests.zoo.proofs import COLUMNS, result, save_family
+from tests.zoo.proofs import COLUMNS, result, save_family, save_to_serve
+from tests.zoo.serving import SERVED, served
 from tests.zoo.table import WORKS, recorded
 
 WITH_MIXERS = (
@@ -24,11 +25,25 @@ WITH_MIXERS = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_does_what_the_table_shows(family: str, column: str, tmp_path: Path) -> None:
     """A cell that now works is a failure, too: `python -m tests.zoo.proofs FAMILY` records it."""
-    outcome, shown = result(column, save_family(family, tmp_path)), recorded()[family][column]
-    assert (outcome if outcome in WORKS else "no") == (shown if shown in WORKS else "no"), outcome
+    outcome = result(column, save_family(family, tmp_path))
+    assert _in_short(outcome) == _in_short(recorded()[family][column]), outcome
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", WITH_MIXERS)
 def test_packed_documents_teach_a_family_with_mixers_what_each_alone_does(family: str) -> None:
     check_family(family)
+
+
+@pytest.mark.nightly
+def test_vllm_serves_the_families_that_the_table_shows(tmp_path: Path) -> None:
+    outcomes = served({family: save_to_serve(family, tmp_path / family) for family in FAMILIES})
+    shown = {family: recorded()[family][SERVED] for family in FAMILIES}
+    changed = {
+        family: outcome for family, outcome in outcomes.items() if _in_short(outcome) != _in_short(shown[family])
+    }
+    assert changed == {}
+
+
+def _in_short(outcome: str) -> str:
+    return outcome if outcome in WORKS else "no"

@@ -13,7 +13,7 @@ from stages.kinds.quantize.gguf_tokenizer import splitting_of
 from stages.kinds.quantize.samples import read_samples
 from stages.models.carried_weights import mtp_names
 from stages.models.facts import ModelFacts
-from stages.models.linear_layers import read_projections
+from stages.models.linear_layers import BESIDE_TEXT, read_projections
 from stages.models.model_folder import check_model_folder, check_unquantized
 
 
@@ -55,8 +55,9 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(projections)} linear layers of the model"
         )
-    mtp = mtp_names(f"{layer.name}.weight" for layer in projections)  # stay as they are
-    quantizable = [layer for layer in projections if f"{layer.name}.weight" not in mtp]
+    mtp = mtp_names(f"{layer.name}.weight" for layer in projections)  # stay as they are, as do towers for images
+    of_text = [layer for layer in projections if not BESIDE_TEXT.search(layer.name)]
+    quantizable = [layer for layer in of_text if f"{layer.name}.weight" not in mtp]
     config.serving_engine.check_loadable(facts, quantizable, config.quantization)
     if config.method == "gguf":
         splitting_of(source)

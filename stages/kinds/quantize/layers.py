@@ -114,8 +114,11 @@ def weight_conversions(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def quantized_layers(model: PreTrainedModel, quantization: Quantization) -> dict[str, Projection]:
-    """Return the layers to quantize by module name: all linear layers but routers and the recipe's `ignore`."""
-    ignore = (*quantization.ignore, *_routers(model))
+    """Return the layers to quantize by module name: the text part's linear ones but routers and the recipe's `ignore`.
+
+    Rows of text calibrate nothing of a tower for images or sound, whose layers also are few beside the text's.
+    """
+    ignore = (*quantization.ignore, *_routers(model), *_beside_text(model))
     if "lm_head" in ignore:
         ignore = (*ignore, *_output_layer(model))
     layers = linear_layers(model)
@@ -210,6 +213,12 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
         for child, module in model.get_submodule(beside).named_modules(prefix=beside):
             if isinstance(module, nn.Linear) and module.out_features == num_experts:
                 yield child
+
+
+def _beside_text(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of linear layers outside of the text part, in towers for images or sound and behind them."""
+    text = {*model.get_decoder().modules(), model.get_output_embeddings()}
+    return (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in text)
 
 
 def _stored(model: PreTrainedModel, name: str, output_size: int, input_size: int) -> Projection:

@@ -56,7 +56,7 @@ from stages.kinds.quantize.written import copy_companions, problems_of_written
 from stages.models.carried_weights import read_carried
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.loaded_weights import dtype_of_weights
-from stages.models.loading import load_model
+from stages.models.loading import load_model, load_tokenizer
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import weight_paths
 from stages.serving.engine import Quantization
@@ -91,7 +91,9 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
         _experts_as_they_are(),
         _fast_search(quantization),
     ):
-        oneshot(model=model, recipe=modifiers, dataset=DataLoader(batches, batch_size=None))  # each item is a batch
+        # Each item is a batch of token ids. Given no processor, it would look for one of images, too, and use none.
+        dataset, tokenizer = DataLoader(batches, batch_size=None), load_tokenizer(source)
+        oneshot(model=model, recipe=modifiers, dataset=dataset, processor=tokenizer)
     _save(model, source, job.target, {*ignored, *ignored.values(), *ignored_by_servers(carried)})
     _add_carried(source, job.target, carried.keys())
     return list(problems_of_written(job.target, {layer.name for layer in quantized.values()}))

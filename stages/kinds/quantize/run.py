@@ -31,14 +31,19 @@ MIB = 2**20
 
 
 def run(config: QuantizeConfig, context: StageContext) -> StageResult:
-    """Quantize the model; fail if the result, loaded again, is damaged or differs by more than `max_kl`."""
+    """Quantize the model; fail if no server here could load it, it is damaged, or it differs by more than `max_kl`."""
+    check_headers(context.inputs[config.model] / "model", config)
+    for caveat in config.serving_engine.caveats(config.quantization):
+        context.warn(caveat)
+    return quantized(config, context)
+
+
+def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
+    """Quantize the model, whether or not the server on this machine has kernels for the result."""
     # Before tqdm is imported, which reads this once: bars would fill the log, and progress is reported by events.
     os.environ["TQDM_DISABLE"] = "1"
     source, target = context.inputs[config.model] / "model", context.work / "model"
-    check_headers(source, config)
     layers = check_modules(source, config)
-    for caveat in config.serving_engine.caveats(config.quantization):
-        context.warn(caveat)
     data = context.inputs[config.calibration.dataset] / "data"
     samples = read_samples(data, source, config.calibration, context.warn)
     use = "whose tokens are compared in" if config.method == "gguf" else "calibrated with"
