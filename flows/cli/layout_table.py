@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
+from stages.parallel.engines.registry import RULES
+from stages.planner.compilation import not_compiled
 from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.memory import GIB
@@ -60,19 +62,21 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
         "step_time_parts_s": asdict(candidate.time.parts),
         "bubble_fraction": candidate.time.bubble_fraction,
         "reference_pass_s": candidate.time.reference_pass_s,
+        "compilation_s_per_step": candidate.time.compilation_s,
         **dict(zip(("days", "gpu_hours"), _days_and_gpu_hours(candidate, request), strict=True)),
     }
 
 
 def ranked_as_json(answer: Ranked) -> dict[str, Any]:
     """Return the ranked layouts as an object for `--json`, with everything that the text output shows."""
-    best = answer.result.best
+    best, request = answer.result.best, answer.request
     return {
         **_request_as_json(answer.request),
         "num_legal": answer.result.num_legal,
         "num_fitting": len(answer.result.fitting),
         "layouts": [row_as_json(candidate, answer.request) for candidate in answer.shown],
         "why": what_limits(best) if best else None,
+        "not_compiled": _why_not_compiled(request),
         "near_misses": near_misses(answer.result),
     }
 
@@ -84,7 +88,7 @@ def ranked_as_text(answer: Ranked) -> str:
     if best is None:
         lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
-        lines += [f"why: {what_limits(best)}", _margin(best), _duration(best, request)]
+        lines += [f"why: {what_limits(best)}", _margin(best), *_compilation(request), _duration(best, request)]
     return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])
 
 
@@ -159,6 +163,8 @@ def _cells(candidate: Candidate, request: SearchRequest) -> tuple[str, ...]:
     layout = {"engine": candidate.engine, **candidate.layout.model_dump()}
     if layout["cpu_offload"]:
         layout["recompute"] += "+cpu_offload"
+    if layout["compile"]:
+        layout["recompute"] += "+compile"
     memory, parts = asdict(candidate.memory.worst), asdict(candidate.time.parts)
     days, gpu_hours = _days_and_gpu_hours(candidate, request)
     return (
@@ -212,6 +218,17 @@ def _margin(candidate: Candidate) -> str:
     return f"memory: fits up to {least:.1f} GiB, tight up to {most:.1f}: predictions may be off by {UNCERTAINTY:.0%}"
 
 
+def _why_not_compiled(request: SearchRequest) -> str | None:
+    """Return why no layout of the search compiles layers; None if some do, or if no engine searched can."""
+    can = any("compile" in RULES[engine].own_fields for engine in request.engines)
+    return not_compiled(request) if can else None
+
+
+def _compilation(request: SearchRequest) -> list[str]:
+    why = _why_not_compiled(request)
+    return [f"compile: not tried; {why}"] if why else []
+
+
 def _duration(candidate: Candidate, request: SearchRequest) -> str:
     days, gpu_hours = _days_and_gpu_hours(candidate, request)
     if days is None:
@@ -225,5 +242,5 @@ def _days_and_gpu_hours(candidate: Candidate, request: SearchRequest) -> tuple[f
     if tokens is None:
         return None, None
     steps = tokens / request.workload.tokens_per_step
-    days = steps * (candidate.time.step_time_s + candidate.time.reference_pass_s) / SECONDS_PER_DAY
+    days = steps * (candidate.time.mean_step_s + candidate.time.reference_pass_s) / SECONDS_PER_DAY
     return days, days * 24 * request.num_gpus

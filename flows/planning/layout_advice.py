@@ -110,7 +110,10 @@ def explained(request: SearchRequest, text: str) -> Explained:
     """Predict time and memory of a layout text, with warnings. Raises LayoutError, with all reasons, if impossible."""
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
-    if errors := [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]:
+    errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
+    if layout.compile and not request.hardware.compiles:
+        errors.append(f"layout.compile: torch's compiler makes no kernels for {request.hardware.name}")
+    if errors:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
     warnings = [*RULES[engine].layout_warnings(layout, constraints, shape)]
     if layout.tp > 1 and not layout.sequence_parallel:

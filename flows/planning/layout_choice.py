@@ -17,6 +17,7 @@ from flows.recipe.recipe import Recipe
 from stages.core.errors import LayoutError, ModelError, ResourceError, TransientError
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
+from stages.parallel.compiler import missing_compiler
 from stages.parallel.layout import ENGINES, AutoLayout
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, hardware_at_hand
@@ -87,13 +88,21 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
 
     Raises LayoutError if none fits, and ResourceError for a GPU that the planner does not know.
     """
-    counts = _process_counts(config)
+    counts, no_compiler = _process_counts(config), missing_compiler(bool(gpus()))
     requests = [
-        SearchRequest(shape, config.workload, _hardware(name, count), count, ENGINES, server=config.colocated_server)
+        SearchRequest(
+            shape,
+            config.workload,
+            _hardware(name, count),
+            count,
+            ENGINES,
+            server=config.colocated_server,
+            no_compiler=no_compiler,
+        )
         for count in counts
     ]
     candidates = [candidate for request in requests for candidate in fitting_layouts(request)]
-    by_time = sorted(candidates, key=lambda candidate: candidate.time.step_time_s)
+    by_time = sorted(candidates, key=lambda candidate: candidate.time.mean_step_s)
     fastest = [candidate for candidate in by_time if candidate.engine == config.engine]
     if not fastest:
         processes = f"{counts[0]} processes" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} processes"
@@ -103,8 +112,8 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
             "`lifecycle layouts` says by how much"
         )
     # Of this engine's own layouts none is faster than the first, so what is found is another engine's.
-    enough_s = MUCH_FASTER * fastest[0].time.step_time_s
-    much_faster = by_time[0] if by_time[0].time.step_time_s < enough_s else None
+    enough_s = MUCH_FASTER * fastest[0].time.mean_step_s
+    much_faster = by_time[0] if by_time[0].time.mean_step_s < enough_s else None
     return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), much_faster)
 
 

@@ -21,10 +21,10 @@ TILE = 128
 """Rows and columns of the output tile that one processor of the device computes at a time in a matrix product."""
 ALIGNED = ((64, 1.0), (32, 0.97), (16, 0.92), (8, 0.75), (4, 0.2), (2, 0.15), (1, 0.12))
 """Share of the matmul rate by the power of two that divides the inner dimension (loads take 16 bytes or more)."""
+LOGITS_CHUNK = 2**27
+"""Number of logits computed at a time where the loss is computed in chunks; see `stages.engines.log_probabilities`."""
 BACKWARD_ATTENTION = 2.5
 """Cost of fused attention's backward pass over its forward: five products instead of two (Dao 2023, section 3.1)."""
-KERNELS = {"fused": 30, "eager": 45, "experts": 40}
-"""Number of kernel launches in a layer's forward pass, fused or eager; `experts` are added in a mixture."""
 LAUNCHES_OF_A_COLLECTIVE = 3
 """Host time of calling a collective, in kernel launches: its kernel, and the events that streams wait for."""
 CASTS = {"fp8": 2.5, "fp4": 4.5}
@@ -103,8 +103,11 @@ class LayerTime:
 
 
 @lru_cache(maxsize=65536)
-def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> LayerTime:
-    """Return the predicted seconds of one layer, averaged over the model's dense and mixture-of-experts layers."""
+def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware, kernels: float = 0.0) -> LayerTime:
+    """Return the predicted seconds of one layer, averaged over the model's dense and mixture-of-experts layers.
+
+    kernels: launches of its forward pass (`stages.planner.kernels`), without those of collectives.
+    """
     shape = work.shape
     # Share of the layers that are mixtures of experts; the others are dense.
     mixture = shape.num_mixture_layers / shape.num_layers
@@ -121,7 +124,6 @@ def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> 
     core = (
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )
-    kernels = KERNELS["fused" if software.fused_elementwise else "eager"] + mixture * KERNELS["experts"]
     launches = 0 if software.cuda_graphs else kernels + _collective_launches(work)
     host_s = launches * hardware.efficiency.launch_s
     return LayerTime(core, products, _elementwise(work, software, hardware), host_s, hardware.host_is_device)
@@ -139,13 +141,35 @@ def _collective_launches(work: LayerWork) -> int:
 
 
 @lru_cache(maxsize=16384)
-def head_time(work: LayerWork, hardware: Hardware) -> PassTimes:
-    """Return the seconds of the output head: matrix product with the (padded) vocabulary, and fp32 cross-entropy."""
+def head_time(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
+    """Return the seconds of the output head: matrix product with the (padded) vocabulary, and fp32 cross-entropy.
+
+    With logits in more than one chunk, the backward pass computes the product again.
+    """
     columns = TILE * math.ceil(work.shape.vocab_size / work.tp / TILE)
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     product = _product(hardware, precision, work.tokens, work.shape.hidden_size, columns, work.is_frozen)
-    streaming_s = work.tokens * columns * (work.size + 8) / memory_rate(hardware)
-    return product + PassTimes(streaming_s, streaming_s)
+    logits = work.tokens * columns
+    if software.chunked_logits and logits > LOGITS_CHUNK:
+        product += PassTimes(0.0, product.forward_s)
+    forward_bytes, backward_bytes = _bytes_of_a_logit(work.size, software)
+    rate = memory_rate(hardware)
+    return product + PassTimes(logits * forward_bytes / rate, logits * backward_bytes / rate)
+
+
+def _bytes_of_a_logit(size: int, software: ProgramTraits) -> tuple[int, int]:
+    """Return the bytes of a logit to and from memory in a forward and a backward pass, beside those of products.
+
+    size: bytes of the head's output. Compiled, it is read twice, then read once and overwritten by its gradient.
+    """
+    if not software.chunked_logits:
+        return size + 8, size + 8
+    if software.compiled_layers:
+        return 2 * size, 2 * size
+    # Cast to fp32, where it is not; largest (4), difference (8), exponential (8), sum (4). Backward difference,
+    # exponential and scale (8 each), and the cast back.
+    cast = size + 4 if size < 4 else 0
+    return cast + 24, 2 * cast + 24
 
 
 def memory_rate(hardware: Hardware) -> float:

@@ -98,6 +98,8 @@ class SearchRequest:
     """Memory available on each device in GiB; None: the hardware's memory."""
     server: ColocatedServer | None = None
     """Sampling server on the same devices, if there is one."""
+    no_compiler: str | None = None
+    """Why the machine that will train cannot compile layers; None if it can, or is not this one."""
 
     @property
     def memory_gib(self) -> float:
@@ -155,7 +157,8 @@ class EngineCosts(ABC):
 
     def program(self, layout: Layout, hardware: Hardware | None = None) -> ProgramTraits:
         """Return the program's behaviour under a layout; compiling layers fuses their elementwise operations."""
-        software = replace(self.software, fused_elementwise=True) if layout.compile else self.software
+        compiled = {"fused_elementwise": True, "compiled_layers": True} if layout.compile else {}
+        software = replace(self.software, **compiled)
         return hardware.habits(software) if hardware else software
 
     @abstractmethod
@@ -183,6 +186,10 @@ class EngineCosts(ABC):
         self, case: TimedCase, stage: PipelineStage, layer: LayerTime, head: PassTimes, recompute_s: float
     ) -> float:
         """Return the seconds per optimizer step of data-parallel communication that is not hidden by compute."""
+
+    def weight_copies(self, case: StepCase, num_adapted: float) -> float:
+        """Return how many kernels copy a layer's weights before its forward pass. num_adapted: layers with adapters."""
+        return 0.0
 
     @abstractmethod
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:

@@ -84,14 +84,14 @@ def _tight(candidate: Candidate, best: Candidate) -> str:
 
 
 def _gain(candidate: Candidate, best: Candidate) -> str:
-    return f", would be {1 - candidate.time.step_time_s / best.time.step_time_s:.0%} faster, but"
+    return f", would be {1 - candidate.time.mean_step_s / best.time.mean_step_s:.0%} faster, but"
 
 
 def _slower(candidate: Candidate, best: Candidate) -> str:
     own, other = asdict(candidate.time.parts), asdict(best.time.parts)
     lost = {name: own[name] - other[name] for name in own}
     name = max(lost, key=lambda name: lost[name])
-    slower = candidate.time.step_time_s / best.time.step_time_s - 1
+    slower = candidate.time.mean_step_s / best.time.mean_step_s - 1
     return f"{candidate.text} is {slower:.0%} slower: {MEANING[name]} +{lost[name]:.3g} s"
 
 

@@ -24,9 +24,9 @@ class Efficiency:
 
     matmul: float = 0.80
     """Share of peak FLOP/s reached by a matrix product that is large in every dimension."""
-    matmul_half_waves: float = 1.04
+    matmul_half_waves: float = 1.37
     """Number of output tiles per processor at which a matrix product reaches half of the rate `matmul`."""
-    matmul_half_depth: float = 185.0
+    matmul_half_depth: float = 182.0
     """Length of the inner (summed) dimension at which a matrix product reaches half of the rate `matmul`."""
     grouped: float = 0.62
     """Speed of the experts' grouped matrix products, relative to that of dense matrix products."""
@@ -36,15 +36,15 @@ class Efficiency:
     """Rate of fused attention with 8-bit matrix products, relative to 16-bit ones; softmax is in fp32 in both."""
     first_flash_attention: float = 0.303
     """Share of peak FLOP/s reached by the first version of FlashAttention."""
-    memory: float = 0.746
+    memory: float = 0.743
     """Share of peak memory bandwidth reached by kernels that stream through memory."""
-    intra_link: float = 0.774
+    intra_link: float = 0.831
     """Share of the bandwidth within a node that collectives reach."""
     inter_link: float = 0.7
     """Share of the bandwidth between nodes that collectives reach."""
     overlapped: float = 0.485
     """Share of communication hidden by compute that runs at the same time."""
-    launch_s: float = 31.3e-6
+    launch_s: float = 32.6e-6
     """Host seconds to launch one kernel from an eager program."""
     runtime_gib: float = 1.5
     """GiB of device memory held by the driver and libraries."""
@@ -90,6 +90,8 @@ class Hardware:
     """Bandwidth in GB/s between a device and its host, in one direction: PCIe 4 has 25, PCIe 5 50, Grace more."""
     host_memory_gib: float | None = None
     """Host memory of a node in GiB, which offloading may take; None: unknown, so that nothing is compared with it."""
+    compiles: bool = True
+    """False if torch.compile makes no kernels for the device."""
     software: tuple[tuple[str, bool | int | float], ...] = ()
     """Exceptions of the training program's behaviour here: pairs of a field of `ProgramTraits` and its value."""
 
@@ -189,7 +191,7 @@ HARDWARE = {
         ),
         # By the vendors' data sheets; nothing was measured. max-1550: one of its two tiles, which programs see as a
         # device of its own. m3-max: with 40 cores, and three quarters of its 64 GB, the share that Metal may take.
-        Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6),
+        Hardware("ascend910b2", 376, 94, None, 61.0, 1600, 24, 8, 28, 25, sustained=0.6, compiles=False),
         Hardware("max-1550", 419, 26, None, 64.0, 1638, 64, 8, 53, 25, sustained=0.6),
         Hardware("m3-max", 28, 14, None, 48.0, 400, 40, 1, 1, 1),
         # A whole machine of two cores; a process without any model holds 0.43 GiB: the interpreter, torch. Its shares
@@ -293,7 +295,7 @@ def _lacks(name: str, value: Any) -> str | None:
     """Return what a hardware field should contain (such as "a positive number"), or None if its value is valid."""
     if name == "name" or (name in OPTIONAL and value is None):
         return None
-    if name == "host_is_device":
+    if name in ("host_is_device", "compiles"):
         return None if isinstance(value, bool) else "true or false"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return None if is_number and value > 0 else "a positive number"

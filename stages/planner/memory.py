@@ -19,6 +19,7 @@ from stages.planner.activations import (
     workspace_per_token,
 )
 from stages.planner.adapted import first_learning_layer
+from stages.planner.compute import LOGITS_CHUNK
 from stages.planner.costs import Moment, StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
@@ -26,8 +27,6 @@ from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
 from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 GIB = 2**30
-LOGITS_CHUNK = 2**27
-"""Number of logits computed at a time where the loss is computed in chunks; see `stages.engines.log_probabilities`."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def closest(candidate: Candidate, fitting: Sequence[Candidate]) -> Candidate:
         # Another engine weighs more than all fields of a layout together.
         return 100 * (one.engine != candidate.engine) + sum(own[name] != other[name] for name in own)
 
-    return min(fitting, key=lambda one: (distance(one), one.time.step_time_s))
+    return min(fitting, key=lambda one: (distance(one), one.time.mean_step_s))
 
 
 def _advice(request: SearchRequest, candidate: Candidate) -> str:

@@ -132,10 +132,10 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
                     break
     if not num_legal:
         raise LayoutError(_no_layout(request))
-    fitting.sort(key=_step_time_s)
-    best_s = _step_time_s(fitting[0]) if fitting else math.inf
+    fitting.sort(key=_mean_step_s)
+    best_s = _mean_step_s(fitting[0]) if fitting else math.inf
     # A layout that lacks memory is of interest only if more memory would make training faster.
-    faster = sorted((candidate for candidate in too_large if _step_time_s(candidate) < best_s), key=_step_time_s)
+    faster = sorted((candidate for candidate in too_large if _mean_step_s(candidate) < best_s), key=_mean_step_s)
     by_memory = sorted(too_large, key=lambda candidate: candidate.memory.peak_gib)
     return SearchResult(tuple(fitting), tuple(faster if fitting else by_memory), num_legal)
 
@@ -222,5 +222,5 @@ def _nearest(request: SearchRequest) -> int | None:
     return None
 
 
-def _step_time_s(candidate: Candidate) -> float:
-    return candidate.time.step_time_s
+def _mean_step_s(candidate: Candidate) -> float:
+    return candidate.time.mean_step_s

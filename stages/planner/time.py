@@ -16,10 +16,12 @@ from stages.parallel.layout import EngineName, Layout
 from stages.planner import network
 from stages.planner.activations import kept_by_layer, recomputed_products_share
 from stages.planner.adapted import adapted_flops
+from stages.planner.compilation import compilation_per_step_s
 from stages.planner.compute import LayerTime, PassTimes, head_time, layer_time, memory_rate
 from stages.planner.costs import StepCase, TimedCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Hardware
+from stages.planner.kernels import layer_kernels
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
 from stages.planner.workload import ProgramTraits, Workload
@@ -59,10 +61,17 @@ class TimeEstimate:
     bubble_fraction: float
     reference_pass_s: float
     """Seconds of forward passes over one step's rows before training, such as a reference model's; 0 without any."""
+    compilation_s: float
+    """Seconds of compiling layers once in a training, for each step."""
 
     @property
     def step_time_s(self) -> float:
         return self.parts.total
+
+    @property
+    def mean_step_s(self) -> float:
+        """Seconds of a step with its share of compilation, by which layouts are ranked."""
+        return self.step_time_s + self.compilation_s
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ def step_time(
         mfu=model_flops_utilization(flops * workload.global_batch_size, parts.total, peak, num_devices),
         bubble_fraction=parts.bubble / parts.total,
         reference_pass_s=workload.passes.before_training * _forward_pass_s(case),
+        compilation_s=compilation_per_step_s(workload) if layout.compile else 0.0,
     )
 
 
@@ -186,7 +196,7 @@ def _staged(case: TimedCase, stage: PipelineStage) -> TimedCase:
 
 def _layer_cost(case: TimedCase) -> _LayerCost:
     """Return the seconds of one layer per micro-batch by kind of work, averaged over the model's layers."""
-    layer = layer_time(case.work, case.software, case.hardware)
+    layer = layer_time(case.work, case.software, case.hardware, layer_kernels(case))
     tensor, context, expert = _tensor_parallel(case), _context_parallel(case, layer), _expert_parallel(case, layer)
     return _LayerCost(layer, tensor, context, expert, _recompute_s(case, layer), _offload_s(case, layer))
 
@@ -202,7 +212,7 @@ def _forward_pass_s(case: TimedCase) -> float:
 
 
 def _head(case: TimedCase) -> PassTimes:
-    return PassTimes(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.hardware)
+    return PassTimes(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.software, case.hardware)
 
 
 def _model_flops(case: TimedCase) -> ModelFlops:

@@ -58,6 +58,8 @@ class Workload:
     """Bytes of weight and moments per trained parameter (FSDP engine only)."""
     freezes_routers: bool = False
     """True if the routers of a mixture of experts are frozen, with neither gradients nor optimizer state."""
+    even_rows: bool = True
+    """True if every forward pass has rows of one length, as packed rows have and sampled completions have not."""
     total_tokens: float | None = None
     """Number of tokens that the whole training processes, if known."""
 
@@ -97,6 +99,8 @@ class ProgramTraits:
     """True if attention is FlashAttention 1, about half as fast as its successors (Dao 2023, section 4)."""
     fused_elementwise: bool = True
     """True if norms, activation functions and residuals each take a single pass over memory."""
+    compiled_layers: bool = False
+    """True if torch compiles each layer as one graph."""
     dropout: bool = False
     fp8_attention: bool = False
     """True if fused attention computes its matrix products in 8 bits."""

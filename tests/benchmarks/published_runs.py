@@ -395,7 +395,7 @@ def software_of_run(cells: Cells, engine: EngineName, shape: ModelShape, hardwar
     """
     changes: dict[str, Any] = {}
     if is_compiled(cells):
-        changes["fused_elementwise"] = True
+        changes |= {"fused_elementwise": True, "compiled_layers": True}
     if kernel := cells.stated("kernel"):
         changes["flash_attention"] = kernel not in UNFUSED
         changes["first_flash_attention"] = kernel in FIRST_FLASH

@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
-from stages.engines import attention_kernels
+from stages.engines import attention_kernels, log_probabilities
 from stages.engines.fsdp import engine, model, offload, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
@@ -129,6 +133,22 @@ class _FlexAttention(torch.autograd.Function):
         return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
 
 
+def _run_graphs() -> Callable[..., Any]:
+    """Return a backend of torch.compile that divides graphs between forward and backward pass as Inductor does.
+
+    It runs them operation by operation: what a layer keeps is exact, what it needs for a moment is more than fused.
+    """
+
+    def run_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        fw_compiler=run_graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table,
+    )
+
+
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (accelerator, "DEVICE_TYPES", (GPU,)),
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
@@ -141,6 +161,8 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (batch, "target_positions", _real(batch.target_positions)),  # on the host
     (SftLoss, "counts", _real(SftLoss.counts)),
     (attention_kernels, "_compiled_flex", lambda: lambda *states, **_: _FlexAttention.apply(*states)),
+    (torch, "compile", partial(torch.compile, backend=_run_graphs())),
+    (log_probabilities, "_compiled", lambda function: function),  # else its graphs, not fused, would hold fp32 logits
     (WeightFiles, "read", _read),
     (nn.Module, "_apply", _apply),
     # Its memory does not count: a "meta" tensor is on no device.

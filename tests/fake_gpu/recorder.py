@@ -50,6 +50,8 @@ class Recorder(TorchDispatchMode):
         """Bytes that collectives sent or received (the larger of both), by kind of collective and number of ranks."""
         self.calls: Counter[tuple[str, int]] = Counter()
         self.kernels: Counter[str] = Counter()
+        self.forward_kernels: Counter[str] = Counter()
+        """Number of kernels launched outside of a backward pass, by operation."""
         self.num_waits = 0
         """Number of times that the host reads values of fake tensors, for which it would wait for a device."""
         reads = {name: self._counted(getattr(FakeTensor, name)) for name in ("tolist", "cpu")}
@@ -57,6 +59,11 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, Storage] = {}
         self._gone: dict[int, weakref.ref[Any]] = {}
         self._resize = torch.UntypedStorage.resize_
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch compile layers while this mode is active."""
+        return True
 
     def __enter__(self) -> Recorder:
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -77,7 +84,7 @@ class Recorder(TorchDispatchMode):
     def begin_step(self) -> None:
         """Reset the recorded peak memory, collectives and kernels before the next training step."""
         self.peak_bytes, self.at_peak, self.num_waits = self.live_bytes, list(self._live.values()), 0
-        for counter in (self.collectives, self.calls, self.kernels):
+        for counter in (self.collectives, self.calls, self.kernels, self.forward_kernels):
             counter.clear()
 
     def label(self, tensors: Iterable[Any], label: str) -> int:
@@ -118,6 +125,7 @@ class Recorder(TorchDispatchMode):
             self._allocate(storage, label)
         if namespace != "c10d" and (new or func._schema.is_mutable) and name not in NO_KERNELS:
             self.kernels[_kernel_class(name)] += 1
+            self.forward_kernels[name] += torch._C._current_graph_task_id() == -1
         return output
 
     def _counted(self, read: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,6 +96,8 @@ class Report:
     calls: dict[tuple[str, int], int]
     """Number of collective calls by kind of collective and number of ranks."""
     kernels: dict[str, int]
+    forward_kernels: dict[str, int]
+    """Number of kernels outside of backward passes, by operation: those of forward passes, and of the optimizer."""
     num_waits: int
     """Number of times that the host waits for the device in a training step, to read values of tensors."""
     predicted_gib: dict[str, float]
@@ -149,6 +151,7 @@ def run(case: Case, folder: Path) -> Report:
         collectives=dict(recorder.collectives),
         calls=dict(recorder.calls),
         kernels=dict(recorder.kernels),
+        forward_kernels=dict(recorder.forward_kernels),
         num_waits=recorder.num_waits,
         predicted_gib=dict(parts),
         predicted_traffic=step_traffic(facts.shape, case.engine, config.layout, config.workload, stage_index=stage),
@@ -201,6 +204,12 @@ CASES = {
     "offload, one GPU": Case("qwen3-0.6b", {"recompute": "offload", "micro_batch_size": 4}, num_layers=12),
     "offload, LoRA": Case("llama3-70b", {"dp_shard": 8, "recompute": "offload"}, options=LORA),
     "offload, experts": Case("qwen3-30b-a3b", {"dp_shard": 8, "recompute": "offload"}, num_layers=3),
+    "compiled": Case("qwen3-0.6b", {"dp_shard": 8, "compile": True, "micro_batch_size": 4}, num_layers=12),
+    "compiled, selective": Case(
+        "qwen3-0.6b", {"dp_shard": 8, "compile": True, "micro_batch_size": 4, "recompute": "selective"}, num_layers=12
+    ),
+    "compiled, LoRA": Case("qwen3-8b", {"dp_shard": 8, "compile": True}, num_layers=6, options=LORA),
+    "compiled, full, one GPU": Case("qwen3-8b", {"compile": True, "recompute": "full", "micro_batch_size": 2}),
     "full, micro-batches": Case("qwen3-8b", {"dp_shard": 8, "recompute": "full"}, micro_batches=2),
     "micro-batches, sharded": Case("qwen3-8b", {"dp_shard": 8, "accumulate": "sharded"}, micro_batches=2),
     "LoRA": Case("qwen3-8b", {"dp_shard": 8}, options=LORA),

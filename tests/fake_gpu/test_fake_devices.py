@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stages.models.shape import ModelShape
+from stages.planner.costs import StepCase
+from stages.planner.engines.registry import COSTS
+from stages.planner.kernels import layer_kernels
 from stages.planner.memory import GIB, memory
-from tests.fake_gpu.rig import CASES, EXACT, Case, Report, run
+from tests.fake_gpu.rig import CASES, EXACT, LORA, Case, Report, run
 
 Weights = list[tuple[int, int]]
 """Type of a list of weight shapes as (rows, columns); a norm has one column."""
@@ -35,6 +39,17 @@ PIPELINE = Case(
 DENSE = ("hybrid, gathered once", "selective", "full, micro-batches", "micro-batches, sharded", "1,024 ranks")
 """Names of nightly cases in which FSDP2 trains all weights of a dense model."""
 
+
+COUNTED = {
+    "sharded": Case("qwen3-8b", {"dp_shard": 8}),
+    "LoRA": Case("qwen3-8b", {"dp_shard": 8}, options=LORA),
+    "one GPU": Case("qwen3-8b", {}),
+    "one GPU, LoRA": Case("qwen3-8b", {}, options=LORA),
+    "experts": Case("qwen3-30b-a3b", {"dp_shard": 8}, sequence_length=512),
+    "megatron": Case("qwen3-8b", {}, engine="megatron"),
+    "megatron, LoRA": Case("qwen3-8b", {}, engine="megatron", options=LORA),
+}
+"""Cases whose kernels are counted, in two and in four layers."""
 
 OFFLOAD = Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "offload", "micro_batch_size": 4}, num_layers=6)
 
@@ -153,3 +168,20 @@ def _split(weights: Weights, tp: int) -> int:
 def _check_states(held_bytes: dict[str, int], held: int, dp: int) -> None:
     """Check a Megatron rank's bytes (Rajbhandari et al. 2020, 5.1): bf16 weights, fp32 gradients, sharded states."""
     assert held_bytes == {"parameters": 2 * held, "gradients": 4 * held, "optimizer": 12 * held // dp}
+
+
+@pytest.mark.parametrize(
+    "name", ["sharded", *(pytest.param(one, marks=pytest.mark.nightly) for one in COUNTED if one != "sharded")]
+)
+def test_a_layer_launches_as_many_kernels_as_the_planner_says(name: str, tmp_path: Path) -> None:
+    case = COUNTED[name]
+    shallow, deep = (run(replace(case, num_layers=one), tmp_path / str(one)) for one in (2, 4))
+    counted = (_kernels(deep) - _kernels(shallow)) / 2
+    costs = COSTS[case.engine]
+    assert counted == layer_kernels(
+        StepCase(deep.shape, costs, deep.layout, case.config.workload, costs.program(deep.layout))
+    )
+
+
+def _kernels(report: Report) -> int:
+    return sum(report.forward_kernels.values())

@@ -19,6 +19,7 @@ from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
+from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import unusable_gpus
 from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine
 from stages.parallel.layout import AutoLayout, EngineName
@@ -414,11 +415,16 @@ def _idle_fields_of_sampling(config: TrainFields) -> Iterator[tuple[str, str]]:
 
 
 def machine_problems(config: TrainFields, gpus: Sequence[str]) -> Iterator[str]:
-    """Yield what this machine lacks: a torch that sees its GPUs, or what 8-bit products need (clusters: at start)."""
+    """Yield what this machine lacks: a torch that sees its GPUs, a compiler, what 8-bit products need.
+
+    Machines of clusters are looked at when the stage starts.
+    """
     if not config.execution.is_local:
         return
     if gpus and (problem := unusable_gpus(len(gpus), {**os.environ, **config.execution.environment})):
         yield "; ".join(problem)
+    if config.layout.compile and (missing := missing_compiler(bool(gpus))):
+        yield missing
     if config.precision != "fp8":
         return
     if not gpus:

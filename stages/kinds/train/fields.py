@@ -139,7 +139,11 @@ class TrainFields(MethodFields):
 
         Not without packing (rows differ in length), nor compiled (slow whenever a new shape comes).
         """
-        return self.data.packing and not self.layout.compile and not self.sampling
+        return self._has_even_rows and not self.layout.compile
+
+    @property
+    def _has_even_rows(self) -> bool:
+        return self.data.packing and not self.sampling
 
     @property
     def workload(self) -> Workload:
@@ -154,6 +158,7 @@ class TrainFields(MethodFields):
             optimizer=self.optimizer.name,
             state_bytes=self.optimizer.for_planner,
             freezes_routers=self.moe.freeze_router,
+            even_rows=self._has_even_rows,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 

@@ -42,6 +42,7 @@ from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, compute_deterministically, type_at_hand
+from stages.parallel.compiler import missing_compiler
 from stages.parallel.cpu_products import multiply_by_onednn
 from stages.parallel.device_types import DeviceType, check_device
 from stages.parallel.devices import device_peak
@@ -128,6 +129,8 @@ def _check_machine(config: TrainConfig) -> DeviceType:
     check_device(accelerator, config.engine, config.layout, config.precision)
     check_precision(accelerator, config.precision)
     if missing := RULES[config.engine].missing_package(config.precision):
+        raise ResourceError(missing)
+    if config.layout.compile and (missing := missing_compiler(accelerator.torch_type != "cpu")):
         raise ResourceError(missing)
     if config.execution.deterministic:
         compute_deterministically()

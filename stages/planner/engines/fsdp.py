@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from stages.models.linear_layers import linear_layers, stacked_parameters
 from stages.parallel.layout import Layout
 from stages.planner import network
 from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, saved_parameters
+from stages.planner.compilation import not_compiled
 from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
 from stages.planner.network import Traffic
@@ -161,6 +163,18 @@ class FsdpCosts(EngineCosts):
         outside_s += network.all_reduce_s(hardware, replicas, 4 * learning / layout.optimizer_shards)
         return stage.num_layers * (layers_s + last_s - reduced_s) + outside_s + _offload_s(case)
 
+    def weight_copies(self, case: StepCase, num_adapted: float) -> float:
+        """Return 2 for a gathered group, and 2 for each weight that one process casts: FSDP2 casts, then copies."""
+        if not _is_copied(case):
+            return 0.0
+        shape = case.shape
+        if case.layout.world_size > 1 or case.layout.cpu_offload:
+            return 2.0
+        if case.workload.adapter:
+            return 2 * 2 * num_adapted
+        last = shape.num_layers - 1
+        return 2.0 * (len(linear_layers(shape, last)) + len(stacked_parameters(shape, last)) + 2 + 2 * shape.qk_norm)
+
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
         if case.layout.pp > 1:
             return 0.0
@@ -174,10 +188,12 @@ class FsdpCosts(EngineCosts):
             if request.num_gpus % dp_shard:
                 continue
             degrees = {"dp_shard": dp_shard, "dp_replicate": request.num_gpus // dp_shard}
-            for recompute in ("none", "selective", "full"):
-                for reshard in (True, False) if dp_shard > 1 else (True,):
-                    yield {**degrees, "recompute": recompute, "reshard_after_forward": reshard}
-            yield {**degrees, "recompute": "full", "cpu_offload": True}
+            for compiles in (False,) if not_compiled(request) else (False, True):
+                for recompute in ("none", "selective", "full"):
+                    for reshard in (True, False) if dp_shard > 1 else (True,):
+                        variant = {"recompute": recompute, "reshard_after_forward": reshard, "compile": compiles}
+                        yield {**degrees, **variant}
+                yield {**degrees, "recompute": "full", "cpu_offload": True, "compile": compiles}
 
 
 class _Group(NamedTuple):

@@ -53,9 +53,11 @@ def test_json_is_a_ranking_with_all_fields(layouts, config):
     answer = json.loads(out)
     assert code == 0 and len(answer["layouts"]) == 3
     assert all(set(row) >= (LAYOUT_FIELDS | PREDICTED_FIELDS) for row in answer["layouts"])
-    assert [row["step_time_s"] for row in answer["layouts"]] == sorted(row["step_time_s"] for row in answer["layouts"])
+    times_s = [row["step_time_s"] + row["compilation_s_per_step"] for row in answer["layouts"]]
+    assert times_s == sorted(times_s) and answer["not_compiled"] is None
     best = answer["layouts"][0]
-    assert best["gpu_hours"] == pytest.approx(1e9 / best["tokens_per_s_per_gpu"] / 3600)
+    compiling_s = 1e9 / 1024 / 4096 * best["compilation_s_per_step"]
+    assert best["gpu_hours"] == pytest.approx((1e9 / best["tokens_per_s_per_gpu"] + 16 * compiling_s) / 3600)
     assert sum(best["memory_parts_gib"].values()) == pytest.approx(best["memory_gib"])
     assert answer["why"] and answer["near_misses"]
 

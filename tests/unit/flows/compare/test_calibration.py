@@ -30,7 +30,7 @@ TRUTH = with_constants(
         "intra_link": 0.1,
         "launch_s": 1e-4,
         "runtime_gib": 0.8,
-        "intra_node_latency_s": 2e-3,
+        "intra_node_latency_s": 1.8e-3,
     },
 )
 SHAPE = ModelShape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from stages.core.errors import ResourceError
 from stages.models.shape import ModelShape
 from stages.parallel import accelerator
+from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import DEVICE_TYPES, DeviceType, check_capability, check_device, device_type
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import Layout
@@ -45,6 +47,11 @@ ELSEWHERE = (
 """Files that may name a device type, such as `cuda`, since they use another program's interface."""
 
 each = pytest.mark.parametrize("kind", DEVICE_TYPES, ids=lambda kind: kind.name)
+
+
+@each
+def test_the_planner_compiles_for_the_kinds_that_can(kind):
+    assert hardware_at_hand(NAMES[kind.name], 1, None).compiles == ("compile" not in kind.lacks)
 
 
 ASK_TORCH = """
@@ -184,3 +191,25 @@ def test_no_other_file_names_a_kind_of_accelerator() -> None:
     found = [file for file in done.stdout.split() if not file.startswith(ELSEWHERE)]
     assert found == ["stages/parallel/device_types.py"]
     assert not re.search(r"^import torch|^from torch", (ROOT / found[0]).read_text(), re.MULTILINE)
+
+
+def test_this_machine_has_a_compiler():
+    assert missing_compiler(on_gpu=False) is None and missing_compiler(on_gpu=True) is None
+
+
+@pytest.mark.parametrize(("on_gpu", "names"), [(True, "gcc or clang"), (False, "g++ or clang++")])
+def test_a_machine_without_a_compiler_is_named_with_a_remedy(on_gpu, names, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert f"needs {names} on this machine, and there is none; install it" in (missing_compiler(on_gpu) or "")
+
+
+def test_a_variable_that_names_no_program_is_named(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "CC is 'no-such-compiler', which is no program" in (missing_compiler(on_gpu=True) or "")
+
+
+def test_headers_of_python_are_needed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "has no Python.h" in (missing_compiler(on_gpu=False) or "")

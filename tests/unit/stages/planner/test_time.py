@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from stages.engines import log_probabilities
 from stages.models.known_models import KNOWN
 from stages.parallel.layout import Layout
-from stages.planner import network
+from stages.planner import compute, network
 from stages.planner.activations import kept_bytes_per_token
 from stages.planner.compute import LayerWork, head_time, layer_time, matmul_s, memory_rate
 from stages.planner.costs import StepCase
@@ -154,7 +158,55 @@ def test_a_head_of_scores_has_neither_logits_nor_their_product():
     assert worst.logits == 0 < whole.logits
     assert whole.weights - worst.weights == pytest.approx(4 * LLAMA.head_parameters / 8 / GIB)
     layers, all_of_it = (estimate(Layout(), work, "fsdp").parts.compute for work in (scores, WORK))
-    assert layers == pytest.approx(all_of_it - 64 * sum(vars(head_time(LLAMA_WORK, H100)).values()))
+    assert layers == pytest.approx(
+        all_of_it - 64 * sum(vars(head_time(LLAMA_WORK, COSTS["fsdp"].software, H100)).values())
+    )
+
+
+def test_a_head_in_chunks_computes_its_product_again_as_the_engines_do(monkeypatch):
+    """Torch counts the FLOPs of the engines' own head: three products, and one more if its logits were in chunks."""
+    tokens, entries, width = 64, 256, 8
+    hidden, weight = torch.randn(1, tokens, width, requires_grad=True), torch.randn(entries, width, requires_grad=True)
+    wanted, positions = torch.zeros(1, tokens, dtype=torch.int64), torch.arange(tokens)
+    assert compute.LOGITS_CHUNK == log_probabilities.CHUNK_LOGITS
+    fast = replace(H100, memory_gb_per_s=1e12)  # only products take time
+    for chunk in (tokens * entries, tokens * entries // 4):
+        monkeypatch.setattr(log_probabilities, "CHUNK_LOGITS", chunk)
+        with FlopCounterMode(display=False) as counter:
+            log_probabilities.token_log_probabilities(
+                hidden, log_probabilities.OutputHead(weight), wanted, positions
+            ).sum().backward()
+        num_products = counter.get_total_flops() / (2 * tokens * entries * width)
+        monkeypatch.setattr(compute, "LOGITS_CHUNK", chunk)
+        work = LayerWork(replace(LLAMA, vocab_size=entries, hidden_size=width), 1, tokens, "fp32")
+        time = compute.head_time.__wrapped__(work, MEGATRON, fast)
+        assert (time.forward_s + time.backward_s) / time.forward_s == pytest.approx(num_products, rel=1e-4)
+    assert num_products == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_moves_the_bytes_that_its_operations_read_and_write(dtype):
+    tokens, entries = 64, 512
+    hidden, weight = (torch.randn(*size, 8, dtype=dtype, requires_grad=True) for size in ((1, tokens), (entries,)))
+    moved = [0, 0]
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            name = func._schema.name
+            if not func.is_view and not any(word in name for word in ("mm", "gather", "scatter", "empty")):
+                large = [one for one in (*args, output) if isinstance(one, torch.Tensor)]
+                moved[torch._C._current_graph_task_id() != -1] += sum(
+                    one.nbytes for one in large if one.numel() == tokens * entries
+                )
+            return output
+
+    wanted, positions = torch.zeros(1, tokens, dtype=torch.int64), torch.arange(tokens)
+    with Counting():
+        head = log_probabilities.OutputHead(weight)
+        log_probabilities.token_log_probabilities(hidden, head, wanted, positions).sum().backward()
+    counted = tuple(number / (tokens * entries) for number in moved)
+    assert counted == compute._bytes_of_a_logit(dtype.itemsize, MEGATRON)
 
 
 def test_preferences_need_a_forward_pass_for_their_reference():
