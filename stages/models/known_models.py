@@ -94,6 +94,14 @@ PUBLISHED = {
     "command r v01": Published(
         _tied(40, 8192, 64, 64, 128, 22528, 256000), 35e9, "Transformers' CohereConfig and its page (35 billion)"
     ),
+    "command r 08": Published(
+        _tied(40, 8192, 64, 8, 128, 24576, 256000), 32.3e9,
+        "config.json of unsloth/c4ai-command-r-08-2024; huggingface.co/cortexhub/command-r (32.3B)",
+    ),
+    "command r plus": Published(
+        _tied(64, 12288, 96, 8, 128, 33792, 256000), 104e9,
+        "config.json of FriendliAI/c4ai-command-r-plus-fp8; huggingface.co/CohereForAI/c4ai-command-r-plus (104B)",
+    ),
     "phi4 14b": Published(
         _llama(40, 5120, 40, 10, 17920, 100352), 14.7e9,
         "github.com/pytorch/torchtune models/phi4/_model_builders.py; github.com/LG-AI-EXAONE/EXAONE-4.0 README.md",

@@ -47,6 +47,8 @@ def test_parameters_are_those_of_transformers_defaults(config: str, name: str) -
         ("MiniMaxAI/MiniMax-M2", "minimax m2"),
         ("HuggingFaceTB/SmolLM3-3B", "smollm3 3b"),
         ("allenai/Olmo-3.1-32B-Think", "olmo3 32b"),
+        ("CohereForAI/c4ai-command-r-plus-08-2024", "command r plus"),
+        ("CohereForAI/c4ai-command-r-08-2024", "command r 08"),
     ],
 )
 def test_names_are_understood_as_hubs_write_them(written: str, name: str) -> None:
