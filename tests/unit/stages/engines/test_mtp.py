@@ -150,6 +150,18 @@ def test_the_layer_learns_and_is_written_under_the_names_that_it_had(saved, one_
     assert again.measured["mtp_loss"] == pytest.approx(continued.measured["mtp_loss"], rel=1e-5)
 
 
+def test_a_resumed_training_goes_on_as_the_one_that_was_not_interrupted(saved, one_process, tmp_path: Path) -> None:
+    _, folder = saved
+    engine = engine_of(folder)
+    batch = batch_of(engine._model.causal_lm.config.vocab_size)
+    engine.train_step([batch], SftLoss(), 3e-3, 1.0)
+    engine.save(tmp_path / "step-1").result()
+    resumed = engine_of(folder)
+    resumed.load(tmp_path / "step-1")
+    for _ in range(2):
+        assert resumed.train_step([batch], SftLoss(), 3e-3, 1.0) == engine.train_step([batch], SftLoss(), 3e-3, 1.0)
+
+
 def test_other_forms_and_no_layer_are_refused_by_name(tmp_path: Path) -> None:
     save_with_mtp("qwen3_5_text", tmp_path)
     check_mtp(tmp_path, trust_remote_code=False)
