@@ -12,7 +12,7 @@ from rich.text import Text
 from flows.ledger.home import home
 from stages.core.files import write_atomically
 from stages.core.lines import counted, raw_stream, visible
-from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPortion, ShownRow
+from stages.data.summaries import Bar, DataLook, ShownDocument, ShownPicture, ShownPortion, ShownRow
 
 BEGIN, END = "⟦", "⟧"
 BAR_CHARACTERS = 40
@@ -92,6 +92,7 @@ def _row(row: ShownRow, *, coloured: bool) -> Iterator[Text]:
     yield Text(f"── {heading(row)}", style="bold")
     for document in row.documents:
         yield Text(f"· {document_heading(document)}", style="cyan")
+        yield from (Text(f"  {visible(caption(picture))}", style="cyan") for picture in document.pictures)
         yield _text(document, coloured=coloured)
 
 
@@ -105,6 +106,11 @@ def document_heading(document: ShownDocument) -> str:
     """Return the heading of a shown document: its name, its tokens, and how many of them the loss counts."""
     counts = f"{document.num_tokens:,} tokens, {document.num_target_tokens:,} learned" if document.num_tokens else ""
     return ": ".join(filter(None, [document.name, counts]))
+
+
+def caption(picture: ShownPicture) -> str:
+    """Return the place of a document's picture in one line, with its size and the tokens that stand for it."""
+    return f"{picture.path}: {picture.width:,} × {picture.height:,} pixels, {counted(picture.num_tokens, 'token')}"
 
 
 def _text(document: ShownDocument, *, coloured: bool) -> Text:
@@ -145,5 +151,6 @@ def data_page(look: DataLook, title: str) -> str:
         "left_out": left_out,
         "heading": heading,
         "document_heading": document_heading,
+        "caption": caption,
     }
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(title=title, look=look)

@@ -157,6 +157,12 @@ class ReadRow:
         return tuple(text for message in document.messages if message["role"] == "user" for text in texts_of(message))
 
     @property
+    def media_files(self) -> list[str]:
+        """Paths, in the dataset's folder, of the files of the row's media; those inside of the row have none."""
+        media = (one for document in self.documents if isinstance(document, Conversation) for one in document.media)
+        return [*dict.fromkeys(one.path for one in media if one.path)]
+
+    @property
     def num_turns(self) -> int | None:
         """Number of messages in the row's first conversation, without the system message; None for plain text."""
         document = self.documents[0]

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ from stages.data.any_rows import check_formats
 from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset
 from stages.data.files import find_files, portions
+from stages.data.media.images import thumbnail
+from stages.data.media_reference import MediaReference
 from stages.data.mixture import joined
 from stages.data.prepare import (
     BAD_ROWS,
@@ -33,10 +37,22 @@ from stages.data.prepare import (
     prepare_portion,
 )
 from stages.data.seen_rows import check_held_out
-from stages.data.summaries import Bar, DataLook, DroppedRows, ShownDocument, ShownPortion, ShownRow, TokenSpan
+from stages.data.summaries import (
+    Bar,
+    DataLook,
+    DroppedRows,
+    ShownDocument,
+    ShownPicture,
+    ShownPortion,
+    ShownRow,
+    TokenSpan,
+)
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
 from stages.remote.pointers import size_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 CHECK_SECONDS = 20.0
 """Limit of CPU seconds for checking one split while a refresh is planned, so that a busy machine checks as much.
@@ -114,6 +130,7 @@ LOOK_SECONDS = 10.0
 MAX_SHOWN_TOKENS = 4096
 """Largest number of tokens of a packed row that `lifecycle data` shows."""
 NUM_BARS = 16
+MIN_REPEATED = 4
 NUM_REASONS = 20
 NAMES: dict[RowKind, tuple[str, ...]] = {"examples": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
 """Names of the documents in one training example, by kind of data: a preference pair has `chosen` and `rejected`."""
@@ -194,9 +211,9 @@ def _opened(task: Preprocessing, cache: Path, scratch: Path) -> tuple[PackedData
             return prepare_portion(task, cache), None
         whole = Path(tempfile.mkdtemp(dir=scratch))
         task.run(whole)
-        return PackedDataset(whole), None
+        return PackedDataset(whole, task.media), None
     except OutOfTimeError as error:
-        return PackedDataset(task.part), str(error.last)
+        return PackedDataset(task.part, task.media), str(error.last)
 
 
 def _portion(name: str, dataset: PackedDataset, config: DataConfig, unread_after: str | None) -> ShownPortion:
@@ -257,11 +274,14 @@ def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
 
 
 def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: Sequence[str]) -> ShownRow:
-    labels = dataset.labels(row)
+    labels, media = dataset.labels(row), dataset.media(row)
+    pictures = dataset.pictures(row)
     documents, left = [], MAX_SHOWN_TOKENS
     for number, (tokens, loss) in enumerate(dataset.documents(row)):
         name = {True: "good answer", False: "bad answer"}[labels[number]] if labels else names[number % len(names)]
-        documents.append(shown_document(name, tokens, loss, tokenizer, max(0, left)))
+        shown = shown_document(name, tokens, loss, tokenizer, max(0, left))
+        seen = zip(media[number], pictures[number], strict=True)
+        documents.append(shown.model_copy(update={"pictures": tuple(_picture(*one, tokenizer) for one in seen)}))
         left -= len(tokens)
     num_padding = dataset.about.sequence_length - sum(one.num_tokens for one in documents)
     name, rows = next((name, rows) for name, rows in dataset.member_rows.items() if row in rows)
@@ -269,6 +289,16 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
         name=f"row {row - rows.start + 1} of {len(rows)}{f' of {name}' if name else ''}",
         documents=tuple(documents),
         num_padding_tokens=num_padding if dataset.about.packing else None,
+    )
+
+
+def _picture(reference: MediaReference, image: Image, tokenizer: DocumentTokenizer) -> ShownPicture:
+    return ShownPicture(
+        path=reference.path,
+        width=reference.width,
+        height=reference.height,
+        num_tokens=tokenizer.processor.num_tokens(*reference.size),
+        thumbnail=thumbnail(image),
     )
 
 
@@ -287,12 +317,30 @@ def shown_document(
 
 
 def _pieces(ids: list[int], learned: list[bool], tokenizer: DocumentTokenizer) -> Iterator[TokenSpan]:
-    """Yield runs of tokens of equal loss and kind as text; alone, some tokenizers would drop a run's first space."""
-    marks = [(flag, token in tokenizer.special_ids) for token, flag in zip(ids, learned, strict=True)]
+    """Yield runs of tokens of equal loss and kind as text; alone, some tokenizers would drop a run's first space.
+
+    Many equal special tokens, as stand for a picture, are one with their number.
+    """
+    repeated = _repeated(ids)
+    marks = [
+        (flag, token in tokenizer.special_ids, token in tokenizer.special_ids and many)
+        for token, flag, many in zip(ids, learned, repeated, strict=True)
+    ]
     ends = [end for end in range(1, len(ids) + 1) if end == len(ids) or marks[end] != marks[end - 1]]
     begin, before = 0, ""
     for end in ends:
         text = tokenizer.decode(ids[:end])
         added = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[begin:end])
+        if marks[begin][2]:
+            added = f"{tokenizer.decode(ids[begin : begin + 1])} × {end - begin}"
         yield TokenSpan(text=added, learned=marks[begin][0], special=marks[begin][1])
         begin, before = end, text
+
+
+def _repeated(ids: list[int]) -> list[bool]:
+    """Return, for each token, whether it stands in a run of at least `MIN_REPEATED` equal ones."""
+    flags: list[bool] = []
+    for _, run in groupby(ids):
+        num_tokens = len(list(run))
+        flags += [num_tokens >= MIN_REPEATED] * num_tokens
+    return flags

@@ -26,6 +26,16 @@ class TokenSpan(StrictModel):
     special: bool = False
 
 
+class ShownPicture(StrictModel):
+    """Picture of a document as the data preview shows it. thumbnail: a small copy as a `data:` address."""
+
+    path: str
+    width: int
+    height: int
+    num_tokens: int
+    thumbnail: str
+
+
 class ShownDocument(StrictModel):
     """Document as the data preview shows it. name: its part in the row (`chosen`). num_hidden_tokens: at its end."""
 
@@ -34,6 +44,7 @@ class ShownDocument(StrictModel):
     num_target_tokens: int
     pieces: tuple[TokenSpan, ...]
     num_hidden_tokens: int = 0
+    pictures: tuple[ShownPicture, ...] = ()
 
 
 class ShownRow(StrictModel):

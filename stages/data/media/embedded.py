@@ -40,7 +40,7 @@ def embedded_bytes(source: object) -> bytes | None:
     if isinstance(source, dict):
         if isinstance(source.get("bytes"), bytes):
             return bytes(source["bytes"])
-        source = next((source[key] for key in ("url", "data") if source.get(key)), None)
+        source = next((source[key] for key in ("url", "data", "bytes") if source.get(key)), None)
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str) or not source.startswith("data:"):
@@ -56,6 +56,11 @@ def embedded_bytes(source: object) -> bytes | None:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise PictureError(f"is not base64: {error}") from error
+
+
+def as_json(value: object) -> str:
+    """Return what stands in JSON for a value that JSON lacks: base64 for bytes, else its text; for `json.dumps`."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
 def place_of(root: Path, row: RowLocation) -> str:

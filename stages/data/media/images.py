@@ -6,6 +6,7 @@ PIL is imported by the functions, so that texts do without it.
 
 from __future__ import annotations
 
+import base64
 import io
 import warnings
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ ORIENTATION = 0x0112
 FIRST_SIDEWAYS = 5
 """EXIF orientations from 5 to 8 swap width and height."""
 BAND_ROWS = 256
+THUMBNAIL_PIXELS = 128
 
 
 class PictureError(ValueError):
@@ -69,6 +71,15 @@ def decode_picture(data: bytes) -> Image:
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         return _on_white(image.convert("RGBA"))
     return image.convert("RGB")
+
+
+def thumbnail(image: Image) -> str:
+    """Return a small copy of a decoded picture as a `data:` address, for pages that show it."""
+    small = image.copy()
+    small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=75)
+    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _opened(data: bytes) -> Image:

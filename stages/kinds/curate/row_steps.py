@@ -16,6 +16,7 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.redaction import quoted
 from stages.data.any_rows import AnyRowReader, ReadRow
+from stages.data.media.folder import MediaFolder
 from stages.data.messages import Document, PlainText, RowError, texts_of
 from stages.data.personal_data import redacted
 from stages.harnesses.registry import harness_of
@@ -166,7 +167,8 @@ def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -
         while batch := list(itertools.islice(remaining, ROWS_AT_A_TIME)):
             named = []
             for row in batch:
-                read = readers.setdefault(row.place.dataset, AnyRowReader()).read(row.content)
+                media = MediaFolder.of(context.inputs[row.place.dataset] / "data", ())
+                read = readers.setdefault(row.place.dataset, AnyRowReader(media)).read(row.content)
                 try:
                     named.append((str(row.place), _completion(read, config.reference)))
                 except DataError as error:

@@ -25,8 +25,10 @@ from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
 from stages.data.any_rows import AnyRowReader, ReadRow
 from stages.data.files import BadRow, Row, find_files, num_places, read_rows
+from stages.data.media.folder import MediaFolder
 from stages.data.messages import RowError
 from stages.kinds.curate.config import CurateConfig, Sample
+from stages.kinds.curate.media import copy_media
 from stages.kinds.curate.near_duplicates import JaccardComparison, SignatureWriter, set_of
 from stages.kinds.curate.report import BAD_ROWS, CurationReport
 from stages.kinds.curate.row_steps import first_reason, redacted_row, row_steps, scored
@@ -52,7 +54,7 @@ def rows_of(
         folder = context.inputs[name] / "data"
         files = find_files(folder, config.split)
         num_all = sum(map(num_places, files))
-        reader = readers[name] = AnyRowReader()
+        reader = readers[name] = AnyRowReader(MediaFolder.of(folder, files))
         for number, row in enumerate(read_rows(folder, files)):
             if number % PROGRESS_EVERY == 0:
                 context.progress(number, num_all, "rows", f"reading {name}")
@@ -148,7 +150,7 @@ def _spool(config: CurateConfig, context: StageContext, files: KeptFiles, report
         if dropped:
             report.drop(place, *dropped, row.content)
         else:
-            spool_row(files, place, row.content, row.canonical())
+            spool_row(files, place, row.content, row.canonical(), row.media_files)
             if compared:
                 sets.add(set_of(row.parts, row.label, compared.words))
         if report.num_read - num_kept >= KEEP_EVERY:
@@ -282,6 +284,7 @@ def _write(
     data = context.work / "data"
     shutil.rmtree(data, ignore_errors=True)  # of an attempt that ended while it wrote
     data.mkdir()
+    copied: set[tuple[str, str]] = set()
     with contextlib.ExitStack() as files:
         splits = ("train", "validation") if held_out.any() else ("train",)
         streams = [files.enter_context((data / f"{split}.jsonl").open("w", encoding="utf-8")) for split in splits]
@@ -290,5 +293,6 @@ def _write(
             if dropped:
                 report.drop(row.place, dropped.step, dropped.reason(row.number), row.content)
             else:
+                copy_media(row, context.inputs[row.place.dataset] / "data", data, copied)
                 # 0 is train, 1 is validation.
                 streams[int(held_out[row.number])].write(json.dumps(row.content, ensure_ascii=False) + "\n")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stages.core.files import write_atomically
 from stages.data.files import RowLocation
+from stages.data.media.embedded import as_json
 
 NOTE = "kept.json"
 SPOOL_FILES = ROWS, OFFSETS, DIGESTS = "rows.jsonl", "offsets.bin", "digests.bin"
@@ -44,6 +45,8 @@ class SpooledRow:
     number: int
     place: SourcePlace
     content: dict[str, Any]
+    media: tuple[str, ...] = ()
+    """Paths of its media's files in the dataset's folder."""
 
 
 class KeptFiles:
@@ -78,13 +81,18 @@ class KeptFiles:
             stream.close()
 
 
-def spool_row(files: KeptFiles, place: SourcePlace, content: dict[str, Any], canonical: str) -> None:
-    """Append a row that the single-row steps keep to the files. canonical: text that is equal for exact duplicates."""
+def spool_row(
+    files: KeptFiles, place: SourcePlace, content: dict[str, Any], canonical: str, media: Sequence[str] = ()
+) -> None:
+    """Append a row that the single-row steps keep to the files.
+
+    canonical: text that is equal for exact duplicates. media: paths of its media's files.
+    """
     files[OFFSETS].write(files[ROWS].tell().to_bytes(8, "little"))  # where the row will begin
     files[DIGESTS].write(hashlib.blake2b(canonical.encode(), digest_size=8).digest())
     at = place.place
-    row = [place.dataset, at.file, at.number, at.counts, content]
-    files[ROWS].write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+    row = [place.dataset, at.file, at.number, at.counts, content, *media]
+    files[ROWS].write(json.dumps(row, ensure_ascii=False, default=as_json).encode() + b"\n")
 
 
 class Spool:
@@ -110,5 +118,5 @@ class Spool:
 
 
 def _parsed(number: int, line: bytes) -> SpooledRow:
-    dataset, file, at, counts, content = json.loads(line)
-    return SpooledRow(number, SourcePlace(dataset, RowLocation(file, at, counts)), content)
+    dataset, file, at, counts, content, *media = json.loads(line)
+    return SpooledRow(number, SourcePlace(dataset, RowLocation(file, at, counts)), content, tuple(media))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from base64 import b64encode
+import re
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoProcessor
 
+from flows.cli.data_views import caption, data_page
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
+from stages.data.look import Visits, look_at
 from stages.data.media.images import decode_picture
 from stages.data.prepare import PreparedData, prepare
 from stages.models.facts import ModelFacts
-from tests.unit.stages.data.media.conftest import EXPANDED, PICTURE, encoded, noise
+from tests.unit.stages.data.media.conftest import EXPANDED, NUM_TOKENS, PICTURE, encoded, noise
 from tests.unit.stages.data.reports import Reports
 
 
@@ -325,3 +328,21 @@ def test_pictures_that_change_are_found_before_and_after_they_are_decoded(run, t
 def test_a_model_that_reads_text_alone_refuses_pictures_by_row(run, tokenizer_folder):
     with pytest.raises(DataError, match=r"train\.jsonl:1 has `images`, which this model, or this stage, does not read"):
         run({"messages": [user("?"), CAT], "images": ["a.png"]}, model=tokenizer_folder)
+
+
+def test_data_are_shown_with_their_pictures(run, seeing_folder, tmp_path):
+    run({"messages": [user("<image>?"), CAT], "images": ["a.png"]})
+    config = DataConfig(dataset="mine", sequence_length=256)
+    options = {"rows": "examples", "visits": lambda _: Visits([0]), "cache": tmp_path / "cache", "scratch": tmp_path}
+    look = look_at({"mine": tmp_path}, config, ModelFacts(seeing_folder), **options)
+    ((document,),) = (row.documents for row in look.rows)
+    (picture,) = document.pictures
+    num_tokens = NUM_TOKENS + 2 + 2 * len("\n\n")
+    assert caption(picture) == f"a.png: 40 × 24 pixels, {num_tokens} tokens"
+    assert f"{PICTURE} × {NUM_TOKENS}" in [piece.text for piece in document.pieces]
+    page = data_page(look, "data")
+    (address,) = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', page)
+    small = decode_picture(b64decode(address))
+    assert small.size == (40, 24)
+    grey, expected = (np.asarray(one.convert("L"), int) for one in (small, noise(seed=0)))
+    assert np.abs(grey - expected).mean() < 20

@@ -2,15 +2,20 @@
 
 import csv
 import gzip
+import hashlib
 import json
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from flows.recipe.recipe import load_stages
 from stages.core.errors import DataError, RecipeError
+from stages.data.files import RowLocation
+from stages.data.formats import RowReader
+from stages.data.media.folder import MediaFolder
 from stages.kinds.curate.config import CurateConfig
 from tests.unit.stages.kinds.curate.curating import curate
 
@@ -163,3 +168,35 @@ def test_two_stages_of_the_same_dataset_are_named_before_anything_runs(tmp_path)
     }
     with pytest.raises(RecipeError, match=r"stages\.clean\.datasets: one and two are the same dataset"):
         load_stages("mine", tmp_path, tree)
+
+
+def test_pictures_go_along_and_equal_questions_about_other_pictures_are_kept(tmp_path):
+    folders = {name: tmp_path / name / "data" for name in ("files", "inside")}
+    for folder in folders.values():
+        (folder / "images").mkdir(parents=True)
+    colors = {"a.png": "red", "b.png": "blue", "c.png": "green"}
+    for name, color in colors.items():
+        Image.new("RGB", (8, 8), color).save(folders["files"] / "images" / name)
+    asked = {"messages": [{"role": "user", "content": "<image>What is it?"}, ANSWER]}
+    rows = [{**asked, "images": [f"images/{name}"]} for name in ("a.png", "b.png", "a.png")]
+    rows.append({**rows[0], "images": ["images/none.png"]})
+    (folders["files"] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    green = (folders["files"] / "images" / "c.png").read_bytes()
+    inside = pa.Table.from_pylist([{**asked, "images": [{"bytes": green, "path": None}]}])
+    pa.parquet.write_table(inside, folders["inside"] / "train.parquet")
+    found = curate(
+        tmp_path, dict.fromkeys(folders), exact_duplicates=True, on_bad_rows="drop", max_bad_row_fraction=0.5
+    )
+    assert found.rows[:2] == rows[:2]
+    assert [one["reason"][:30] for one in found.dropped] == [
+        "has the path 'images/none.png'",
+        "says the same as files train.j",
+    ]
+    data = next(path for path in tmp_path.rglob("b.png") if folders["files"] not in path.parents).parents[1]
+    assert {path.name for path in (data / "images").iterdir()} == {"a.png", "b.png"}
+    again = RowReader("auto", "examples", media=MediaFolder.of(data, [data / "train.jsonl"]))
+    digests = [
+        again.read(row, RowLocation("train.jsonl", number))[0].media[0] for number, row in enumerate(found.rows, 1)
+    ]
+    assert digests[2].sha256 == hashlib.sha256(green).hexdigest()
+    assert digests[2].path == "train.jsonl#3"
