@@ -34,16 +34,16 @@ AUTO_FACTORY = "transformers.models.auto.auto_factory"
 
 
 def hide_unused_packages() -> None:
-    """Make scikit-learn, SciPy, torchao and torchvision look missing to Transformers, so that models import none.
+    """Make scikit-learn, SciPy and torchao look missing to Transformers, so that models do not import them.
 
     Each import takes over a second; writing docstrings for models, which is left out too, up to a second. Transformers
-    uses them for assisted generation, object detection, weights that torchao has quantized, and images.
+    uses them for assisted generation, object detection and weights that torchao has quantized. torchvision takes 0.1 s,
+    and stays: no processor of images could be loaded in a process where Transformers has once missed it.
     """
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),
         ("scipy", import_utils.is_scipy_available),
         ("torchao", import_utils.is_torchao_available),
-        ("torchvision", import_utils.is_torchvision_available),
     ):
         _remember_missing(name, is_available)
     utils.auto_docstring = _undocumented
