@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from stages.core.contract import is_main_process
 from stages.data.batch import IGNORED, Batch, Documents
@@ -40,10 +40,19 @@ def main() -> None:
             engine = FsdpEngine(ModelFacts(Path(case["model"])), config.engine_settings, device)
             gradients = first_gradients(engine)
             result = train_case(engine, config, spec["data"], case)
-            engine.export(Path(spec["output"]) / name, torch.float32)
+            engine.export(exported := Path(spec["output"]) / name, torch.float32)
+            given = dict(engine.whole_weights(torch.float32))  # to a sampling server
             if is_main_process():
+                check_equal(given, exported)
                 (Path(spec["output"]) / f"{name}.json").write_text(json.dumps(result))
                 save_file(gradients, Path(spec["output"]) / f"{name}.gradients.safetensors")
+
+
+def check_equal(given: dict[str, torch.Tensor], exported: Path) -> None:
+    """Check that weights are those of an export, to the bit."""
+    written = {name: one for path in exported.glob("*.safetensors") for name, one in load_file(path).items()}
+    assert given.keys() == written.keys()
+    assert all(torch.equal(given[name], one) for name, one in written.items())
 
 
 def first_gradients(engine: FsdpEngine) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.parallel.processes import joined_processes
-from tests.parity.fsdp_program import pack
+from tests.parity.fsdp_program import check_equal, pack
 from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
 
 prepare_megatron()
@@ -42,7 +42,7 @@ from stages.engines.fsdp.engine import FsdpEngine  # noqa: E402
 from stages.engines.megatron.engine import MegatronEngine  # noqa: E402
 from stages.engines.megatron.model import build_model_chunks  # noqa: E402
 from stages.engines.megatron.parallel import start_model_parallel  # noqa: E402
-from stages.engines.megatron.weights import export_weights, load_weights  # noqa: E402
+from stages.engines.megatron.weights import export_weights, load_weights, whole_weights  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
 
@@ -74,6 +74,9 @@ def round_trip(model: Path, layout: dict[str, Any], folder: Path, device: torch.
     chunks, shape = build(model, layout, device)
     load_weights(chunks, model, shape)
     export_weights(chunks, source=ModelFacts(model), folder=folder, dtype=torch.float32)
+    given = dict(whole_weights(chunks, ModelFacts(model), torch.float32))  # to a sampling server
+    if is_main_process():
+        check_equal(given, folder)
     parallel_state.destroy_model_parallel()
 
 
