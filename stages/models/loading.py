@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stages.core.errors import ModelError
+from stages.models.device_kernels import keep_models_of_transformers, use_kernels_on_gpus_alone
 from stages.models.facts import ModelFacts
 
 Head = Literal["tokens", "score", "pictures"]
@@ -82,7 +83,10 @@ def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return _auto_class(head).from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+    loaded = _auto_class(head).from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+    # With `output_loading_info` the first of two.
+    use_kernels_on_gpus_alone(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
 
 
 def build_model(config: Any, *, head: Head = "tokens", device: str = "meta", **options: Any) -> Any:
@@ -90,7 +94,9 @@ def build_model(config: Any, *, head: Head = "tokens", device: str = "meta", **o
     import torch
 
     with torch.device(device):
-        return _auto_class(head).from_config(config, **options)
+        model = _auto_class(head).from_config(config, **options)
+    use_kernels_on_gpus_alone(model)
+    return model
 
 
 def model_without_weights(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -108,6 +114,7 @@ def class_with_head(config: Any, head: Head) -> type | None:
 def _auto_class(head: Head) -> Any:
     import transformers
 
+    keep_models_of_transformers()
     return getattr(transformers, AUTO_CLASSES[head])
 
 

@@ -1,7 +1,12 @@
-"""Attention over packed documents and log-probabilities computed in chunks are the same on a GPU as on a CPU."""
+"""Kernels compute on a GPU what a CPU computes: attention over packed documents, log-probabilities in chunks, states
+along the sequence (by flash-linear-attention, where it is installed).
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +17,13 @@ from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
 from stages.engines.attention import packed_attention
 from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.model import load_model
+from stages.engines.fsdp.probe import packed
 from stages.engines.log_probabilities import OutputHead, token_log_probabilities
+from stages.models.device_kernels import keep_models_of_transformers
 from stages.parallel.accelerator import forget_peak, peak_bytes
 from tests.gpu.device import DEVICE, ON_CPU, needs_device
+from tests.zoo.models import tiny_model
 
 pytestmark = needs_device
 
@@ -87,3 +96,34 @@ def test_long_rows_keep_within_a_chunk_of_logits() -> None:
     positions = torch.arange(num_tokens, device=DEVICE)
     token_log_probabilities(hidden, OutputHead(head.weight), wanted, positions).sum().backward()
     assert peak_bytes(DEVICE) < 4 * 4 * log_probabilities.CHUNK_LOGITS
+
+
+DOCUMENTS = [70, 3, 1, 129, 64]
+MOST_ERROR = 0.01
+"""Tolerated relative error: products of such kernels have 11 bits of mantissa."""
+
+
+def learned(folder: Path, device: torch.device) -> list[Tensor]:
+    """Return log-probabilities of packed documents and the gradients of all weights, on the CPU."""
+    model = load_model(folder, reads_weights=True, trust_remote_code=False).to(device)
+    torch.manual_seed(0)
+    batch = packed(torch.randint(1, 49, (sum(DOCUMENTS),)).split(DOCUMENTS)).to(device)
+    values = model(batch)[0]
+    weights = [one for one in model.parameters() if one.requires_grad]
+    gradients = torch.autograd.grad(values.sum(), weights, allow_unused=True)
+    return [one.detach().float().cpu() for one in (values, *gradients) if one is not None]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_a_model_with_a_state_learns_as_on_a_cpu(tmp_path: Path, family: str) -> None:
+    keep_models_of_transformers()
+    tiny_model(family).save_pretrained(tmp_path)
+    there, here = learned(tmp_path, torch.device("cpu")), learned(tmp_path, DEVICE)
+    whole = sum(one.square().sum() for one in there[1:]) ** 0.5
+    for number, (found, expected) in enumerate(zip(here, there, strict=True)):
+        # Of gradients that are almost 0 next to the others, rounding is all that there is.
+        scale = expected.norm() if number == 0 else whole
+        assert ((found - expected).norm() / scale).item() < MOST_ERROR
+    if family == "qwen3_5_text" and not ON_CPU and importlib.util.find_spec("fla"):
+        assert "fla.ops.gated_delta_rule" in sys.modules
+        assert tiny_model("mamba2").__module__.startswith("transformers."), "fla has models of that name"

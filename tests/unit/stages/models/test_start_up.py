@@ -1,11 +1,20 @@
-"""Processes that build models or only read tokenizers do not import packages that they do not use."""
+"""Processes that build models or only read tokenizers do not import packages that they do not use.
+
+What packages of GPU kernels replace in Transformers computes for tensors on GPUs alone.
+"""
 
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from transformers.integrations import use_kernel_func_from_hub_with_fallback
 
 from stages.core.contract import StageInput
+from stages.models.device_kernels import use_kernels_on_gpus_alone
+
+PACKAGE = "gpu_kernels"
 
 PROGRAM = """
 import sys
@@ -120,3 +129,55 @@ def test_models_do_without_packages_that_everybody_else_still_finds(ended):
 
 def test_tokenizers_do_without_what_models_need_which_then_find_it(ended):
     assert ended[0][2] == ("0", "True"), ended[1]
+
+
+def doubled(states, *, scale=1.0):
+    """Stand for what Transformers computes by torch."""
+    return 2 * states * scale
+
+
+@pytest.fixture
+def modeling(monkeypatch):
+    """Provide the code of a model whose functions Transformers has replaced by those of an installed package."""
+    package = ModuleType(PACKAGE)
+    package.doubled = lambda states, *, scale=1.0, chunk=64: f"on {states.device.type} by {chunk}"
+    monkeypatch.setitem(sys.modules, PACKAGE, package)
+    decorated = {
+        "doubled": use_kernel_func_from_hub_with_fallback("doubled", PACKAGE)(doubled),
+        "missing": use_kernel_func_from_hub_with_fallback("missing", "no_such_package")(doubled),
+    }
+    module = ModuleType("modeling")
+    vars(module).update(decorated, use_kernel_func_from_hub_with_fallback=use_kernel_func_from_hub_with_fallback)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = type("Mixer", (torch.nn.Module,), {"__module__": module.__name__})()
+    for _ in range(2):  # several models are made of the same code
+        use_kernels_on_gpus_alone(model)
+    return module
+
+
+def test_a_cpu_gets_what_transformers_computes_itself(modeling):
+    states = torch.arange(3.0)
+    assert torch.equal(modeling.doubled(states, scale=0.5, chunk=32), states)
+    assert torch.equal(modeling.missing(states), 2 * states)
+    assert modeling.doubled(states.to("meta")).device.type == "meta"
+
+
+def test_another_device_gets_what_the_package_computes(modeling):
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert modeling.doubled(on_gpu, chunk=32) == "on cuda by 32"
+    assert modeling.doubled(states=on_gpu) == "on cuda by 64"
+
+
+def test_a_package_with_models_of_its_own_brings_none(tmp_path):
+    (tmp_path / "fla" / "models").mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").write_text("")
+    (tmp_path / "fla" / "models" / "__init__.py").write_text("")
+    program = (
+        "from stages.models.device_kernels import keep_models_of_transformers\n"
+        "keep_models_of_transformers()\n"
+        "import fla\n"
+        "try:\n    import fla.models\n"
+        "except ModuleNotFoundError as error:\n    assert error.name == 'fla.models'\n"
+        "else:\n    raise AssertionError\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": f".:{tmp_path}"})
