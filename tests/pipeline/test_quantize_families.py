@@ -117,6 +117,11 @@ def test_the_stage_does_what_the_table_of_families_shows(tmp_path, method):
     ) in why_not
 
 
+def test_a_failed_assertion_of_a_library_is_about_the_model_and_no_traceback(tmp_path):
+    said = result("gptq", save_family("gemma4", tmp_path / "gemma4"))
+    assert said == "quantizing Gemma4ForConditionalGeneration with gptq failed: AssertionError: No statistics available"
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_towers_for_images_stay_as_they_are_and_servers_know(folder_of, tmp_path, family):
     """GPTQ has no statistics of a tower, which rows of text do not pass."""

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,17 @@ def save_to_serve(family: str, folder: Path) -> Path:
     return folder
 
 
+def served_of(families: Iterable[str], root: Path) -> dict[str, str]:
+    """Write families' tiny models under `root` and serve them; return what came out, or why one could not be made."""
+    folders, outcomes = dict[str, Path](), dict[str, str]()
+    for family in families:
+        try:
+            folders[family] = save_to_serve(family, root / family)
+        except Exception as error:
+            outcomes[family] = sentence(f"{type(error).__name__}: {error}")
+    return served(folders) | outcomes
+
+
 def _trained(folder: Path, options: AdapterConfig | None, loaded: Callable[[Path], Any]) -> str:
     """Train one step, export, and compare with what `loaded` makes of the exported folder."""
     torch.manual_seed(0)
@@ -184,8 +195,7 @@ def main() -> None:
     if SERVED in arguments.columns:
         for at in range(0, len(families), AT_A_TIME):
             with tempfile.TemporaryDirectory() as name:
-                folders = {one: save_to_serve(one, Path(name) / one) for one in families[at : at + AT_A_TIME]}
-                for family, outcome in served(folders).items():
+                for family, outcome in served_of(families[at : at + AT_A_TIME], Path(name)).items():
                     keep(family, {SERVED: outcome})
 
 

@@ -21,9 +21,11 @@ def recorded() -> dict[str, dict[str, str]]:
 
 
 def sentence(message: str) -> str:
-    """Return what an error says was found: its first sentence, or its list's first, without brackets and advice."""
+    """Return what an error says was found: the first sentence, or the first of a list, without paths and advice."""
     first, *others = message.strip().splitlines()
     text = " ".join((others[0] if first.endswith(":") and others else message).split()).replace("|", "/")
+    text = re.sub(r" in /\S+", "", text)
+    text = re.sub(r"(\w+\.[\w.]+)(, \w+\.[\w.]+)+", r"\1 …", text)
     while (bare := re.sub(r" ?\([^()]*\)", "", text)) != text:
         text = bare
     text = re.split(r"; |\. (?=[A-Z])", text)[0].rstrip(".")

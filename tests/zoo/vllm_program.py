@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ def log_probabilities(folder: str, rows: list[list[int]]) -> list[list[float]]:
 
 
 def reason(error: Exception) -> str:
-    """Return an error's words; of those of pydantic, which lists what is wrong with a config, the first."""
+    """Return an error's words; of pydantic's list of what is wrong with a config, the first; else where it was."""
     listed = error.errors() if hasattr(error, "errors") else ()
-    return str(listed[0]["msg"]).removeprefix("Value error, ") if listed else f"{type(error).__name__}: {error}"
+    if listed:
+        return str(listed[0]["msg"]).removeprefix("Value error, ")
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error}" if f"{error}" else f"{type(error).__name__} at: {place.line}"
 
 
 def main(rows_file: str, results_file: str, *folders: str) -> None:

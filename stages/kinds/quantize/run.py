@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,15 +95,21 @@ def _library_errors_explained(doing: str) -> Iterator[None]:
     """Turn errors of llm-compressor and Transformers about an unsupported model into a ModelError."""
     try:
         yield
-    except (LifecycleError, OSError, MemoryError, AssertionError):
+    except (LifecycleError, OSError, MemoryError):
         raise
     except Exception as error:
-        if "out of memory" in str(error).lower():
+        if "out of memory" in str(error).lower() or _is_own_assertion(error):
             raise
         raise ModelError(
             f"{doing} failed: {type(error).__name__}: {error}; choose another method, or leave the layers that it "
             "fails at out with `ignore`"
         ) from error
+
+
+def _is_own_assertion(error: Exception) -> bool:
+    """Return whether an assertion of this project failed, not one of a library about a model that it does not know."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return isinstance(error, AssertionError) and frames[-1][0].f_globals["__name__"].startswith("stages.")
 
 
 def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfig, context: StageContext) -> Divergence:
