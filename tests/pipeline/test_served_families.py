@@ -7,8 +7,8 @@ from tests.zoo.serving import served
 
 
 def test_models_are_served_one_after_another_or_it_is_said_why_not(tmp_path: Path) -> None:
-    outcomes = served({family: save_to_serve(family, tmp_path / family) for family in ("rwkv", "llama")})
+    outcomes = served({family: save_to_serve(family, tmp_path / family) for family in ("llama", "rwkv")})
     assert outcomes == {
-        "rwkv": "Model architectures ['RwkvForCausalLM'] are not supported for now",
         "llama": "yes",
+        "rwkv": "Model architectures ['RwkvForCausalLM'] are not supported for now",
     }

@@ -42,7 +42,10 @@ def reason(error: Exception) -> str:
 
 
 def main(rows_file: str, results_file: str, *folders: str) -> None:
-    """Compute each model's log-probabilities; an error of one model is its result."""
+    """Compute each model's log-probabilities, up to one that fails, whose error is its result.
+
+    What a failed model leaves behind made others fail that vLLM serves.
+    """
     rows = json.loads(Path(rows_file).read_text())
     with Path(results_file).open("a") as results:
         for folder in folders:
@@ -55,6 +58,8 @@ def main(rows_file: str, results_file: str, *folders: str) -> None:
             gc.collect()
             gc.freeze()  # what stays of vLLM need not be looked through again, six times a model
             print(json.dumps({"folder": folder, **result}), file=results, flush=True)
+            if "reason" in result:
+                break
 
 
 if __name__ == "__main__":
