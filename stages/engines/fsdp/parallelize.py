@@ -21,7 +21,11 @@ from stages.engines.fsdp.offload import offload_activations
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
+from stages.parallel.host_memory import give_back_freed_memory
 from stages.parallel.layout import Layout
+
+LEAST_FREED_BYTES = 2**28
+"""Freed memory from which on it is given back between layers on a CPU: less is soon taken again."""
 
 
 class AllToAllReduceScatter:
@@ -31,7 +35,12 @@ class AllToAllReduceScatter:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new communication buffer each time. A reduction may outlive the layer that asked for the buffer."""
+        """Return a new communication buffer each time. A reduction may outlive the layer that asked for the buffer.
+
+        Before it comes, what the backward pass has freed is given back: the head's gradients, which are reduced last,
+        would come on top of all layers' activations.
+        """
+        give_back_freed_memory(LEAST_FREED_BYTES)
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -97,6 +106,9 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         offload_activations(layers, torch.device(mesh.device_type))
     apply_fsdp(model, layers, layout, mesh, compute_dtype)
     apply_prefetch(model, layers, layout.prefetch_layers)
+    if mesh.device_type == "cpu":
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: give_back_freed_memory(LEAST_FREED_BYTES))
     if is_spread:
         _spread_weights(model, weights, layout)
 
