@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -84,6 +84,20 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class MediaInputs:
+    """Pictures of a batch's documents, as the model's forward pass takes them; there may be none."""
+
+    features: Mapping[str, torch.Tensor]
+    """Arguments of the model, such as `pixel_values`, of all pictures in the order of their documents."""
+    token_types: torch.Tensor
+    """Kind of each token, int64 [rows, sequence]: 1 if it stands for a picture, 0 for text."""
+    spatial_positions: torch.Tensor | None
+    """Positions in time, height and width, int64 [3, rows, sequence]; None for models that count tokens alone."""
+    runs: Sequence[tuple[int, int]]
+    """First token, and token after the last, of each run of tokens that stand for pictures, in the flattened rows."""
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """Inputs of the model's forward pass."""
 
@@ -92,6 +106,8 @@ class ModelInputs:
     position_ids: torch.Tensor
     """Position of each token in its document, counted from 0, int64 [rows, sequence]."""
     documents: Documents
+    media: MediaInputs | None = None
+    """Pictures, for a model that sees; None for text."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +214,7 @@ class Batch:
         return Batch(replace(inputs, documents=documents), replace(signal, documents=documents))
 
 
-Part = TypeVar("Part", bound=Documents | ModelInputs | Signal | Rollouts | Candidates)
+Part = TypeVar("Part", bound=Documents | ModelInputs | MediaInputs | Signal | Rollouts | Candidates)
 
 
 def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) -> Part:
@@ -206,8 +222,10 @@ def _with_tensors(part: Part, change: Callable[[torch.Tensor], torch.Tensor]) ->
     changed: dict[str, Any] = {
         name: change(value) if isinstance(value, torch.Tensor) else _with_tensors(value, change)
         for name, value in vars(part).items()
-        if isinstance(value, torch.Tensor | Rollouts | Candidates)
+        if isinstance(value, torch.Tensor | Rollouts | Candidates | MediaInputs)
     }
+    if isinstance(part, MediaInputs):
+        changed["features"] = {name: change(value) for name, value in part.features.items()}
     cached = {name: changed.pop(name) for name in changed.keys() - part.__dataclass_fields__.keys()}
     copy = replace(part, **changed)
     vars(copy).update(cached)

@@ -26,6 +26,7 @@ from stages.core.errors import ModelError
 from stages.data.batch import ModelInputs
 from stages.engines.attention_kernels import AttentionOptions, attend, prepare
 from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
+from stages.engines.media import Blocks, block_numbers, position_arguments
 from stages.engines.mixers import mixing
 
 PACKED_DOCUMENTS = "packed_documents"
@@ -36,20 +37,20 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
 
 
-def hidden_states(decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False) -> Tensor:
+def hidden_states(decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False, blocks: Blocks = None) -> Tensor:
     """Return the last hidden states [rows, sequence, width] of a headless model, each document by itself.
 
     `decoder` was built with the `attn_implementation` that the probe chose. is_compiled: its layers are.
     """
-    output, in_rows = _run(decoder, inputs, is_compiled)
+    output, in_rows = _run(decoder, inputs, is_compiled, blocks)
     return in_rows(output[0])
 
 
 def hidden_states_and_router_logits(
-    decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False
+    decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False, blocks: Blocks = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return last hidden states and each mixture layer's router logits [rows, sequence, experts]."""
-    output, in_rows = _run(decoder, inputs, is_compiled, output_router_logits=True)
+    output, in_rows = _run(decoder, inputs, is_compiled, blocks, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
@@ -59,31 +60,47 @@ def rows_of_layers(decoder: Any, inputs: ModelInputs) -> tuple[Callable[[Tensor]
     These are the batch's own, or one for each document, padded to the longest. Both functions are differentiable.
     """
     shape = inputs.input_ids.shape
-    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+    if decoder.config.get_text_config()._attn_implementation == PACKED_DOCUMENTS:
         return lambda values: values, lambda states: states.reshape(*shape, -1)
     # `least_fill=0` makes one bucket: the padded positions are then a matrix with a row for each document.
     documents = PackedDocuments(inputs.documents.lengths, inputs.input_ids.device, least_fill=0)
+    size = (len(documents.lengths), documents.longest)
+    # The longest document is the first row; pictures are in the order of the documents.
+    row_of, document_of = documents.rows if inputs.media else (slice(None), slice(None))
     return (
-        lambda values: pad_documents(values.flatten(0, 1), documents).unflatten(0, (-1, documents.longest)),
-        lambda states: unpad_documents(states.reshape(documents.num_slots, -1), documents).view(*shape, -1),
+        lambda values: pad_documents(values.flatten(0, 1), documents).unflatten(0, size)[row_of],
+        lambda states: unpad_documents(states.reshape(*size, -1)[document_of].flatten(0, 1), documents).view(
+            *shape, -1
+        ),
     )
 
 
 def _run(
-    decoder: Any, inputs: ModelInputs, is_compiled: bool, **options: Any
+    decoder: Any, inputs: ModelInputs, is_compiled: bool, blocks: Blocks, **options: Any
 ) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Run the decoder on a batch; return its output, and a function that reshapes its states to the batch's rows."""
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
+    text = decoder.config.get_text_config()
     options["use_cache"] = False
     to_layers, to_batch = rows_of_layers(decoder, inputs)
-    if decoder.config._attn_implementation == PACKED_DOCUMENTS:
+    if inputs.media:
+        options |= inputs.media.features
+    if text._attn_implementation == PACKED_DOCUMENTS:
         # A document lies in one row, so that none is longer.
-        documents = PackedDocuments(inputs.documents.lengths, device, longest=shape[1] if is_compiled else None)
+        longest = shape[1] if is_compiled else None
+        documents = plain = PackedDocuments(inputs.documents.lengths, device, longest=longest)
+        if inputs.media and inputs.media.runs and blocks:
+            numbers = block_numbers(inputs.media, shape.numel())
+            documents = PackedDocuments(inputs.documents.lengths, device, blocks=numbers, longest=longest)
+            documents.in_full_layers = plain if blocks == "in windows" else None
         if is_compiled:
-            prepare(documents, {None, getattr(decoder.config, "sliding_window", None)})
+            prepare(documents, {None, getattr(text, "sliding_window", None)})
         options["documents"] = documents
+        options |= position_arguments(decoder, inputs, to_layers)
         with mixing(documents):
-            return decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, **options), to_batch
+            return decoder(input_ids=inputs.input_ids, **options), to_batch
+    if inputs.media:
+        options |= position_arguments(decoder, inputs, to_layers)
     return decoder(input_ids=to_layers(inputs.input_ids), **options), to_batch
 
 
@@ -112,6 +129,8 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} {missing}: this architecture cannot be trained on packed documents")
     # [rows, heads, sequence, head_width] → [rows × sequence, heads, head_width]
     queries, keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    if sliding_window is None and documents.in_full_layers:
+        documents = documents.in_full_layers
     options = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
     output = attend(queries, keys, values, documents, options)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None

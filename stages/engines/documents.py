@@ -110,6 +110,8 @@ class PackedDocuments:
         self.longest = longest or max(self.lengths)
         self.blocks = blocks
         self.queries = queries
+        self.in_full_layers: PackedDocuments | None = None
+        """Documents without blocks, for layers without a window, where blocks are for those with one (Gemma 4)."""
         self._visible: dict[int | None, VisibleKeys] = {}
 
     @cached_property
@@ -187,6 +189,12 @@ class PackedDocuments:
     def num_slots(self) -> int:
         """Number of positions of all padded documents of a micro-batch, padding included."""
         return self.buckets[-1].end
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Padded row of each document, and the document in each padded row, int64 [documents]; of one bucket."""
+        document_of = torch.tensor(self.lengths).argsort(descending=True, stable=True)
+        return document_of.argsort().to(self.device), document_of.to(self.device)
 
     @cached_property
     def slots(self) -> Tensor:

@@ -56,6 +56,18 @@ class MoeSettings:
     freeze_router: bool = False
 
 
+ModelPart = Literal["vision_tower", "projector", "language_model"]
+"""Part of a model that sees; the merger of towers like Qwen's and GLM's is the projector."""
+
+
+@dataclass(frozen=True)
+class MediaSettings:
+    """Settings for training on rows with pictures, by a model that sees."""
+
+    freeze: tuple[ModelPart, ...] = ()
+    """Parts of the model that do not learn."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings with which a training engine is built, such as layout, precision and optimizer."""
@@ -79,3 +91,5 @@ class EngineSettings:
     fp8_recipe: Fp8Recipe = "tensorwise"
     mtp_loss_weight: float = 0.0
     """Weight of the loss of the model's layer of multi-token prediction; 0: the layer is not trained."""
+    media: MediaSettings | None = None
+    """Settings for rows with pictures; None: rows are text, and only the model's text part is run."""

@@ -67,6 +67,10 @@ class MediaProcessor:
                 "processor Transformers can run"
             ) from error
 
+    def __deepcopy__(self, _: Any) -> MediaProcessor:
+        """Return itself: copies of a model share it, and nothing changes it."""
+        return self
+
     @classmethod
     def of(cls, folder: Path, *, trust_remote_code: bool = False) -> MediaProcessor | None:
         """Return the processor of a model folder, or None if the folder has none: the model reads text alone."""
@@ -77,14 +81,18 @@ class MediaProcessor:
     @cached_property
     def media_token_ids(self) -> frozenset[int]:
         """Ids of the tokens that stand for pictures, which are never learned and never cut."""
-        config = self._model.config
         names = ("image_token_id", "image_token_index")  # Llama 4's differs from the one that its processor marks
-        return self._marked | {getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        found = {getattr(self.config, name, None) for name in names}
+        return self._marked | {one for one in found if one is not None}
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens that stand in a text for a picture of this size, alone in its document."""
-        (text,) = self._replaced(((width, height),))
-        return len(self._tokens(text))
+        return len(self.token_ids((width, height)))
+
+    def token_ids(self, size: tuple[int, int]) -> list[int]:
+        """Return the tokens that stand in a text for a picture of this size, (width, height), alone in its document."""
+        (text,) = self._replaced((size,))
+        return self._tokens(text)
 
     def replacements(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Replacement, ...]:
         """Return what takes the place of each placeholder in a rendered chat, in order.
@@ -149,7 +157,7 @@ class MediaProcessor:
 
     @property
     def placeholder(self) -> str:
-        """Text that a chat template writes for each picture."""
+        """Text that a chat template writes where a picture is, and that the processor replaces."""
         placeholder: str = self._processor.image_token
         return placeholder
 
@@ -168,10 +176,14 @@ class MediaProcessor:
         )
 
     @cached_property
+    def config(self) -> Any:
+        """Transformers' config of the model that the processor is of."""
+        return loading.load_config(self.folder, trust_remote_code=self._trust_remote_code)
+
+    @cached_property
     def _model(self) -> Any:
         """Model without weights, whose code says which arguments it takes and where tokens of pictures stand."""
-        config = loading.load_config(self.folder, trust_remote_code=self._trust_remote_code)
-        return loading.build_model(config, head="pictures", trust_remote_code=self._trust_remote_code)
+        return loading.build_model(self.config, head="pictures", trust_remote_code=self._trust_remote_code)
 
     def _call(self, images: list[Any], **options: Any) -> Mapping[str, Any]:
         text = " ".join([self.placeholder] * len(images))

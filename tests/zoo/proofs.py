@@ -25,7 +25,8 @@ from stages.adapters.config import AdapterConfig
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import Batch
 from stages.engines.fsdp.engine import FsdpEngine
-from stages.engines.fsdp.probe import packed, probe
+from stages.engines.fsdp.packed import packed
+from stages.engines.fsdp.probe import probe
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
@@ -131,7 +132,7 @@ def _trained(folder: Path, options: AdapterConfig | None, loaded: Callable[[Path
     torch.manual_seed(0)
     token_ids = torch.randint(1, 49, (sum(LENGTHS),)).split(LENGTHS)
     batch = packed(token_ids)
-    with _one_process(), tempfile.TemporaryDirectory() as name:
+    with one_process(), tempfile.TemporaryDirectory() as name:
         settings = EngineSettings(Layout(), "fp32", AdamSettings(LEARNING_RATE), adapter=options)
         engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
         before = engine.predictions(batch)[0]
@@ -156,7 +157,7 @@ def _log_probabilities(model: Any, token_ids: tuple[Tensor, ...], batch: Batch) 
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -41,6 +41,7 @@ from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
 from stages.engines.fsdp.mtp import add_mtp, num_targets, one_ahead
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
+from stages.engines.fsdp.parts import freeze_parts
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
 from stages.engines.fsdp.sources import ModelFiles
@@ -89,14 +90,17 @@ class FsdpEngine:
         self._mesh = data_parallel_mesh(settings.layout, device)
         # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
         # modules and parameters as Transformers has them, and FSDP2 replaces both.
-        self._model, files = self._start_model(settings.adapter)
+        self._model, files = self._start_model(settings.adapter, settings.media is not None)
         self.verdict = self._model.verdict
         self.tags: Mapping[str, str] = self.verdict.tags
         # The base's parameters, before adapter and score head add others that no file has.
         read_later = list(self._model.parameters()) if files else []
         check_mixture(self._model.causal_lm, settings.moe)
         # Before the adapter, which freezes the base and then lets its own factors learn, those of routers too.
-        freeze_unused(self._model.causal_lm)
+        if settings.media:
+            freeze_parts(self._model.causal_lm, settings.media.freeze)
+        else:
+            freeze_unused(self._model.causal_lm)
         self._mtp_loss_weight = settings.mtp_loss_weight
         if settings.mtp_loss_weight:
             add_mtp(self._model.causal_lm, model.folder)
@@ -274,16 +278,18 @@ class FsdpEngine:
         del self._model, self._optimizer, self._parameters, self._state
         free_memory()
 
-    def _start_model(self, adapter: AdapterConfig | None) -> tuple[TargetLogProbabilities, ModelFiles | None]:
+    def _start_model(
+        self, adapter: AdapterConfig | None, sees: bool
+    ) -> tuple[TargetLogProbabilities, ModelFiles | None]:
         """Return the model to train, and its weight files if processes will read their own shards from them.
 
         Without files the weights are on rank 0: where an adapter is made of whole weights.
         """
         trusts = self._trust_remote_code
         if adapter and adapter.starts_from_weights:
-            model = load_model(self._folder, reads_weights=self.data_rank == 0, trust_remote_code=trusts)
-            return model, None
-        return find_weights(self._folder, trust_remote_code=trusts)
+            reads = self.data_rank == 0
+            return load_model(self._folder, reads_weights=reads, trust_remote_code=trusts, sees=sees), None
+        return find_weights(self._folder, trust_remote_code=trusts, sees=sees)
 
     def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
         # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.

@@ -10,10 +10,29 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from stages.core.errors import ModelError
 
 
-def decoder_of(causal_lm: Any) -> Any:
-    """Return the decoder of a causal language model, without its output head."""
+class WithoutHead:
+    """Model that sees, and whose class has no part with all but the output head (Llama 4): it runs without its head."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        self._causal_lm = causal_lm
+        self.config, self.forward, self.modules = causal_lm.config, causal_lm.forward, causal_lm.modules
+
+    def __call__(self, **arguments: Any) -> tuple[Any, ...]:
+        """Return the last hidden states, which the model takes for logits."""
+        head = self._causal_lm.get_output_embeddings()
+        head.forward = lambda states: states  # an attribute of the instance, before that of the class
+        try:
+            return (self._causal_lm(**arguments).logits,)
+        finally:
+            del head.forward
+
+
+def decoder_of(causal_lm: Any, *, sees: bool = False) -> Any:
+    """Return the decoder of a causal language model, without its output head. sees: with its tower of pictures."""
     if causal_lm.base_model is not causal_lm:
         return causal_lm.base_model
+    if sees:
+        return WithoutHead(causal_lm)
     embedding = causal_lm.get_input_embeddings()  # Llama 4's class names another attribute
     return next(child for child in causal_lm.children() if any(module is embedding for module in child.modules()))
 

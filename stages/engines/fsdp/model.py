@@ -20,9 +20,11 @@ from stages.data.batch import Batch
 from stages.engines.attention import hidden_states, hidden_states_and_router_logits
 from stages.engines.balance import balance_of_logits
 from stages.engines.documents import PackedDocuments
+from stages.engines.fsdp.drawn import DrawnDocuments, drawn_documents, without_pictures
 from stages.engines.fsdp.layers import decoder_of, text_layers
 from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
-from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, packed, probe
+from stages.engines.fsdp.packed import packed
+from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, probe
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.log_probabilities import (
     OutputHead,
@@ -50,11 +52,15 @@ class TargetLogProbabilities(nn.Module):
     It is the root of the FSDP tree, so that the head's weight is gathered while the log-probabilities are computed.
     """
 
-    def __init__(self, causal_lm: Any, verdict: Verdict) -> None:
-        """Create it around Transformers' model. verdict: of the probe that chose the model's attention."""
+    def __init__(self, causal_lm: Any, verdict: Verdict, drawn: DrawnDocuments | None = None) -> None:
+        """Create it around Transformers' model.
+
+        verdict: of the probe that chose the model's attention. drawn: documents with pictures, of a model that sees.
+        """
         super().__init__()
         self.causal_lm = causal_lm
         self.verdict = verdict
+        self.drawn = drawn
         self.transform = logits_transform(causal_lm.config)
         self.is_compiled = False
         rotate_by_document(decoder_of(causal_lm))
@@ -76,16 +82,19 @@ class TargetLogProbabilities(nn.Module):
         ahead: batch of the next positions, for whose targets the MTP layer's log-probabilities are returned last.
         """
         if by_transformers:
+            given = self.drawn.arguments(self.causal_lm, batch) if self.drawn else {"input_ids": batch.inputs.input_ids}
             with mixing(PackedDocuments(batch.documents.lengths, batch.inputs.input_ids.device)):
-                output = self.causal_lm(input_ids=batch.inputs.input_ids, use_cache=False)
+                output = self.causal_lm(**given, use_cache=False)
             return self.of_logits(output.logits, batch)
-        decoder = decoder_of(self.causal_lm)
+        decoder = decoder_of(self.causal_lm, sees=self.drawn is not None)
+        options: dict[str, Any] = {"is_compiled": self.is_compiled, "blocks": self.verdict.blocks}
         logits: list[Tensor] = []
-        with call_of_layer(self.causal_lm) if ahead else nullcontext() as call:
+        absent = without_pictures(self.causal_lm, self.drawn, batch)
+        with absent, call_of_layer(self.causal_lm) if ahead else nullcontext() as call:
             if balances_experts:
-                hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs, is_compiled=self.is_compiled)
+                hidden, logits = hidden_states_and_router_logits(decoder, batch.inputs, **options)
             else:
-                hidden = hidden_states(decoder, batch.inputs, is_compiled=self.is_compiled)
+                hidden = hidden_states(decoder, batch.inputs, **options)
         outputs = [self.of_hidden(hidden, batch, **wanted)]
         if balances_experts:
             rows = batch.documents.token_rows
@@ -124,16 +133,19 @@ class TargetLogProbabilities(nn.Module):
         return of_targets * batch.signal.has_target
 
 
-def load_model(folder: Path, *, reads_weights: bool, trust_remote_code: bool) -> TargetLogProbabilities:
+def load_model(
+    folder: Path, *, reads_weights: bool, trust_remote_code: bool, sees: bool = False
+) -> TargetLogProbabilities:
     """Load the model of a Hugging Face folder in fp32 on the CPU; without `reads_weights`, weights are undefined.
 
-    Raises ModelError when it is no causal language model, lacks weights, or does something to its logits that
-    `logits_transform` does not know.
+    sees: load the whole model of text and pictures. Raises ModelError when it is no causal language model, lacks
+    weights, or does something to its logits that `logits_transform` does not know.
     """
     with _named_errors(folder):
-        config, verdict, build = _how_to_build(folder, trust_remote_code)
+        config, verdict, build, drawn = _how_to_build(folder, trust_remote_code, sees)
         if not reads_weights:
-            return TargetLogProbabilities(_with_undefined_weights(loading.build_model(config, **build).eval()), verdict)
+            causal_lm = _with_undefined_weights(loading.build_model(config, **build).eval())
+            return TargetLogProbabilities(causal_lm, verdict, drawn)
         causal_lm, info = loading.load_model(
             folder,
             config=config,
@@ -145,24 +157,26 @@ def load_model(folder: Path, *, reads_weights: bool, trust_remote_code: bool) ->
         embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
         _check_tied(folder, causal_lm, has_untied=head.weight is not embedding.weight)
         check_finite(folder, causal_lm.named_parameters())
-        model = TargetLogProbabilities(causal_lm, verdict)
+        model = TargetLogProbabilities(causal_lm, verdict, drawn)
         check_log_probabilities(model, torch.device("cpu"))
     return model
 
 
-def find_weights(folder: Path, *, trust_remote_code: bool) -> tuple[TargetLogProbabilities, ModelFiles]:
+def find_weights(
+    folder: Path, *, trust_remote_code: bool, sees: bool = False
+) -> tuple[TargetLogProbabilities, ModelFiles]:
     """Return the model in fp32 with undefined weights, which take no memory, and the files to read them from later.
 
     Raises ModelError as `load_model` does, except for what only weights show.
     """
     with _named_errors(folder):
-        config, verdict, build = _how_to_build(folder, trust_remote_code)
+        config, verdict, build, drawn = _how_to_build(folder, trust_remote_code, sees)
         causal_lm = loading.build_model(config, **build).eval()
         files = ModelFiles(folder, deepcopy(causal_lm))
         _check_complete(folder, files.missing, files.mismatched)
         _check_tied(folder, causal_lm, has_untied=files.has_untied())
         causal_lm._weight_conversions = files.conversions
-        model = TargetLogProbabilities(_with_undefined_weights(causal_lm), verdict)
+        model = TargetLogProbabilities(_with_undefined_weights(causal_lm), verdict, drawn)
     return model, files
 
 
@@ -179,12 +193,23 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _how_to_build(folder: Path, trust_remote_code: bool) -> tuple[Any, Verdict, dict[str, Any]]:
-    """Return the model's config, the probe's verdict, and the arguments with which Transformers builds the model."""
+def _how_to_build(
+    folder: Path, trust_remote_code: bool, sees: bool
+) -> tuple[Any, Verdict, dict[str, Any], DrawnDocuments | None]:
+    """Return the model's config, the probe's verdict, Transformers' arguments to build the model, and drawn pictures.
+
+    Raises ModelError for a model that should see, and has no processor or class for it.
+    """
     config = loading.load_config(folder, trust_remote_code=trust_remote_code)
-    verdict = probe(config, trust_remote_code=trust_remote_code)
-    build = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    return config, verdict, {"attn_implementation": verdict.attention, **build}
+    drawn = drawn_documents(folder, config, trust_remote_code=trust_remote_code) if sees else None
+    verdict = probe(config, trust_remote_code=trust_remote_code, drawn=drawn)
+    build: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if drawn:
+        # Towers keep Transformers' attention.
+        build |= {"head": "pictures", "attn_implementation": {"text_config": verdict.attention}}
+    else:
+        build["attn_implementation"] = verdict.attention
+    return config, verdict, build, drawn
 
 
 def _with_undefined_weights(causal_lm: Any) -> Any:
@@ -209,7 +234,10 @@ def _check_complete(folder: Path, missing: Collection[str], mismatched: Collecti
 
 def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
     """Raise ModelError if the config ties a head that the files hold apart: serving engines would use only one."""
-    if causal_lm._tied_weights_keys and causal_lm.config.get_text_config().tie_word_embeddings and has_untied:
+    text = causal_lm.config.get_text_config()
+    # Text parts such as Qwen-VL's do not say it; the whole model's config does.
+    ties = getattr(text, "tie_word_embeddings", causal_lm.config.tie_word_embeddings)
+    if causal_lm._tied_weights_keys and ties and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "
             "a head that is not the embedding; say false in config.json, or remove the head from the files"
@@ -223,13 +251,17 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
     model: on `device`, in fp32. Collective where it is sharded. Raises ModelError.
     """
     causal_lm = model.causal_lm.eval()
-    vocab_size = causal_lm.config.get_text_config().vocab_size
-    documents = (torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)
     # The first document counts as long; the second and last as short, which leaves the frequencies as they were.
     with long_from(decoder_of(causal_lm), LONG_FROM):
-        found = model(packed(documents).to(device))[0]
-        alone = [_by_transformers(model, packed([document]).to(device)) for document in documents]
-    difference = (found - torch.cat(alone)).abs().max().item()
+        if model.drawn:
+            together, alone = model.drawn.batches(torch.float32)[0], model.drawn.alone(torch.float32)
+        else:
+            vocab_size = causal_lm.config.get_text_config().vocab_size
+            documents = (torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)
+            together, alone = packed(documents), [packed([document]) for document in documents]
+        found = model(together.to(device))[0]
+        expected = torch.cat([_by_transformers(model, document.to(device)) for document in alone])
+    difference = (found - expected).abs().max().item()
     if not difference < LARGEST_DIFFERENCE:  # also where the difference is NaN
         raise ModelError(
             f"{type(causal_lm).__name__} gives other log-probabilities to packed documents than to each alone "
@@ -241,8 +273,10 @@ def check_log_probabilities(model: TargetLogProbabilities, device: torch.device)
 def _by_transformers(model: TargetLogProbabilities, document: Batch) -> Tensor:
     """Return a document's log-probabilities, [tokens], as Transformers' own attention and head compute them."""
     causal_lm = model.causal_lm
-    attn_implementation = causal_lm.config._attn_implementation
-    causal_lm.set_attn_implementation("eager")  # Transformers' plain matrix products, as reference
+    text = causal_lm.config.get_text_config()
+    attn_implementation = text._attn_implementation
+    # Transformers' plain matrix products, as reference
+    causal_lm.set_attn_implementation({"text_config": "eager"} if model.drawn else "eager")
     given: Tensor = model(document, by_transformers=True)[0]
-    causal_lm.set_attn_implementation(attn_implementation)
+    causal_lm.set_attn_implementation({"text_config": attn_implementation} if model.drawn else attn_implementation)
     return given

@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.initialization import no_init_weights
 
 from stages.core.errors import ModelError
-from stages.data.batch import IGNORED, Batch, Documents
+from stages.data.batch import Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
+from stages.engines.fsdp.drawn import DrawnDocuments, cut_tower, follow_width, with_small_ids
 from stages.engines.fsdp.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
+from stages.engines.fsdp.packed import packed
+from stages.engines.media import Blocks
 from stages.engines.mixers import mix_by_document
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
@@ -68,6 +70,8 @@ class Verdict:
     """Sentence for people: the way that was chosen with what was measured, and why faster ones are wrong."""
     mixers: Mixers = frozenset()
     """Classes of the layers' children that would carry something from one packed document into the next."""
+    blocks: Blocks = None
+    """Layers in which the tokens of a picture see each other both ways."""
 
     @property
     def packs(self) -> bool:
@@ -80,63 +84,78 @@ class Verdict:
         return {"documents": "packed" if self.packs else "rows", "probe": self.sentence}
 
 
-def probe(config: Any, *, trust_remote_code: bool) -> Verdict:
-    """Find out how documents of a model with this config can be trained; raise ModelError if in no way."""
+def probe(config: Any, *, trust_remote_code: bool, drawn: DrawnDocuments | None = None) -> Verdict:
+    """Find out how documents of a model with this config can be trained; raise ModelError if in no way.
+
+    drawn: documents with pictures, of a model that sees.
+    """
     register_packed_attention()
     reason: Exception | None = None
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # a training's own random numbers stay as they are
         for small, cuts_layers in product(_narrowed(config), (True, False)):
-            slices = _Slices(small, cuts_layers, trust_remote_code)
+            slices = _Slices(small, cuts_layers, trust_remote_code, drawn)
             try:
                 expected = slices.alone()
             except Exception as error:  # whatever an architecture makes of sizes that it was never built with
                 reason = error
             else:
                 return _choose(slices, expected)
+    if drawn:
+        raise ModelError(f"this architecture cannot be trained on rows with pictures: no slice of it runs ({reason})")
     return Verdict(None, f"documents train as rows of their own: no slice of this architecture runs ({reason})")
 
 
 def _choose(slices: _Slices, expected: Tensor) -> Verdict:
     """Try the ways to train in order; return the first that is right. expected: log-probabilities of each alone."""
     wrong: list[str] = []
-    for attention, mixers in _ways(slices):
+    for attention, mixers, blocks in _ways(slices):
         way = "packed" if attention == PACKED_DOCUMENTS else f"as rows of their own, with {attention}"
         if mixers:
             way += f", {' and '.join(sorted(one.__name__ for one in mixers))} on each by itself"
+        way += f", tokens of a picture seeing each other {blocks}" if blocks else ""
         try:
-            usual, changed, seen = slices.together(attention, mixers)
+            usual, changed, seen = slices.together(attention, mixers, blocks)
         except Exception as error:  # of an architecture that cannot be run so
             wrong.append(f"{way}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
-        leak = (usual - changed)[LENGTHS[0] :].abs().max().item()
+        own, leak = (part.abs().max().item() for part in (usual - changed).tensor_split([slices.begins_second]))
         difference = (usual - expected).abs().max().item()
+        other = "another picture" if slices.drawn else "other tokens"
         measured = (
-            f"{way}: other tokens in one document change the next by {leak:.1g} nats, and Transformers' own "
-            f"log-probabilities differ by {difference:.1g}"
+            f"{way}: {other} in one document change{'s' if slices.drawn else ''} the next by {leak:.1g} nats, and "
+            f"Transformers' own log-probabilities differ by {difference:.1g}"
         )
         if unseen := slices.layer_types - seen:
             wrong.append(f"{way}: no layer of type {', '.join(sorted(unseen))} was run")
+        elif not own > LARGEST_LEAK:
+            wrong.append(f"{way}: {other} in a document change{'s' if slices.drawn else ''} nothing in it")
         elif leak <= LARGEST_LEAK and difference <= LARGEST_DIFFERENCE:  # not where one is NaN
             kinds = f" (layers: {', '.join(sorted(seen))})" if seen else ""
-            return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]), mixers)
+            return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]), mixers, blocks)
         else:
             wrong.append(measured)
     raise ModelError(
-        f"this architecture cannot be trained: tried on a slice of it with random weights, {'; '.join(wrong)}; take "
-        "another model"
+        f"this architecture cannot be trained{' on rows with pictures' if slices.drawn else ''}: tried on a slice of "
+        f"it with random weights, {'; '.join(wrong)}; take another model"
     )
 
 
-def _ways(slices: _Slices) -> Iterator[tuple[str, Mixers]]:
-    """Yield the ways to train, the fastest first: an implementation of attention, and the mixers to run apart."""
+def _ways(slices: _Slices) -> Iterator[tuple[str, Mixers, Blocks]]:
+    """Yield the ways to train, the fastest first.
+
+    Each is an implementation of attention, the mixers to run apart, and where the tokens of a picture see each other.
+    """
     mixers: Mixers = frozenset()
-    yield PACKED_DOCUMENTS, mixers
+    yield PACKED_DOCUMENTS, mixers, None
     with suppress(Exception):  # of an architecture that cannot be run so, as the way before has found
         mixers = slices.mixers()
     if mixers:
-        yield PACKED_DOCUMENTS, mixers
+        yield PACKED_DOCUMENTS, mixers, None
+    if slices.drawn:
+        yield PACKED_DOCUMENTS, mixers, "in all layers"
+        yield PACKED_DOCUMENTS, mixers, "in windows"
     for attention in ROWS:
-        yield attention, frozenset()
+        yield attention, frozenset(), None
 
 
 @dataclass(frozen=True)
@@ -146,45 +165,68 @@ class _Slices:
     config: Any
     cuts_layers: bool
     trust_remote_code: bool
+    drawn: DrawnDocuments | None = None
 
     @property
     def layer_types(self) -> set[str]:
         return set(getattr(self.config.get_text_config(), "layer_types", None) or ())
 
+    @property
+    def begins_second(self) -> int:
+        """Index of the second document's first token in the packed row."""
+        return self.drawn.lengths[0] if self.drawn else LENGTHS[0]
+
     def alone(self) -> Tensor:
         """Return the documents' log-probabilities [tokens, vocabulary], each alone, by Transformers' plain products."""
         causal_lm = self._build("eager")
-        decoder = decoder_of(causal_lm)
+        decoder = decoder_of(causal_lm, sees=self.drawn is not None)
         with long_from(decoder, LONG_FROM), _InDoublePrecision():
-            states = [decoder(input_ids=one[None], use_cache=False)[0] for one in self._documents[:2]]
+            states = [decoder(**arguments, use_cache=False)[0] for arguments in self._arguments(decoder)]
         return _log_probabilities(causal_lm, torch.cat(states, dim=1))
 
     def mixers(self) -> Mixers:
         """Return the classes of the packed layers' children by which a document's states change those of the next."""
         causal_lm = self._build(PACKED_DOCUMENTS)
-        decoder, documents = decoder_of(causal_lm), self._documents[:2]
+        decoder = decoder_of(causal_lm, sees=self.drawn is not None)
         children = [child for layer in text_layers(causal_lm) for child in layer.children()]
         with _InDoublePrecision():
             with _calls(children) as calls:
-                hidden_states(decoder, packed(documents).inputs)
-            return frozenset(type(child) for child, given in calls.items() if _leak_of(child, given) > LARGEST_LEAK)
+                hidden_states(decoder, self._batches[0].inputs)
+            lengths = self.drawn.lengths if self.drawn else LENGTHS
+            return frozenset(
+                type(child) for child, given in calls.items() if _leak_of(child, given, lengths) > LARGEST_LEAK
+            )
 
-    def together(self, attention: str, mixers: Mixers) -> tuple[Tensor, Tensor, set[str]]:
+    def together(self, attention: str, mixers: Mixers, blocks: Blocks = None) -> tuple[Tensor, Tensor, set[str]]:
         """Return two documents' log-probabilities as training runs them: as they are, and with another first one.
 
         Also returns the types of the layers that ran.
         """
         causal_lm = self._build(attention)
-        decoder = decoder_of(causal_lm)
+        decoder = decoder_of(causal_lm, sees=self.drawn is not None)
         rotate_by_document(decoder)
         mix_by_document(text_layers(causal_lm), mixers)
-        first, second, other = self._documents
         with long_from(decoder, LONG_FROM), _layers_that_run(causal_lm) as seen, _InDoublePrecision():
             found, changed = (
-                _log_probabilities(causal_lm, hidden_states(decoder, packed([begin, second]).inputs))
-                for begin in (first, other)
+                _log_probabilities(causal_lm, hidden_states(decoder, batch.inputs, blocks=blocks))
+                for batch in self._batches
             )
         return found, changed, seen
+
+    @property
+    def _batches(self) -> list[Batch]:
+        """Two documents packed in a row: as they are, and with another first one."""
+        if self.drawn:
+            return [with_small_ids(one, self.drawn, self.config) for one in self.drawn.batches(torch.float64)]
+        first, second, other = self._documents
+        return [packed([begin, second]) for begin in (first, other)]
+
+    def _arguments(self, decoder: Any) -> list[dict[str, Tensor]]:
+        """Return the decoder's arguments of each document alone, as Transformers' user gives them."""
+        if self.drawn:
+            alone = [with_small_ids(one, self.drawn, self.config) for one in self.drawn.alone(torch.float64)]
+            return [self.drawn.arguments(decoder, batch) for batch in alone]
+        return [{"input_ids": one[None]} for one in self._documents[:2]]
 
     @property
     def _documents(self) -> Sequence[Tensor]:
@@ -197,6 +239,8 @@ class _Slices:
         # Plain products for experts too: kernels for all at once have no fp64, and add up by the experts' shares.
         build = {"attn_implementation": attention, "experts_implementation": "eager"}
         options: dict[str, Any] = {**build, "trust_remote_code": self.trust_remote_code}
+        if self.drawn:
+            options |= {"head": "pictures", "attn_implementation": {"text_config": attention}}
         with no_init_weights():  # memory that is never written, of towers of images and of later layers, takes none
             causal_lm = loading.build_model(deepcopy(self.config), device="cpu", **options)
         causal_lm.tie_weights()
@@ -205,13 +249,20 @@ class _Slices:
         of_text = [one for part in parts_for_text(causal_lm) for one in part.parameters()]
         if (num_parameters := sum(map(Tensor.numel, of_text))) > LARGEST_SLICE:
             raise MemoryError(f"a slice of {num_parameters} parameters is too large for a probe")
-        for weight in {*causal_lm.parameters()} - {*of_text}:
+        if self.drawn:
+            cut_tower(causal_lm)
+        written = [*causal_lm.parameters()] if self.drawn else of_text
+        for weight in {*causal_lm.parameters()} - {*written}:
             weight._is_hf_initialized = True  # the mark that Transformers puts on weights that it has read
         causal_lm.initialize_weights()
-        for weight in of_text:
+        for weight in written:
             if weight.ndim > 1:  # larger than a new model's, so that a token that sees too much makes a difference
-                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+                weight.normal_(std=1.5 * _fan_in(weight) ** -0.5)
         return causal_lm.double().eval()
+
+
+def _fan_in(weight: Tensor) -> int:
+    return weight.shape[-1] if weight.ndim < 4 else weight[0].numel()  # a kernel of patches; experts are stacked
 
 
 class _InDoublePrecision(TorchFunctionMode):
@@ -246,12 +297,12 @@ def _calls(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Given]]:
             handle.remove()
 
 
-def _leak_of(module: nn.Module, given: Given) -> float:
+def _leak_of(module: nn.Module, given: Given, lengths: Sequence[int]) -> float:
     """Return the largest change of what a module gives for the second document by other states in the first."""
-    first = LENGTHS[0]
+    first, total = lengths[0], sum(lengths)
 
     def others(states: Tensor) -> Tensor:
-        if not states.is_floating_point() or states.shape[:2] != (1, sum(LENGTHS)):
+        if not states.is_floating_point() or states.shape[:2] != (1, total):
             return states
         return torch.cat([states[:, :first].flip(1), states[:, first:]], dim=1)
 
@@ -259,7 +310,7 @@ def _leak_of(module: nn.Module, given: Given) -> float:
         next(one for one in tree_leaves(module(*positional, **named)) if isinstance(one, Tensor))
         for positional, named in (given, tree_map_only(Tensor, others, given))
     )
-    if usual.shape[:2] != (1, sum(LENGTHS)):
+    if usual.shape[:2] != (1, total):
         return 0.0
     return (usual - changed)[:, first:].abs().max().item()
 
@@ -298,6 +349,7 @@ def _narrowed(config: Any) -> Iterator[Any]:
     for divisor in (*divisors, 1):
         small = deepcopy(config)
         if _narrow(small.get_text_config(), divisor):
+            follow_width(small, width)
             yield small
     short = deepcopy(config)
     _shorten(short.get_text_config())
@@ -333,14 +385,3 @@ def _shorten(text: Any) -> None:
 def _numbers(text: Any) -> list[tuple[str, int]]:
     """Return the fields of a config that are whole numbers above 0."""
     return [(name, value) for name, value in vars(text).items() if type(value) is int and value > 0]
-
-
-def packed(documents: Sequence[Tensor]) -> Batch:
-    """Pack documents of token ids into a batch of one row; all tokens but each document's first are targets."""
-    # The target of a token is the next one; a document's last token has none.
-    targets = torch.cat([functional.pad(document[1:], (0, 1), value=IGNORED) for document in documents])
-    positions = torch.cat([torch.arange(len(document)) for document in documents])
-    lengths = [len(document) for document in documents]
-    numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(lengths))
-    borders = Documents(numbers[None], len(lengths), lengths)
-    return Batch.of(torch.cat(list(documents))[None], targets[None], positions[None], borders)

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageConfig, base_of
@@ -15,6 +15,7 @@ from stages.core.redaction import quoted
 from stages.data.any_rows import not_to_be_mixed
 from stages.data.config import METHODS_FOR, DataConfig
 from stages.data.formats import COLUMN_NAMES, FORMATS
+from stages.engines.settings import ModelPart
 from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
@@ -22,7 +23,7 @@ from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import unusable_gpus
 from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine
-from stages.parallel.layout import AutoLayout, EngineName
+from stages.parallel.layout import AutoLayout, EngineName, Layout
 from stages.parallel.legality import layout_errors
 from stages.planner.hardware import named_like
 from stages.serving.config import ServingConfig
@@ -238,6 +239,8 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
         yield from lacked_feature(engine, "rowwise_fp8", f"fp8_recipe: {config.fp8_recipe}")
     if config.mtp_loss_weight:
         yield from _mtp_errors(config)
+    if config.freeze:
+        yield from _freezing_errors(config)
     if config.learning.needs_score_head:
         yield from lacked_feature(engine, "score_head", f"method: {config.method}")
         if config.adapter:
@@ -257,6 +260,36 @@ def _mtp_errors(config: TrainFields) -> Iterator[str]:
             "`mtp_loss_weight` does not go with `adapter`, which has no weights for the layer; remove it, or train all "
             "weights"
         )
+
+
+def _freezing_errors(config: TrainFields) -> Iterator[str]:
+    """Yield why a recipe may not freeze these parts of its model."""
+    if len({*config.freeze}) == len(get_args(ModelPart)):
+        yield "`freeze` names all parts of the model, so that nothing would learn; leave one out"
+    if config.adapter:
+        yield "`freeze` has no effect with `adapter`, whose base is frozen; remove it"
+
+
+def picture_errors(config: TrainFields) -> Iterator[str]:
+    """Yield a sentence for each option with which no model is trained on rows with pictures."""
+    yield from lacked_feature(config.engine, "pictures", "rows with pictures")
+    adapter, untried = config.adapter, []
+    if adapter and adapter.base_precision in ("nf4", "int8"):
+        untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
+    if adapter and adapter.init == "eva":
+        untried.append("`adapter.init: eva`, whose start is measured on text")
+    if isinstance(config.layout, Layout) and config.layout.compile:
+        untried.append("`layout.compile`, whose graphs would be compiled again for each size of a picture")
+    if config.precision == "fp8":
+        untried.append("`precision: fp8`, which towers have not been tried with")
+    if config.optimizer.name != "adamw":
+        untried.append(f"`optimizer: {config.optimizer.name}`, which towers have not been tried with")
+    if config.sampling or config.learning.needs_score_head:
+        untried.append(f"`method: {config.method}`, which reads text alone")
+    if config.mtp_loss_weight:
+        untried.append("`mtp_loss_weight`, which has not been tried with pictures")
+    if untried:
+        yield f"rows with pictures do not go with {'; nor with '.join(untried)}; remove it, or the rows' pictures"
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:

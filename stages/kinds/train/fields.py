@@ -16,7 +16,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import ModelOrAdapterReference, ModelReference
 from stages.core.fields import AddedLater, NonNegativeFp32, Product
 from stages.data.config import DataConfig
-from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, ModelPart
 from stages.kinds.train.blocks import (
     BatchSize,
     Denominator,
@@ -69,6 +69,11 @@ class TrainFields(MethodFields):
         description="Weight of the loss of the model's layer of multi-token prediction, by which servers guess tokens "
         "ahead: it is trained too, on the token after the next. 0: it is copied as it is. Only for whole models of "
         "`method: sft` with `engine: fsdp`.",
+    )
+    freeze: Annotated[tuple[ModelPart, ...], AddedLater()] = Field(
+        (),
+        description="Parts of a model that sees which do not learn from rows with pictures: vision_tower, projector "
+        "(also the merger of towers like Qwen's), language_model. Default: all learn.",
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Shape of the learning rate over the steps after the warm-up."

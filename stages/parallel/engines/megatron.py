@@ -40,6 +40,7 @@ class MegatronRules(EngineRules):
         "second_model": "",
         "activation_offload": "",
         "mtp_loss": "",
+        "pictures": ", which builds the text part of a model alone",
     }
     adapter_options = frozenset(
         {

@@ -13,7 +13,14 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 Feature = Literal[
-    "muon", "fewer_bits_adamw", "rowwise_fp8", "score_head", "second_model", "activation_offload", "mtp_loss"
+    "muon",
+    "fewer_bits_adamw",
+    "rowwise_fp8",
+    "score_head",
+    "second_model",
+    "activation_offload",
+    "mtp_loss",
+    "pictures",
 ]
 
 

@@ -5,30 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoProcessor
 
 from stages.core.errors import DataError, ModelError
 from stages.models.processor import MediaProcessor
 from tests.zoo.models import tiny_config
+from tests.zoo.pictures import picture
 from tests.zoo.processors import save_processor
 
 SIZES = ((64, 40), (31, 57), (100, 33))
 FAMILIES = ("gemma3", "qwen2_5_vl")
 
 
-def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """Return a picture of noise. size: (width, height) in pixels."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8))
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: Any, tmp_path_factory: Any) -> Path:
-    if request.param != "gemma3":
-        pytest.importorskip("torchvision")
     folder: Path = tmp_path_factory.mktemp(request.param)
     tiny_config(request.param).save_pretrained(folder)
     save_processor(request.param, folder)

@@ -1,0 +1,56 @@
+"""Test program that trains models that see on one or two processes, of which the second has no pictures.
+
+    pictures_program OUTPUT FOLDER …
+
+Each folder's model is trained whole and with a frozen tower, with and without recomputation. OUTPUT is a JSON file with
+loss and norm of the gradients of each step, by case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from stages.core.contract import is_main_process
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.parallel.layout import Layout
+from stages.parallel.processes import joined_processes
+from tests.zoo.pictures import Documents
+
+NUM_STEPS = 2
+"""Number of steps: AdamW's first update has one size whatever the gradient's, so that rounding shows soon after."""
+SHARES = (((0,), (2,)), ((1,), (1,)))
+"""Documents of each micro-batch of the two processes: the second has those without a picture."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    output, *folders = map(Path, sys.argv[1:])
+    results = {}
+    with joined_processes() as device:
+        for folder, frozen, recompute in product(folders, ((), ("vision_tower",)), ("none", "full")):
+            found = train(folder, frozen, recompute, device)
+            results[f"{folder.name}, frozen {len(frozen)}, recompute {recompute}"] = found
+    if is_main_process():
+        output.write_text(json.dumps(results))
+
+
+def train(folder: Path, frozen: tuple[str, ...], recompute: str, device: torch.device) -> list[tuple[float, float]]:
+    """Return loss and norm of the gradients of each step."""
+    size = torch.distributed.get_world_size()
+    layout = Layout(dp_shard=size, recompute=recompute)
+    media = MediaSettings(frozen)
+    engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)
+    documents = Documents(folder)
+    shares = [share for own in SHARES for share in own] if size == 1 else SHARES[engine.data_rank]
+    batches = [documents.batch(share) for share in shares]
+    steps = [engine.train_step(batches, SftLoss(), 1e-3, None) for _ in range(NUM_STEPS)]
+    engine.close()
+    return [(step.loss, step.grad_norm) for step in steps]

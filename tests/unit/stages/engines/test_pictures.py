@@ -1,0 +1,53 @@
+"""Documents with pictures train as plain Transformers trains each alone; quick families here, all of them nightly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages.core.errors import ModelError
+from stages.engines.fsdp.model import load_model
+from stages.engines.fsdp.parts import freeze_parts, parts_of
+from tests.zoo.models import tiny_model
+from tests.zoo.pictures import save_family
+from tests.zoo.proofs import save_family as save_text_family
+from tests.zoo.test_pictures import pictures
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen2_5_vl", "packed"), ("gemma3", "packed"), ("gemma4", "packed"), ("llama4", "rows"), ("qwen3_5", "packed")],
+)
+def test_a_step_and_its_export_equal_transformers(family: str, layout: str, tmp_path: Path) -> None:
+    assert pictures(save_family(family, tmp_path)) == layout
+
+
+def test_a_model_without_processor_cannot_be_trained_on_pictures(tmp_path: Path) -> None:
+    folder = save_text_family("qwen3", tmp_path)
+    with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* has no processor"):
+        load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+
+
+def test_a_processor_that_says_not_what_it_writes_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_family("paligemma", tmp_path)
+    with pytest.raises(ModelError, match="the processor in"):
+        load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava_next"])
+def test_every_parameter_is_in_one_part_and_mergers_are_projectors(family: str) -> None:
+    model = tiny_model(family)
+    parts = parts_of(model)
+    names = [name for part in parts.values() for name in part]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert all(parts.values())
+    mergers = [name for name in names if "merger" in name or "projector" in name]
+    assert mergers and {*mergers} <= parts["projector"].keys()
+    freeze_parts(model, ["vision_tower", "language_model"])
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == parts["projector"].keys()
+
+
+def test_freezing_everything_is_refused() -> None:
+    with pytest.raises(ModelError, match="nothing would learn"):
+        freeze_parts(tiny_model("gemma3"), ["vision_tower", "projector", "language_model"])

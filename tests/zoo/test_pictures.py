@@ -1,0 +1,80 @@
+"""Documents with pictures train in every family that sees as plain Transformers trains each alone, and are exported."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.core.errors import ModelError
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.parallel.layout import Layout
+from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family
+from tests.zoo.proofs import LEARNING_RATE, one_process
+
+LARGEST_OF_PICTURES = 5e-6
+"""Largest difference, in nats or relative, on documents with pictures, whose log-probabilities are large."""
+LAYOUTS = {
+    **dict.fromkeys(
+        (
+            "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "gemma4", "llava", "llava_next",
+            "llava_onevision", "internvl", "idefics3", "mistral3", "glm4v", "glm46v", "kimi_k25", "lfm2_vl",
+        ),
+        "packed",
+    ),
+    "llama4": "rows",
+}  # fmt: skip
+"""Families that see, and how their documents are laid out; SmolVLM's processor needs `num2words`, and is not tried."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_step_and_its_export_equal_transformers(family: str, tmp_path: Path) -> None:
+    assert pictures(save_family(family, tmp_path)) == LAYOUTS[family]
+
+
+@pytest.mark.nightly
+def test_paligemma_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the processor in"):
+        pictures(save_family("paligemma", tmp_path))
+
+
+def pictures(folder: Path) -> str:
+    """Train one step on documents with pictures and export: losses and the exported model are Transformers' own.
+
+    Returns how documents are laid out, `packed` or `rows`.
+    """
+    documents = Documents(folder)
+    batch = documents.batch()
+    reference = load_seeing(folder)
+    expected = log_probabilities(reference, documents, batch)
+    loss = -expected.sum() / batch.signal.has_target.sum()
+    loss.backward()
+    gradients = [one.grad for one in reference.parameters() if one.grad is not None]
+    norm = torch.stack([one.norm() for one in gradients]).norm().item()
+    with one_process(), tempfile.TemporaryDirectory() as name:
+        settings = EngineSettings(Layout(), "fp32", AdamSettings(LEARNING_RATE), media=MediaSettings())
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+        before = engine.predictions(batch)[0]
+        steps = [engine.train_step([batch], SftLoss(), LEARNING_RATE, None) for _ in range(2)]
+        after = engine.predictions(batch)[0]
+        engine.export(Path(name), torch.float32)
+        with torch.no_grad():
+            exported = log_probabilities(load_seeing(Path(name)), Documents(Path(name)), batch)
+        layout = engine.tags["documents"]
+        engine.close()
+    differences = {
+        "the loss": abs(steps[0].loss - loss.item()),
+        "the gradient's norm": abs(steps[0].grad_norm / norm - 1),
+        "log-probabilities": (before - expected).abs().max().item(),
+        "the exported model's log-probabilities": (after - exported).abs().max().item(),
+    }
+    wrong = [f"{what} by {number:.1g}" for what, number in differences.items() if not number <= LARGEST_OF_PICTURES]
+    if not (after - before).abs().max() > 1e-2:
+        return "nothing was learned"
+    return f"differs in {', '.join(wrong)}" if wrong else layout
