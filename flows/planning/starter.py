@@ -38,6 +38,7 @@ ADAPTERS = {
 }
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
 """Training method that a first recipe uses, by kind of rows (`prompts`, `pairs`, …)."""
+MEDIA = "    media: true                    # the pictures that its rows name, too\n"
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
 """Word for one row in a first recipe's comments, by kind of rows; for other kinds the word is `row`."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
@@ -346,7 +347,7 @@ stages:
   rows:
     kind: download
     dataset: {json.dumps(f"file://{plan.data}")}
-
+{MEDIA if rows.has_media else ""}
   {method}:
     kind: train
     method: {method}

@@ -38,12 +38,15 @@ from stages.data.files import (
     read_rows,
 )
 from stages.data.formats import FORMATS, RowReader, likeliest_format, other_format, rename_columns
-from stages.data.messages import Conversation, Document, PlainText, RowError, listed
+from stages.data.media.folder import MediaFolder
+from stages.data.media_reference import MediaReference
+from stages.data.messages import Conversation, Document, PlainText, RowError, listed, texts_of
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
+from stages.models.processor import reads_media
 from stages.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ SECONDS = 20.0
 NUM_RENDERED = 200
 """Number of documents that are rendered in order to choose a chat template."""
 TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
+PIXELS_PER_TOKEN = 28 * 28
 """Most tokens that a chat template adds: for a system prompt, for tool instructions, and around each message."""
 BYTES_PER_TOKEN = 3
 """Bytes per token, for estimates; deliberately low, since English text has 4 or more."""
@@ -121,6 +125,8 @@ class Survey:
     """True if the model has a chat template of its own, or if it is not known whether it has one."""
     labels: set[bool | None] = field(default_factory=set)
     """Distinct labels (good or bad answer) of the training rows."""
+    has_media: bool = False
+    """True if some rows have pictures."""
     questions: list[dict[str, str]] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
@@ -209,7 +215,10 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
             f"{data}: all rows to learn from have the same `label`; expected good and bad answers, to learn "
             "the difference"
         )
-    if model.folder:
+    if facts.has_media:
+        _check_media(data, model)
+    # The tokens of pictures are counted by a processor, of which no copy is fetched.
+    if model.folder and (reads_media(model.folder) or not facts.has_media):
         if not facts.is_plain:
             facts.template, facts.has_template = _template_of(model.folder, documents)
         if facts.kind == "prompts":
@@ -222,6 +231,20 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
             f"{facts.first_bad}. Fix these rows, or leave them out"
         )
     return facts
+
+
+def _check_media(data: Path, model: KnownModel) -> None:
+    """Raise DataError for rows with pictures that a first recipe could not download, or the model not read."""
+    if data.is_file():
+        raise DataError(
+            f"{data} has rows with pictures; expected the folder that holds both, so that they are downloaded together "
+            f"(`--data {data.parent}`)"
+        )
+    if model.folder and (model.folder / CONFIG_FILE).is_file() and not reads_media(model.folder):
+        raise DataError(
+            f"{data} has rows with pictures, and {model.source} has no processor of pictures; name a model that reads "
+            "them (`--model`)"
+        )
 
 
 def _split_of(data: Path) -> tuple[Path, str]:
@@ -347,9 +370,9 @@ def _renamed(row: dict[str, Any]) -> dict[str, str]:
 class _Reader:
     """Reader of a dataset's rows as training reads them: documents to learn from, or prompts with right answers."""
 
-    def __init__(self, facts: Survey) -> None:
+    def __init__(self, facts: Survey, media: MediaFolder) -> None:
         self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
-        self._answers = RowReader(facts.form, facts.kind, facts.columns)
+        self._answers = RowReader(facts.form, facts.kind, facts.columns, media)
 
     def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
         """Return a row's documents, its label and its right answer. Raises RowError for a bad row."""
@@ -367,7 +390,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
     """Count all rows, collect held-out questions for the evaluation task, and return the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
-    reader = _Reader(facts)
+    reader = _Reader(facts, MediaFolder.of(folder, files))
     for row in read_rows(folder, files):
         fraction = facts.held_out_fraction
         held_out = all_held_out or (isinstance(row, Row) and bool(fraction) and is_held_out(row.content, fraction))
@@ -381,6 +404,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
             continue
         facts.num_rows += 1
         facts.is_plain = isinstance(documents[0], PlainText)
+        facts.has_media |= any(map(_pictures, documents))
         # An estimate, until `_count_tokens` replaces it; the longest row is a bound instead.
         facts.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
         facts.longest = max(facts.longest, sum(map(most_tokens, documents)))
@@ -403,13 +427,19 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
     return first
 
 
+def _pictures(document: Document) -> Sequence[MediaReference]:
+    return document.media if isinstance(document, Conversation) else ()
+
+
 def _system(document: Document) -> str:
     first = document.messages[0] if isinstance(document, Conversation) else {}
     return str(first["content"]) if first.get("role") == "system" else ""
 
 
 def _question(document: Document, reference: str | None) -> dict[str, str] | None:
-    """Return an evaluation question and its answer, or a plain text; None if the answer is a tool call."""
+    """Return an evaluation question and its answer, or a plain text; None for tool calls and pictures."""
+    if _pictures(document):
+        return None
     if isinstance(document, PlainText):
         if not document.prompt:
             return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
@@ -426,7 +456,12 @@ def most_tokens(document: Document) -> int:
     if isinstance(document, PlainText):
         return _num_bytes(document) + 2  # the special tokens around it
     framed = TEMPLATE_TOKENS + MESSAGE_TOKENS * len(document.messages) + TOOLS_TOKENS * bool(document.tools)
-    return framed + _num_bytes(document)
+    return framed + _num_bytes(document) + sum(map(_picture_tokens, document.media))
+
+
+def _picture_tokens(picture: MediaReference) -> int:
+    """Return an estimate of a picture's tokens: one for 28 × 28 pixels, as of Qwen's models, and its borders."""
+    return picture.width * picture.height // PIXELS_PER_TOKEN + MESSAGE_TOKENS
 
 
 def _num_bytes(document: Document) -> int:
@@ -434,6 +469,7 @@ def _num_bytes(document: Document) -> int:
     if isinstance(document, PlainText):
         return len((document.prompt + document.completion).encode())
     texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
+    texts += [text for one in document.messages if isinstance(one["content"], list) for text in texts_of(one)]
     objects = [*document.tools, *(message["tool_calls"] for message in document.messages if "tool_calls" in message)]
     texts += [json.dumps(value, ensure_ascii=False, indent=4) for value in objects]
     return sum(len(text.encode()) for text in texts)
@@ -505,9 +541,10 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
     ends_s = time.process_time() + SECONDS
     # Held-out rows come from files of their own, or are a share of the same files.
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
-        reader = RowReader(facts.form, facts.kind, facts.columns)
+        media = MediaFolder.of(folder, files) if facts.has_media else None
+        reader = RowReader(facts.form, facts.kind, facts.columns, media)
         first_rows_read(reader, portion, read_rows(folder, files))
-        tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader))
+        tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader, media))
         for path in files:
             part = FilePart(path, name_of(path, folder))
             # Stops in the middle of a file when the time is over.

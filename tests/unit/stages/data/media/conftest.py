@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,15 @@ EXPANDED = f"\n\n{BEGIN}{PICTURE * NUM_TOKENS}{END}\n\n"
 
 @pytest.fixture(scope="session")
 def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide the folder of a model, without weights, with a processor of pictures: 4 tokens each, of bytes else."""
+    """Provide the folder of a model, without weights, with a processor of pictures."""
     folder = tmp_path_factory.mktemp("seeing")
+    write_processor(folder)
+    tiny_config("gemma3", **config_fields(folder)).save_pretrained(folder)
+    return folder
+
+
+def write_processor(folder: Path) -> None:
+    """Write a tokenizer of bytes and a processor of pictures, of 4 tokens each, into a model's folder."""
     vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -56,11 +64,14 @@ def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
     processor = Gemma3Processor(images, fast, image_seq_length=NUM_TOKENS, chat_template=TEMPLATE)
     processor.save_pretrained(folder)
+
+
+def config_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of Gemma's config that go with the folder's tokenizer."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = {**MEDIA_FAMILIES["gemma3"]["text_config"], "vocab_size": 300}
     names = {"boi_token_index": BEGIN, "eoi_token_index": END, "image_token_index": PICTURE}
-    ids = {name: tokenizer.token_to_id(token) for name, token in names.items()}
-    tiny_config("gemma3", text_config=text, **ids).save_pretrained(folder)
-    return folder
+    return {"text_config": text, **{name: tokenizer.token_to_id(token) for name, token in names.items()}}
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
