@@ -70,8 +70,16 @@ class PreparedData:
     """Held-out rows for evaluation; None if the recipe holds out none."""
 
     @property
+    def datasets(self) -> list[PackedDataset]:
+        return [dataset for dataset in (self.training, self.evaluation) if dataset]
+
+    @property
     def longest_document(self) -> int:
-        return max(dataset.longest_document for dataset in (self.training, self.evaluation) if dataset)
+        return max(dataset.longest_document for dataset in self.datasets)
+
+    @property
+    def has_media(self) -> bool:
+        return any(dataset.has_media for dataset in self.datasets)
 
 
 def prepare(

@@ -90,7 +90,7 @@ class Tokenizing:
 
 
 def key_parts(
-    portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind, media: MediaFolder | None
+    portion: Portion, config: DataConfig, tokenizer_folder: Path, rows: RowKind, media: MediaFolder | None = None
 ) -> dict[str, JsonValue]:
     """Return all inputs except the data files that decide a dataset's tokens and bad rows, for the cache key.
 

@@ -33,13 +33,15 @@ before training: few, but enough to find the main directions of the layers' inpu
 class TrainingData(Protocol):
     """Training data of a run (protocol): rows of datasets, or prompts that the model answers.
 
-    longest_document: in tokens. conversations: whether the documents are chats, rendered by a template. tool_prompts:
-    one example of each dataset whose chats have tools. counts: metrics about the data. lengths: document lengths; None
-    where the model itself writes the documents.
+    longest_document: in tokens. has_media: documents have pictures. conversations: whether the documents are chats,
+    rendered by a template. tool_prompts: one example of each dataset whose chats have tools. counts: metrics about the
+    data. lengths: document lengths; None where the model itself writes the documents.
     """
 
     @property
     def longest_document(self) -> int: ...
+    @property
+    def has_media(self) -> bool: ...
     @property
     def conversations(self) -> bool: ...
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
+from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
@@ -54,11 +55,17 @@ class RowData:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
+        if prepared.has_media:
+            _see(prepared, models.start.folder, trust_remote_code=config.trust_remote_code)
         return cls(config, context, models, prepared)
 
     @property
     def longest_document(self) -> int:
         return self.prepared.longest_document
+
+    @property
+    def has_media(self) -> bool:
+        return self.prepared.has_media
 
     @property
     def conversations(self) -> bool:
@@ -76,6 +83,7 @@ class RowData:
             "num_documents": float(training.num_documents),
             "num_tokens": float(training.num_tokens),
             "num_target_tokens": float(training.num_target_tokens),
+            **({"num_media": float(training.about.num_media)} if training.has_media else {}),
             **({} if training.padding_fraction is None else {"padding_fraction": training.padding_fraction}),
             **self._counts_by_dataset,
         }
@@ -193,6 +201,16 @@ class RowData:
             seed=config.seed,
             mixture=slots_of(config.data, training, config.seed),
         )
+
+
+def _see(prepared: PreparedData, model_folder: Path, *, trust_remote_code: bool) -> None:
+    """Put the pictures of documents into all batches, as the model takes them: also where a batch has none."""
+    from stages.engines.media import with_media
+    from stages.models.processor import MediaProcessor
+
+    processor = MediaProcessor(model_folder, trust_remote_code=trust_remote_code)
+    for dataset in prepared.datasets:
+        dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor))
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:

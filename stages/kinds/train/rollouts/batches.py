@@ -232,6 +232,10 @@ class RolloutData:
         return max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_completion_length
 
     @property
+    def has_media(self) -> bool:
+        return False  # prompts with media are refused
+
+    @property
     def conversations(self) -> bool:
         return isinstance(self.prompts[0].prompt.document, Conversation)
 

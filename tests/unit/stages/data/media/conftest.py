@@ -1,7 +1,5 @@
 """Fixtures with a tiny model folder whose processor reads pictures, a tokenizer of bytes, and pictures on disk."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

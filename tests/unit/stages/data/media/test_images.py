@@ -1,7 +1,5 @@
 """Odd pictures are loaded as vLLM loads them or refused for what is wrong, within bounded memory."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

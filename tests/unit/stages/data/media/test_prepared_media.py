@@ -1,14 +1,9 @@
 """From rows with pictures to prepared documents: the tokens are the processor's, and no picture is cut or lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,30 +14,29 @@ from transformers import AutoProcessor
 from flows.cli.data_views import caption, data_page
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
-from stages.data.dataset import PackedDataset
 from stages.data.look import Visits, look_at
 from stages.data.media.images import decode_picture
-from stages.data.prepare import PreparedData, prepare
+from stages.data.prepare import prepare
 from stages.models.facts import ModelFacts
 from tests.unit.stages.data.media.conftest import EXPANDED, NUM_TOKENS, PICTURE, encoded, noise
 from tests.unit.stages.data.reports import Reports
 
 
-def user(content: object) -> dict[str, Any]:
+def user(content):
     return {"role": "user", "content": content}
 
 
-def assistant(content: object) -> dict[str, Any]:
+def assistant(content):
     return {"role": "assistant", "content": content}
 
 
-def text(words: str) -> dict[str, str]:
+def text(words):
     return {"type": "text", "text": words}
 
 
 IMAGE = {"type": "image"}
 CAT = assistant("a cat")
-FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+FORMS = {
     "TRL: parts and images": (
         {"messages": [user([text("see "), IMAGE]), CAT], "images": ["a.png"]},
         ["see ", EXPANDED],
@@ -94,7 +88,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         [],
     ),
 }
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "fewer places": (
         {"messages": [user("<image>?"), CAT], "images": ["a.png", "b.png"]},
         "has 2 images, but 1 place for them in its text; expected as many, or no place at all",
@@ -153,10 +147,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path, seeing_folder: Path, pictures: Callable[..., Path]) -> Callable[..., PreparedData]:
+def run(tmp_path, seeing_folder, pictures):
     """Provide a function that prepares rows beside the pictures `a.png` and `b.png`."""
 
-    def prepare_rows(*rows: dict[str, Any], kind: str = "examples", model: Path = seeing_folder, **options: Any) -> Any:
+    def prepare_rows(*rows, kind="examples", model=seeing_folder, **options):
         folder = tmp_path / "data"
         if not (folder / "a.png").exists():
             pictures("a.png", "b.png")
@@ -169,17 +163,17 @@ def run(tmp_path: Path, seeing_folder: Path, pictures: Callable[..., Path]) -> C
             folder,
             DataConfig(dataset="data", **{"sequence_length": 256, **options}),
             ModelFacts(model),
-            rows=kind,  # type: ignore[arg-type]
+            rows=kind,
             cache=tmp_path / "cache",
-            report=prepare_rows.reports,  # type: ignore[attr-defined]
+            report=prepare_rows.reports,
             bad_rows_file=tmp_path / "bad_rows.jsonl",
         )
 
-    prepare_rows.reports = Reports()  # type: ignore[attr-defined]
+    prepare_rows.reports = Reports()
     return prepare_rows
 
 
-def documents(dataset: PackedDataset, folder: Path) -> list[tuple[str, str, list[str]]]:
+def documents(dataset, folder):
     """Return each document's text, the text that is learned, and the paths of its media."""
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     found = []

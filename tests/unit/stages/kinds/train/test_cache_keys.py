@@ -92,7 +92,7 @@ def prepared_key(folder):
     file.write_text('{"text": "a"}\n')
     found = []
     task = SimpleNamespace(
-        **{"portion": portion, "folder": folder, "files": [file], "config": config, "rows": "examples"},
+        **{"portion": portion, "folder": folder, "files": [file], "config": config, "rows": "examples", "media": None},
         **{
             "model": SimpleNamespace(folder=folder / "model"),
             "run": lambda target: (found.append(target.name), stop()),
