@@ -3,8 +3,6 @@
 Vocabularies have room for the tokens of images. Their processors need torchvision, and are not made here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.zoo.text import EXPERTS, GATED_DELTA, GROUPS, LATENT, UNGROUPED, WIDE, WINDOWS

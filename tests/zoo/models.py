@@ -1,7 +1,5 @@
 """Tiny models with random weights, made offline: one of each family in `text.py` and `media.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

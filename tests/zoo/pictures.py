@@ -1,7 +1,5 @@
 """Documents with pictures for a family's tiny model, and what plain Transformers makes of each of them alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Most need torchvision, which Transformers resizes pictures with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

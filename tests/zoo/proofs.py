@@ -3,8 +3,6 @@
 python -m tests.zoo.proofs [--columns COLUMN …] [FAMILY …]   # try these, or all; keep the outcomes in families.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -3,8 +3,6 @@
 What vLLM's kernels take is not asked: that differs by device, and not by family.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

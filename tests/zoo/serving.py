@@ -1,7 +1,5 @@
 """Proof that vLLM serves families' tiny models as Transformers computes them: many models in one process of vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

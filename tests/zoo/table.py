@@ -1,7 +1,5 @@
 """Table of families: recorded outcomes of the zoo's proofs (`proofs.py`), by family and column."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every family of the zoo does what the table of families shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Documents with pictures train in every family that sees as plain Transformers trains each alone, and are exported."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Sizes are the smallest that show an architecture: two layers (more where kinds o
 heads of 32 values (the narrowest that vLLM's CPU kernels take), windows and chunks shorter than the test's documents.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}

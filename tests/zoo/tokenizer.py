@@ -3,8 +3,6 @@
 It is of the kind (byte-level BPE) that every family's class of tokenizers reads, and llama.cpp, too.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable
 from pathlib import Path

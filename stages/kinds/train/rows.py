@@ -16,6 +16,7 @@ from stages.data.summaries import Lengths, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.check_model import InputModels
+from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
@@ -56,6 +57,8 @@ class RowData:
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
         if prepared.has_media:
+            if problems := "; ".join(picture_errors(config)):
+                raise DataError(f"the rows have pictures: {problems}")
             _see(prepared, models.start.folder, trust_remote_code=config.trust_remote_code)
         return cls(config, context, models, prepared)
 

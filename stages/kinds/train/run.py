@@ -169,7 +169,7 @@ def _build_engine(
     start = context.inputs[config.model] / "adapter" if config.base else None
     settings, scratch = config.engine_settings, context.scratch
     if data.has_media:
-        settings = replace(settings, media=MediaSettings())
+        settings = replace(settings, media=MediaSettings(config.freeze))
     return BUILDERS[config.engine](
         EngineInputs(model, settings, device, start, first_batches, scratch, context.milestone)
     )

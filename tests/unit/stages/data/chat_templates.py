@@ -5,8 +5,6 @@ turn, and what the template cannot render: `system`, `thoughts` (a field), `tool
 calls, text `beside` calls.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures with a tokenizer whose tokens are single bytes, so that loss masks can be read as text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

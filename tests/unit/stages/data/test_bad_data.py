@@ -3,8 +3,6 @@
 Nothing is silent: a case is refused with its place and reason, or used and counted in a warning, or said to be fine.
 """
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

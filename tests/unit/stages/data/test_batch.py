@@ -1,7 +1,5 @@
 """A training batch has two halves: inputs for the forward pass, and a signal (such as targets) for the loss."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration samples for quantization are whole documents of any format, truncated to a length."""
 
-from __future__ import annotations
-
 import pytest
 
 from stages.core.errors import DataError

@@ -1,7 +1,5 @@
 """The check before training finds bad rows in a stage's dataset within seconds, even if the dataset is large."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

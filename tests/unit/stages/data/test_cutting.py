@@ -1,7 +1,5 @@
 """Texts are cut into rows as Transformers' pre-training example cuts them."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

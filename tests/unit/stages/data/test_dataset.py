@@ -1,7 +1,5 @@
 """Batches hold packed documents, separated from each other, with every next token as target."""
 
-from __future__ import annotations
-
 import errno
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Files of a dataset split are found and read in every format; broken files are refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

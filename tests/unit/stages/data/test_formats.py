@@ -1,7 +1,5 @@
 """Rows of all formats give equal documents; each mistake is reported with the expected form."""
 
-from __future__ import annotations
-
 import json
 from typing import get_args
 

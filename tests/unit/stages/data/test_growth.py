@@ -1,7 +1,5 @@
 """A malicious tokenizer's normalizer cannot exhaust memory, and ordinary ones are accepted."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import unicodedata

@@ -1,7 +1,5 @@
 """Reading a JSON list incrementally gives the same items as parsing the whole list at once."""
 
-from __future__ import annotations
-
 import io
 import json
 

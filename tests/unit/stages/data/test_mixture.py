@@ -1,7 +1,5 @@
 """Rows of mixed datasets come in the requested proportions, in an order computed from the seed alone."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packing keeps all documents, never overfills a row, and wastes little space."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A dataset is tokenized in parts, each cached by its content, with the same result as in one pass."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

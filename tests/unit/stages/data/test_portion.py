@@ -1,7 +1,5 @@
 """Held-out rows are a fixed share of all, equal in every run, and never trained on."""
 
-from __future__ import annotations
-
 from stages.data.config import DataConfig
 from stages.data.files import BadRow, Row, RowLocation, portions
 

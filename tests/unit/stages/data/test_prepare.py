@@ -1,7 +1,5 @@
 """Preparation from dataset folder to packed rows: no row is lost, repeated or ignored silently."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

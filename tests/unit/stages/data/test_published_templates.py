@@ -4,8 +4,6 @@ Expected masks follow from these words, and from hand-written texts that stand b
 code.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Sandboxed chat templates cannot run forever, exhaust memory, escape, or read the date."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Repeated, contradicting and held-out rows are found, however many rows are compared at a time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Special tokens written in a text are read as plain text unless the recipe allows them, as in Transformers."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer

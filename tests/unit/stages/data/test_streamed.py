@@ -1,7 +1,5 @@
 """Datasets that stay in a bucket or on a hub are streamed, with the same rows as a local copy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loss masks under chat templates of several styles, token by token."""
 
-from __future__ import annotations
-
 import pytest
 
 from stages.core.errors import DataError

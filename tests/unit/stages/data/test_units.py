@@ -1,7 +1,5 @@
 """Rows that are too long are truncated, dropped or refused as the recipe says; rows without targets are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
