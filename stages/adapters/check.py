@@ -15,7 +15,7 @@ from stages.adapters.headers import WEIGHTS_FILE
 from stages.adapters.lora import add_adapter, changed_weights
 from stages.adapters.quantized import quantizable_layers
 from stages.core.errors import ModelError
-from stages.models.loading import model_without_weights
+from stages.models.loading import Head, model_without_weights
 
 
 def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
@@ -26,9 +26,9 @@ def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
         quantizable_layers(causal_lm, config.base_precision)
 
 
-def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool) -> ModelError | None:
+def loading_problem(folder: Path, base: Path, *, trust_remote_code: bool, head: Head = "tokens") -> ModelError | None:
     """Return an error unless an adapter's tensors fit `base` by name and shape; PEFT leaves out misfits silently."""
-    causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code)
+    causal_lm = model_without_weights(base, trust_remote_code=trust_remote_code, head=head)
     tensors = load_file(folder / WEIGHTS_FILE)
     try:
         model = PeftModel(causal_lm, PeftConfig.from_pretrained(str(folder)), low_cpu_mem_usage=True)

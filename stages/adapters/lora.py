@@ -43,18 +43,19 @@ def add_adapter(
     *,
     has_weights: bool = True,
     directions: Mapping[str, Tensor] | None = None,
+    sees: bool = False,
 ) -> LoraConfig:
     """Put a LoRA adapter on `causal_lm` in place, freeze all other weights, and return PEFT's config of the adapter.
 
     A is drawn with `seed`, B is 0: the adapted model is the base until it learns. With another `init` they come of the
     base's weights, which change so that the sum is the base; without weights (`has_weights=False`: those of rank 0 come
     later) they are left at the default. directions: A [rank, inputs] by layer, where each has a rank of its own (rank
-    0: no adapter). Raises ModelError.
+    0: no adapter). sees: see `peft_targets`. Raises ModelError.
     """
     is_transposed = any(isinstance(module, Conv1D) for module in causal_lm.modules())
     if is_transposed and config.init == "olora":
         raise ModelError(f"adapter.init is olora, which PEFT gets wrong for {type(causal_lm).__name__}; choose pissa")
-    targets = peft_targets(causal_lm, config)
+    targets = peft_targets(causal_lm, config, sees=sees)
     if directions is not None:
         targets = targets_of_ranks({name: len(one) for name, one in directions.items()}, config)
     lora = _lora_config(config, targets, is_transposed=is_transposed, has_weights=has_weights)

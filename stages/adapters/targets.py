@@ -39,9 +39,10 @@ class PeftTargets:
     alphas: dict[str, Any]
 
 
-def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
+def peft_targets(causal_lm: Any, config: AdapterConfig, *, sees: bool = False) -> PeftTargets:
     """Return the PEFT options that select the layers, parameters and LoRA ranks of a recipe's adapter.
 
+    sees: of a model with a tower of pictures, choose names of layers in the decoder alone: towers may have the same.
     Raises ModelError for names that the model, without an adapter yet, lacks, and options unfit for parameters.
     """
     known = _as_peft_knows_it(causal_lm, config)
@@ -57,6 +58,9 @@ def peft_targets(causal_lm: Any, config: AdapterConfig) -> PeftTargets:
             "out with exclude_modules"
         )
     modules = _modules(causal_lm, chosen, linear, known)
+    if sees and (config.target_modules == "all-linear" or isinstance(config.target_modules, tuple)):
+        decoder = {*causal_lm.get_decoder().modules()}
+        modules = [name for name in linear if chosen.has_layer(name) and causal_lm.get_submodule(name) in decoder]
     return PeftTargets(modules, parameters, dict(known.rank_pattern or {}), dict(known.alpha_pattern or {}))
 
 

@@ -50,6 +50,7 @@ from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.carried_weights import carried_names
 from stages.models.facts import ModelFacts
+from stages.models.loading import Head
 from stages.models.mtp_weights import ATTRIBUTE
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
@@ -252,7 +253,8 @@ class FsdpEngine:
                 return []
             start = self._taken_out, self._merged
             problems = write_adapter(folder, learned, self._adapter.to_dict(), self._folder, dtype, *start)
-            unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code)
+            head: Head = "pictures" if self._model.drawn else "tokens"
+            unloadable = loading_problem(folder, self._folder, trust_remote_code=self._trust_remote_code, head=head)
             return [*problems, *([unloadable] if unloadable else [])]
         export_model(
             self._model.causal_lm,
@@ -331,7 +333,12 @@ class FsdpEngine:
             # For their ranks alone: `load_trained_adapter` sets the values.
             directions = {layer: a for layer, (a, _) in start.factors.items()}
         added = add_adapter(
-            causal_lm, settings.adapter, settings.seed, has_weights=is_main_process(), directions=directions
+            causal_lm,
+            settings.adapter,
+            settings.seed,
+            has_weights=is_main_process(),
+            directions=directions,
+            sees=settings.media is not None,
         )
         check_mergeable(changed_weights(causal_lm), self._folder)
         # Before `load_trained_adapter` and training change them: the export needs the first values.

@@ -5,12 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
 
+from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
+from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parts import freeze_parts, parts_of
+from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.parallel.layout import Layout
 from tests.zoo.models import tiny_model
-from tests.zoo.pictures import save_family
+from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family
+from tests.zoo.proofs import one_process
 from tests.zoo.proofs import save_family as save_text_family
 from tests.zoo.test_pictures import pictures
 
@@ -51,3 +61,23 @@ def test_every_parameter_is_in_one_part_and_mergers_are_projectors(family: str) 
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(ModelError, match="nothing would learn"):
         freeze_parts(tiny_model("gemma3"), ["vision_tower", "projector", "language_model"])
+
+
+def test_an_adapter_goes_on_the_language_model_and_is_loaded_by_peft(tmp_path: Path) -> None:
+    documents = Documents(save_family("qwen3_vl", tmp_path))
+    batch, options = documents.batch(), AdapterConfig(rank=2)
+    with one_process():
+        settings = EngineSettings(Layout(), "fp32", AdamSettings(1e-2), adapter=options, media=MediaSettings())
+        engine = FsdpEngine(ModelFacts(tmp_path), settings, torch.device("cpu"))
+        before = engine.predictions(batch)[0]
+        for _ in range(2):  # A has no gradient in the first step, as B is 0
+            engine.train_step([batch], SftLoss(), 1e-2, None)
+        after = engine.predictions(batch)[0]
+        assert engine.export(tmp_path / "adapter", torch.float32) == []
+        engine.close()
+    adapted = PeftModel.from_pretrained(load_seeing(tmp_path), str(tmp_path / "adapter")).eval()
+    assert (after - before).abs().max() > 1e-2
+    with torch.no_grad():
+        torch.testing.assert_close(after, log_probabilities(adapted, documents, batch), atol=5e-6, rtol=0)
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert all(".language_model.layers." in name for name in file.keys())  # noqa: SIM118
