@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
 from flows.planning.layout_text import engine_and_fields, line_problems
-from flows.planning.model_shape import ModelConfigs, download_of
+from flows.planning.model_shape import ModelConfigs, download_of, measured_shape
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
 from flows.planning.stored import find_stored
@@ -200,7 +200,7 @@ def _of_config(model: str) -> ModelShape:
     """Return the shape of a model from a `config.json`, a folder that contains one, or a published model's name."""
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
-        return ModelFacts(path).shape
+        return measured_shape(ModelFacts(path))
     known = known_model(model)
     if known is None:
         raise ModelError(

@@ -6,6 +6,7 @@ else from the source itself, or a table of published models while the source doe
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 from pydantic import JsonValue
@@ -16,12 +17,14 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.record import Index
 from stages.core.contract import base_of
 from stages.core.errors import RecipeError, TransientError
+from stages.core.lines import say
 from stages.hubs.answers import PLANNING_OFFLINE_LIMIT_S, BackgroundLookups
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
 from stages.models.shape import ModelShape
+from stages.models.walked import shape_of
 
 
 def download_of(recipe: Recipe, stage: str) -> str:
@@ -71,7 +74,7 @@ class ModelConfigs:
         """Return the shape of the model that a stage downloads. Raises also ModelError for an unknown model family."""
         facts = self.of(name)
         if facts is not None:
-            return facts.shape
+            return measured_shape(facts)
         source = str(self._recipe.fetched[name].source)
         known = known_model(source)
         if known is None:
@@ -86,6 +89,11 @@ class ModelConfigs:
         if artifact and not artifact.damage:
             return ModelFacts(artifact.folder / "model")
         return read_known_facts(config, outside)
+
+
+def measured_shape(facts: ModelFacts) -> ModelShape:
+    """Return a model's shape, of any family; say on stderr what is waited for, where that takes seconds."""
+    return shape_of(facts, partial(say, stream=sys.stderr))
 
 
 def read_known_facts(config: FetchedConfig, outside: dict[str, JsonValue]) -> ModelFacts | None:

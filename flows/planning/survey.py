@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from flows.ledger.home import store_root
-from flows.planning.model_shape import ModelConfigs
+from flows.planning.model_shape import ModelConfigs, measured_shape
 from flows.planning.outside import resolve_outside
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_stages
@@ -179,7 +179,7 @@ def _known(source: str, facts: ModelFacts | None, folder: Path | None) -> KnownM
     if facts is None:
         return KnownModel(source, known_model(source), None, folder)
     try:
-        return KnownModel(source, facts.shape, facts.max_positions, folder)
+        return KnownModel(source, measured_shape(facts), facts.max_positions, folder)
     except ModelError:  # the planner does not know its family
         return KnownModel(source, None, facts.max_positions, folder)
 

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
-from stages.engines.fsdp.layers import decoder_of
 from stages.engines.log_probabilities import logits_transform
 from stages.engines.rotary import rotates_by_document_length
+from stages.models.layers import decoder_of
 from stages.models.loading import load_model
 from stages.models.recorded import Predicted, RecordedDocument
 

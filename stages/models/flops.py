@@ -42,11 +42,15 @@ class ModelFlops:
     frozen_layer_parameters: float = 0
     """Number of frozen parameters outside the head that a token is multiplied by; training skips their gradients."""
     is_head_frozen: bool = False
+    state_products: float = 0.0
+    """Number of multiplications per token in products without weights, outside attention: of a state that is kept."""
 
     def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
         """Return a forward pass's FLOPs over documents, without padding. num_targets: positions with logits."""
         lengths = list(document_lengths)
-        products = 2 * (self.layer_parameters * sum(lengths) + self.head_parameters * num_targets)
+        products = 2 * (
+            (self.layer_parameters + self.state_products) * sum(lengths) + self.head_parameters * num_targets
+        )
         scores = sum(
             2 * work.width * attended_pairs(length, work.window_tokens) for work in self.attention for length in lengths
         )

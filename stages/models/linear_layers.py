@@ -8,49 +8,14 @@ is no embedding; the usual architectures' names are also what serving engines sp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from safetensors import safe_open
 
+from stages.models.layer_kinds import LayerRole, Linear, StackedParameter
 from stages.models.shape import ModelShape
-
-
-class LayerRole(Enum):
-    """Place of a linear layer in a transformer layer; layers of one have the same input, and one matrix in Megatron."""
-
-    INTO_ATTENTION = "into attention"
-    OUT_OF_ATTENTION = "out of attention"
-    INTO_FFN = "into the feed-forward part"
-    OUT_OF_FFN = "out of the feed-forward part"
-
-    @property
-    def cuts_inputs(self) -> bool:
-        """Return whether tensor parallelism cuts a layer's inputs rather than its outputs."""
-        return self in (LayerRole.OUT_OF_ATTENTION, LayerRole.OUT_OF_FFN)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Linear layer of a Transformers model: its name, its place in the transformer layer, and its sizes."""
-
-    name: str
-    place: LayerRole
-    inputs: int
-    outputs: int
-
-
-@dataclass(frozen=True)
-class StackedParameter:
-    """Parameter in a mixture-of-experts layer: one matrix [outputs, inputs] per expert, or the router's matrix."""
-
-    name: str
-    place: LayerRole
-    inputs: int
-    outputs: int
-    num_experts: int
-    is_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +96,8 @@ _FAMILIES = {
 
 def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
     """Return the linear layers of one transformer layer, with their names in Transformers."""
+    if kind := shape.kind_of(layer):
+        return tuple(replace(one, name=f"{kind.name_of(layer)}.{one.name}") for one in kind.linears)
     names = _FAMILIES.get(shape.family, _LLAMA)
     hidden, queries, kv, ffn = shape.hidden_size, shape.query_width, shape.kv_width, shape.ffn_size
     attention = {
@@ -152,6 +119,8 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
 
 def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter, ...]:
     """Return the parameters of a layer's experts and router, by their names in Transformers. A dense layer has none."""
+    if kind := shape.kind_of(layer):
+        return tuple(replace(one, name=f"{kind.name_of(layer)}.{one.name}") for one in kind.stacked)
     if not shape.is_mixture(layer):
         return ()
     hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
@@ -165,7 +134,13 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
 
 
 def module_parameters(shape: ModelShape) -> dict[str, int]:
-    """Return the number of parameters that each module owns, by module name."""
+    """Return the number of parameters that each module owns, by module name; of a walked model without norms."""
+    if shape.kinds:
+        walked = {"embed_tokens": shape.embedding_parameters, "lm_head": shape.head_parameters}
+        for layer in range(shape.num_layers):
+            walked |= {one.name: one.inputs * one.outputs for one in linear_layers(shape, layer)}
+            walked |= {one.name: one.num_experts * one.inputs * one.outputs for one in stacked_parameters(shape, layer)}
+        return walked
     names = _FAMILIES.get(shape.family, _LLAMA)
     parameters = {names.embedding: shape.embedding_parameters, names.final_norm: shape.norm_parameters}
     parameters["lm_head"] = shape.head_parameters

@@ -5,12 +5,14 @@ Parameter counts by part equal those of the Transformers model. `facts` reads th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from pydantic import TypeAdapter
 
 from stages.models.flops import AttentionWork, ModelFlops
+from stages.models.layer_kinds import LayerKind
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class ModelShape:
     latent: LatentAttention | None = None
     max_positions: int | None = None
     norm_epsilon: float = 1e-5
+    kinds: tuple[LayerKind, ...] = ()
+    """Kinds of layers as a walk has measured them, which say more than the fields above; (): those say it all."""
+    other_parameters: int = 0
+    """Number of parameters outside layers, embedding and head, such as a vision tower's; of a walked model only."""
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:
@@ -72,6 +78,14 @@ class ModelShape:
 
     def to_json(self) -> str:
         return TypeAdapter(ModelShape).dump_json(self, exclude_defaults=True).decode()
+
+    @cached_property
+    def _kind_by_layer(self) -> dict[int, LayerKind]:
+        return {layer: kind for kind in self.kinds for layer in kind.layers}
+
+    def kind_of(self, layer: int) -> LayerKind | None:
+        """Return the kind of a walked model's layer; None for a model of formulas."""
+        return self._kind_by_layer.get(layer)
 
     def is_mixture(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
@@ -91,6 +105,13 @@ class ModelShape:
 
     def kv_cache_bytes(self, num_tokens: int, bytes_per_value: int, ranks: int) -> float:
         """Return the bytes of the keys and values of a server's request on one of the `ranks` that share each layer."""
+        if self.kinds:
+            widths = (
+                len(kind.layers) * max(1, one.num_kv_heads // ranks) * (one.key_width + one.value_width)
+                for kind in self.kinds
+                for one in kind.attention
+            )
+            return sum(widths) * bytes_per_value * num_tokens
         heads = max(1, self.num_kv_heads // ranks)
         return 2 * self.num_layers * heads * self.head_dim * bytes_per_value * num_tokens
 
@@ -143,6 +164,15 @@ class ModelShape:
     def expert_parameters(self) -> int:
         return self._ffn(self.expert_ffn_size) if self.num_experts else 0
 
+    @cached_property
+    def routed_parameters(self) -> int:
+        """Number of parameters of all routed experts of a walked model."""
+        return sum(len(kind.layers) * kind.num_expert_parameters for kind in self.kinds)
+
+    def mean(self, measure: Callable[[LayerKind], float]) -> float:
+        """Return the mean of a measure over a walked model's layers."""
+        return sum(len(kind.layers) * measure(kind) for kind in self.kinds) / self.num_layers
+
     @property
     def router_parameters(self) -> int:
         return self.num_experts * self.hidden_size
@@ -159,12 +189,17 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, each counted once."""
+        if self.kinds:
+            of_kinds = (len(one.layers) * (one.num_parameters + one.num_expert_parameters) for one in self.kinds)
+            return sum(of_kinds) + self.embedding_parameters + self.head_parameters + self.other_parameters
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
         norms = self.norm_parameters * (1 + self.embedding_norm)
         return layers + norms + self.embedding_parameters + self.position_parameters + self.head_parameters
 
     def flops(self) -> ModelFlops:
         """Return the sizes that decide the model's FLOPs, equal to those counted on a built model."""
+        if self.kinds:
+            return self._walked_flops()
         matrices = 3 if self.gated_ffn else 2
         dense = (self.num_layers - self.num_mixture_layers) * matrices * self.ffn_size
         # Of the experts, those that a token is routed to; the router's matrix whole.
@@ -173,6 +208,17 @@ class ModelShape:
         # Queries and keys are head_dim + rotary_dim wide, values head_dim.
         work = AttentionWork((2 * self.query_width + self.rotary_width) * self.num_layers, self.sliding_window)
         return ModelFlops(per_token, self.embedding_parameters, (work,))
+
+    def _walked_flops(self) -> ModelFlops:
+        products = sum(len(kind.layers) * kind.products for kind in self.kinds)
+        states = sum(len(kind.layers) * kind.state_products for kind in self.kinds)
+        widths: dict[int | None, int] = {}
+        for kind in self.kinds:
+            for one in kind.attention:
+                work = one.work
+                widths[work.window_tokens] = widths.get(work.window_tokens, 0) + len(kind.layers) * work.width
+        attention = tuple(AttentionWork(width, window) for window, width in widths.items())
+        return ModelFlops(products, self.embedding_parameters, attention, state_products=states)
 
     def _ffn(self, width: int) -> int:
         matrices = 3 if self.gated_ffn else 2

@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from stages.models.linear_layers import LayerRole
+from stages.models.layer_kinds import LayerRole
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.costs import StepCase
+from stages.planner.walked import kept_in_layer, kept_results, widest_products
 from stages.planner.workload import ProgramTraits, Workload
 
 DECODED_WEIGHTS, DECODING_BYTES = 2**22, 8
@@ -37,6 +38,8 @@ def kept_bytes_per_token(case: StepCase) -> float:
     if layout.recompute == "selective" and case.engine.keeps_products:
         products = size * _kept_results(shape, layout, software)
         return checkpoint + products + _adapters_per_token(case, keeps_results=True)
+    if shape.kinds:
+        return kept_in_layer(shape, workload, software) + _adapters_per_token(case)
     casts = workload.in_few_bits and software.casts_at_products
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
@@ -82,6 +85,8 @@ def workspace_per_token(case: StepCase) -> float:
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
     widest = (2 if case.shape.gated_ffn else 1) * _ffn_width(case.shape) / case.layout.tp
+    if case.shape.kinds:
+        widest = widest_products(case.shape)
     return max(0.0, whole - kept) + case.workload.compute_bytes * (gathered + widest)
 
 
@@ -181,6 +186,8 @@ def _kept_results(shape: ModelShape, layout: Layout, software: ProgramTraits) ->
 
     The next layer keeps the last product's result as its input: a compiled layer drops it, an eager one keeps it, too.
     """
+    if shape.kinds:
+        return kept_results(shape)
     products = _products(shape)
     step = 2 if software.keeps_every_second_product else 1
     is_last_kept = (len(products) - 1) % step == 0

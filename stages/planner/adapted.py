@@ -12,14 +12,8 @@ from typing import Literal
 
 from stages.models.adapter_targets import FORMER_NAMES, AdapterTargets, is_saved
 from stages.models.flops import ModelFlops
-from stages.models.linear_layers import (
-    LayerRole,
-    Linear,
-    StackedParameter,
-    linear_layers,
-    module_parameters,
-    stacked_parameters,
-)
+from stages.models.layer_kinds import LayerRole, Linear, StackedParameter
+from stages.models.linear_layers import linear_layers, module_parameters, stacked_parameters
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.partition import PipelineStage, RankParameters, pipeline_stages, rank_parameters
@@ -257,7 +251,7 @@ def gathered_layer_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_byt
     (whole,) = pipeline_stages(shape.num_layers, 1)
     trained = trained_parameters(shape, adapter, False, whole, 1, 1)
     trained += trained_expert_parameters(shape, adapter, whole, 1, 1, 1)
-    outside = shape.embedding_parameters + shape.head_parameters
+    outside = shape.embedding_parameters + shape.head_parameters + shape.other_parameters
     # Embedding and head are gathered apart from the layers.
     return (frozen + compute_bytes * (trained - outside)) / shape.num_layers
 

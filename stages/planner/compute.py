@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 
 from stages.models.shape import ModelShape
 from stages.planner.hardware import Hardware
+from stages.planner.walked import dense_products, kept_values
 from stages.planner.workload import PlannedPrecision, ProgramTraits
 
 TILE = 128
@@ -116,11 +117,14 @@ def layer_time(work: LayerWork, software: ProgramTraits, hardware: Hardware, ker
         experts = replace(work, precision="bf16")
         if not software.fused_elementwise:  # torchao has gradients of frozen weights
             work = replace(work, is_frozen=False)
-    products = _attention_products(work, hardware)
-    if mixture < 1:
-        products += _dense_ffn(work, hardware).times(1 - mixture)
-    if mixture:
-        products += _experts(experts, hardware).times(mixture)
+    if shape.kinds:
+        products = _walked_products(work, experts, hardware)
+    else:
+        products = _attention_products(work, hardware)
+        if mixture < 1:
+            products += _dense_ffn(work, hardware).times(1 - mixture)
+        if mixture:
+            products += _experts(experts, hardware).times(mixture)
     core = (
         _flash(work, software, hardware) if software.flash_attention else _unfused_attention(work, software, hardware)
     )
@@ -210,6 +214,31 @@ def _product(
     return PassTimes(forward_s, (1 if frozen else 2) * forward_s)
 
 
+def _walked_products(work: LayerWork, experts: LayerWork, hardware: Hardware) -> PassTimes:
+    """Return the seconds of a walked model's products in a layer, on average over its kinds of layers."""
+    total = PassTimes(0.0, 0.0)
+    for kind in work.shape.kinds:
+        of_layer, weights = PassTimes(0.0, 0.0), 0.0
+        for inputs, outputs in dense_products(kind):
+            of_layer += _product(hardware, work.precision, work.tokens, inputs, outputs, work.is_frozen)
+            weights += inputs * outputs
+        for stacked in kind.stacked:
+            rows = work.tokens * kind.experts_per_token
+            padded = stacked.num_experts * TILE * math.ceil(rows / stacked.num_experts / TILE)
+            grouped = _product(hardware, experts.precision, padded, stacked.inputs, stacked.outputs, experts.is_frozen)
+            # Bytes of sorting tokens by expert, or of the way back.
+            moved = 2 * rows * work.shape.hidden_size * work.size / memory_rate(hardware)
+            of_layer += grouped.times(1 / hardware.efficiency.grouped) + PassTimes(moved, moved)
+            weights += kind.experts_per_token * stacked.inputs * stacked.outputs
+        # A layer that several passes run through, and weights of other than linear layers.
+        of_layer = of_layer.times(kind.products / weights) if weights else of_layer
+        rate = hardware.sustained_flops_per_s("fp32" if work.precision == "fp32" else "bf16")
+        state_s = 2 * work.tokens * kind.state_products / (rate * hardware.efficiency.matmul)
+        of_layer += PassTimes(state_s, 2 * state_s)
+        total += of_layer.times(len(kind.layers) / work.shape.num_layers)
+    return total
+
+
 def _attention_products(work: LayerWork, hardware: Hardware) -> PassTimes:
     shape = work.shape
     queries, keys_and_values = shape.query_width + shape.rotary_width, 2 * shape.kv_width
@@ -252,12 +281,10 @@ def _experts(work: LayerWork, hardware: Hardware) -> PassTimes:
 
 
 def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
-    shape = work.shape
-    attended = min(shape.sliding_window or work.sequence_length, work.sequence_length)
-    # Keys that a query meets on average: half of the row under the causal mask, else the whole window.
-    pairs = attended / 2 if attended == work.sequence_length else attended
     # Queries with keys (rotary part included) and probabilities with values; a multiply-add is two FLOPs.
-    flops = 2 * work.tokens * pairs * (2 * shape.query_width + shape.rotary_width) / work.tp
+    by_window = work.shape.flops().attention
+    pairs_width = sum(one.width * _keys_met(work.sequence_length, one.window_tokens) for one in by_window)
+    flops = 2 * work.tokens * pairs_width / work.shape.num_layers / work.tp
     precision: PlannedPrecision = "fp32" if work.precision == "fp32" else "bf16"
     share = (
         hardware.efficiency.first_flash_attention if software.first_flash_attention else hardware.efficiency.attention
@@ -266,6 +293,12 @@ def _flash(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> Pass
     rate = hardware.sustained_flops_per_s(precision) * share
     forward_s = flops / rate
     return PassTimes(forward_s, BACKWARD_ATTENTION * forward_s)
+
+
+def _keys_met(num_tokens: int, window_tokens: int | None) -> float:
+    """Return how many keys a query meets on average: half of the row under the causal mask, else the whole window."""
+    attended = min(window_tokens or num_tokens, num_tokens)
+    return attended / 2 if attended == num_tokens else attended
 
 
 def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
@@ -297,6 +330,8 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     is_cast_split = work.sequence_parallel and work.precision == "fp8"
     gathered = 2 * shape.hidden_size / (work.tp if is_cast_split else 1)
     casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)
+    if shape.kinds:
+        whole, split = kept_values(shape, work.size), 0.0
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s = moved / memory_rate(hardware)
     return PassTimes(forward_s, 2 * forward_s)

@@ -68,8 +68,11 @@ def stage_shape(shape: ModelShape, stage: PipelineStage, vpp: int) -> ModelShape
 def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, etp: int) -> RankParameters:
     """Count the parameters on one process rank of a pipeline stage, before data-parallel sharding.
 
-    `tp` divides matrices, `ep` × `etp` divides experts; norms and routers stay whole.
+    `tp` divides matrices, `ep` × `etp` divides experts; norms and routers stay whole. A walked model has one
+    stage, and nothing divides it.
     """
+    if shape.kinds:
+        return RankParameters(shape.num_parameters - shape.routed_parameters, shape.routed_parameters)
     mixture = shape.num_mixture_layers / shape.num_layers
     norms = 2 * shape.norm_parameters + mixture * shape.router_parameters
     per_layer = shape.attention_parameters / tp + (1 - mixture) * shape.ffn_parameters / tp + norms
@@ -85,8 +88,9 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
 
 
 def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
-    """Count the parameters of the embedding and the output head on one process rank, if its pipeline stage has them."""
-    return (stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters) / tp
+    """Count the parameters outside layers (embedding, head, towers) on one process rank, if its stage has them."""
+    of_head = shape.head_parameters + shape.other_parameters
+    return (stage.has_embedding * shape.embedding_parameters + stage.has_head * of_head) / tp
 
 
 def expert_replicas(layout: Layout) -> int:

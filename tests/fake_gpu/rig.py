@@ -18,6 +18,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
+from stages.models.walked import shape_of
 from stages.parallel.layout import EngineName, Layout
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import HARDWARE, Efficiency
@@ -126,8 +127,9 @@ def run(case: Case, folder: Path) -> Report:
     """Load an engine on fake GPUs, its model in `folder`, run `NUM_STEPS` training steps; report the last one."""
     config = case.config
     facts = ModelFacts(write_model(folder, case.model, case.num_layers))
+    shape = shape_of(facts)
     num_ranks, hardware = config.layout.world_size, replace(HARDWARE["h100-80gb"], efficiency=EXACT)
-    request = SearchRequest(facts.shape, config.workload, hardware, num_ranks)
+    request = SearchRequest(shape, config.workload, hardware, num_ranks)
     predicted = estimate(request, case.engine, config.layout)
     config = config.model_copy(update={"layout": predicted.layout})
     batch = _batch(config.layout.micro_batch_size, case)
@@ -143,7 +145,7 @@ def run(case: Case, folder: Path) -> Report:
     stage = case.rank * config.layout.pp // num_ranks  # pipeline stages are the outermost degree
     parts = vars(predicted.memory.stages[stage])
     return Report(
-        shape=facts.shape,
+        shape=shape,
         layout=config.layout,
         peak_bytes=recorder.peak_bytes,
         bytes_at_peak=recorder.bytes_at_peak(),
@@ -154,7 +156,7 @@ def run(case: Case, folder: Path) -> Report:
         forward_kernels=dict(recorder.forward_kernels),
         num_waits=recorder.num_waits,
         predicted_gib=dict(parts),
-        predicted_traffic=step_traffic(facts.shape, case.engine, config.layout, config.workload, stage_index=stage),
+        predicted_traffic=step_traffic(shape, case.engine, config.layout, config.workload, stage_index=stage),
     )
 
 

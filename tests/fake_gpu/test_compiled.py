@@ -14,8 +14,8 @@ from stages.adapters.lora_linear import fuse_products
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
 from stages.engines.attention_kernels import KERNELS, AttentionOptions
 from stages.engines.documents import PackedDocuments
-from stages.engines.fsdp.layers import decoder_of, transformer_layers
 from stages.engines.fsdp.parallelize import compile_layers
+from stages.models.layers import decoder_of, transformer_layers
 from stages.parallel.layout import Layout
 from stages.planner.kernels import COMPILED
 from tests.unit.stages.engines.test_attention import packed_batch

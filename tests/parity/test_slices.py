@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from stages.engines.fsdp.layers import keep_kinds_of_layers
+from stages.models.layers import keep_kinds_of_layers
 from tests.parity.ranks import started_ranks
 from tests.parity.test_fsdp import make_config
 

@@ -48,7 +48,7 @@ RULES = [
     (r"stages\.remote(\..*)?", {"httpx"}),
     (r"stages\.data\.template_program", set()),
     (r"stages\.data(\..*)?", DATA),
-    (r"stages\.models\.(loaded_weights|start_up|stored_tensors|transformers_flops)", MODELS - {"peft"}),
+    (r"stages\.models\.(layers|loaded_weights|start_up|stored_tensors|transformers_flops|walk)", MODELS - {"peft"}),
     (r"stages\.models\.tokenizer_check", {"tokenizers"}),
     (r"stages\.parallel\.(accelerator|cpu_products|devices|processes)", {"torch"}),
     (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),

@@ -34,7 +34,6 @@ from stages.engines.export import (
     with_carried,
 )
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
-from stages.engines.fsdp.layers import freeze_unused
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
@@ -50,6 +49,7 @@ from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.carried_weights import carried_names
 from stages.models.facts import ModelFacts
+from stages.models.layers import freeze_unused
 from stages.models.loading import Head
 from stages.models.mtp_weights import ATTRIBUTE
 from stages.models.transformers_flops import model_flops

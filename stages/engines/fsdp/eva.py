@@ -25,8 +25,8 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch, Documents, ModelInputs
 from stages.engines.attention import hidden_states
 from stages.engines.documents import PackedDocuments, pad_documents
-from stages.engines.fsdp.layers import decoder_of
 from stages.engines.fsdp.model import TargetLogProbabilities
+from stages.models.layers import decoder_of
 from stages.models.loading import model_without_weights
 
 

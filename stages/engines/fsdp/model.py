@@ -21,7 +21,6 @@ from stages.engines.attention import hidden_states, hidden_states_and_router_log
 from stages.engines.balance import balance_of_logits
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.drawn import DrawnDocuments, drawn_documents, without_pictures
-from stages.engines.fsdp.layers import decoder_of, text_layers
 from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, probe
@@ -37,6 +36,7 @@ from stages.engines.log_probabilities import (
 from stages.engines.mixers import mix_by_document, mixing
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
+from stages.models.layers import decoder_of, text_layers
 from stages.models.loaded_weights import check_finite
 from stages.parallel.host_memory import give_back_freed_memory
 

@@ -27,9 +27,9 @@ from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines.attention import rows_of_layers
 from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
-from stages.engines.fsdp.layers import decoder_of, text_layers
 from stages.engines.fsdp.sources import ModelFiles, RowsOf
 from stages.engines.weight_slices import WeightFiles
+from stages.models.layers import decoder_of, text_layers
 from stages.models.loading import model_without_weights
 from stages.models.mtp_weights import ATTRIBUTE, MtpNames, MtpWeights, find_mtp_weights
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
-from stages.engines.fsdp.layers import transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
 from stages.engines.mixers import has_mixers, mixing_again
+from stages.models.layers import transformer_layers
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.host_memory import give_back_freed_memory

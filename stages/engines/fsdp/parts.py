@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from stages.core.errors import ModelError
-from stages.engines.fsdp.layers import parts_for_text
 from stages.engines.settings import ModelPart
+from stages.models.layers import parts_for_text
 
 MERGER = "merger"
 """Word in the names of a tower's modules that bring pictures into the width of the text (Qwen, GLM)."""

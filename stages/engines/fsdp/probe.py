@@ -28,12 +28,12 @@ from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, register_packed_attention
 from stages.engines.fsdp.drawn import DrawnDocuments, cut_tower, follow_width, with_small_ids
-from stages.engines.fsdp.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import Blocks
 from stages.engines.mixers import mix_by_document
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
+from stages.models.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
 
 LENGTHS = (12, 10)
 """Lengths in tokens of the two documents of a probe: of one bucket, so that the shorter is padded."""

@@ -15,12 +15,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
-from stages.engines.fsdp.layers import keep_kinds_of_layers, transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
 from stages.engines.fsdp.mtp import read_mtp
 from stages.engines.fsdp.optimizer import local_of
 from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
 from stages.engines.fsdp.sources import ModelFiles
+from stages.models.layers import keep_kinds_of_layers, transformer_layers
 from stages.models.loaded_weights import check_all_finite
 from stages.parallel.layout import Layout
 

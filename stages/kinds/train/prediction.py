@@ -19,6 +19,7 @@ from stages.core.files import write_atomically
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
+from stages.models.walked import shape_of
 from stages.parallel.accelerator import device_name, free_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
@@ -87,7 +88,7 @@ def _check_teacher(
     if teacher is None:
         return {}
     try:
-        shape = teacher.shape
+        shape = shape_of(teacher)
     except ModelError:
         return {}
     teacher_gib = teacher_memory_gib(dataclasses.replace(request, shape=shape), candidate)

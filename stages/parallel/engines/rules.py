@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
+from stages.models.walked import shape_of
 from stages.parallel.layout import EngineName, Layout, RunConstraints
 
 Feature = Literal[
@@ -77,4 +78,4 @@ class EngineRules:
 
     def shape_of(self, facts: ModelFacts) -> ModelShape:
         """Return a model's sizes; ModelError if unknown, or the engine would compute the model differently."""
-        return facts.shape
+        return shape_of(facts)

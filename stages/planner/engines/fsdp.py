@@ -210,7 +210,7 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     """
     shape, layout, adapter, size = case.shape, case.layout, case.workload.adapter, case.workload.compute_bytes
     outside = outside_parameters(shape, stage, layout.tp)
-    in_root = stage.has_head * shape.head_parameters / layout.tp
+    in_root = stage.has_head * (shape.head_parameters + shape.other_parameters) / layout.tp
     if shape.tied_embeddings or not case.software.separate_embedding:
         in_root = outside
     saved = outside if adapter is None else saved_parameters(shape, adapter)

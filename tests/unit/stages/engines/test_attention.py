@@ -16,10 +16,10 @@ from stages.data.batch import IGNORED, Batch, Documents
 from stages.engines import attention_kernels
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, register_packed_attention
 from stages.engines.documents import PackedDocuments
-from stages.engines.fsdp.layers import decoder_of, text_layers
 from stages.engines.fsdp.parallelize import apply_recompute
 from stages.engines.fsdp.probe import _InDoublePrecision, probe
 from stages.engines.mixers import _by_document, mix_by_document, mixing
+from stages.models.layers import decoder_of, text_layers
 from stages.parallel.layout import Layout
 from tests.zoo.models import tiny_config
 

@@ -18,7 +18,7 @@ from stages.engines import attention_kernels
 from stages.engines.attention import PACKED_DOCUMENTS
 from stages.engines.attention_kernels import KERNELS, AttentionOptions, Feature, Request, attend, choose
 from stages.engines.documents import PackedDocuments
-from stages.engines.fsdp.layers import decoder_of
+from stages.models.layers import decoder_of
 from stages.parallel.device_types import device_type
 from tests.unit.stages.engines.test_attention import build, gradients_of
 from tests.zoo.models import tiny_config

@@ -22,9 +22,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states
 from stages.engines.attention_kernels import KERNELS
-from stages.engines.fsdp.layers import decoder_of, text_layers, transformer_layers
 from stages.engines.fsdp.parallelize import apply_recompute, compile_layers
 from stages.engines.mixers import mix_by_document
+from stages.models.layers import decoder_of, text_layers, transformer_layers
 from stages.parallel import accelerator
 from stages.parallel.layout import Layout
 from tests.fake_gpu.devices import GPU

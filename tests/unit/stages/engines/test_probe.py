@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from stages.core.errors import ModelError
 from stages.engines.attention import PACKED_DOCUMENTS
-from stages.engines.fsdp.layers import transformer_layers
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
 from stages.engines.fsdp.probe import LARGEST_SLICE, Verdict, _narrowed, _Slices, probe
+from stages.models.layers import transformer_layers
 from tests.zoo.models import tiny_config
 
 PACKED = (

@@ -1,8 +1,11 @@
-"""Parameters and FLOPs that we count from a model's config equal those of its Transformers model."""
+"""Parameters and FLOPs that we count from a model's config equal those of its Transformers model.
 
-from __future__ import annotations
+By formulas, and by a walk through the model without weights.
+"""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,9 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
+from stages.models import walked
 from stages.models.facts import ModelFacts
 from stages.models.shape import LatentAttention, ModelShape
 from stages.models.transformers_flops import model_flops
+from stages.models.walk import walk
+from tests.zoo.models import tiny_config
+from tests.zoo.planning import MOST_FLOPS_ERROR, built, forward_flops
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -109,3 +116,89 @@ def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model
     assert shape.num_parameters == sum(one.numel() for one in model.parameters()) - norms + routers
     counted = model_flops(model).training([64, 32], 96)
     assert shape.flops().training([64, 32], 96) == pytest.approx(counted, rel=0.01)
+
+
+KINDS = ("gemma3_text", "deepseek_v3", "qwen3_5_text", "bamba", "gpt_neox")
+"""Families with windows in some layers, latent attention and experts, gated deltas, Mamba, and none of these."""
+
+
+@pytest.mark.parametrize(("family", "fields"), CONFIGS)
+def test_formulas_and_walks_agree(family, fields):
+    config = AutoConfig.for_model(family, **fields)
+    found, expected = walk(config), ModelFacts(config.to_dict()).shape
+    assert found.num_parameters == expected.num_parameters
+    counted = found.flops().training([17, 3], 11)
+    assert counted == pytest.approx(expected.flops().training([17, 3], 11), rel=0.001)
+    assert found.tied_embeddings == expected.tied_embeddings
+    assert (found.num_experts, found.experts_per_token) == (expected.num_experts, expected.experts_per_token)
+    assert found.dense_layers == expected.dense_layers
+    assert found.kv_cache_bytes(7, 2, 1) == expected.kv_cache_bytes(7, 2, 1)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_flops_are_those_that_torch_counts(family, tmp_path):
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    flops, counted = forward_flops(walk(config), built(tmp_path))
+    assert flops == pytest.approx(counted, rel=MOST_FLOPS_ERROR)
+
+
+def test_layers_have_kinds_with_windows_of_their_own():
+    shape = walk(tiny_config("gemma3_text"))
+    windowed, full = shape.kinds
+    assert (windowed.layers, full.layers) == ((0,), (1,))
+    width = 4 * (32 + 32)
+    assert [(one.width, one.window_tokens) for one in shape.flops().attention] == [(width, 4), (width, None)]
+    assert ModelShape.from_json(shape.to_json()) == shape
+    assert hash(ModelShape.from_json(shape.to_json())) == hash(shape)
+
+
+def test_a_walk_runs_apart_once_for_each_config(tmp_path, monkeypatch):
+    """A process that plans imports neither torch nor Transformers, and waits for one walk only."""
+    tiny_config("gemma").save_pretrained(tmp_path / "model")
+    program = (
+        "import sys; from pathlib import Path; from stages.models.facts import ModelFacts; "
+        "from stages.models.walked import shape_of; "
+        f"shape = shape_of(ModelFacts(Path({str(tmp_path / 'model')!r})), print); print(shape.num_parameters); "
+        "print('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    first, second = (
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.splitlines()
+        for _ in range(2)
+    )
+    number = str(walk(tiny_config("gemma")).num_parameters)
+    assert first == [
+        "measuring the layers of the gemma model, once for its config.json and this Transformers (some seconds)",
+        number,
+        "False",
+    ]
+    assert second == [number, "False"]
+
+
+def test_a_walk_that_takes_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    monkeypatch.setattr(walked, "LIMIT_S", 0.1)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    with pytest.raises(ModelError, match=r"gemma model from its config.json took more than 0.1 s"):
+        walked.shape_of(ModelFacts({"model_type": "gemma"}))
+    assert not list((tmp_path / "cache/shapes").glob("*.json"))  # it may succeed next time
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "theirs.Config"}}, "unheard_of.*not run"),
+        ({"model_type": "gemma", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "gemma", "hidden_size": 33, "num_attention_heads": "many"}, "num_attention_heads"),
+        ({"model_type": "vit"}, "vit"),
+        ({}, "model_type"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused_once(fields, problem, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    notes = []
+    for _ in range(2):
+        with pytest.raises(ModelError, match=problem):
+            walked.shape_of(ModelFacts(fields), notes.append)
+    assert len(notes) == 1

@@ -82,7 +82,7 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
     config = causal_lm.config.get_text_config()
     layers = text_layers(causal_lm)
     types = getattr(config, "layer_types", None) or [None] * len(layers)
-    kinds = [(repr(layer), kind, _settings(layer)) for layer, kind in zip(layers, types, strict=True)]
+    kinds = [(signature(layer), kind) for layer, kind in zip(layers, types, strict=True)]
     holders = [one for one in causal_lm.modules() if isinstance(one, nn.ModuleList) and list(one) == layers]
     for holder in holders:
         # `index` is a kind's first layer; the largest of these is the last layer that shows a new kind.
@@ -90,15 +90,15 @@ def keep_kinds_of_layers(causal_lm: Any) -> None:
         config.num_hidden_layers = len(holder)
 
 
-def _is_unsplittable(causal_lm: Any, module: nn.Module) -> bool:
-    return type(module).__name__ in (getattr(causal_lm, "_no_split_modules", None) or ())
-
-
-def _settings(layer: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return the simple attributes of a layer's modules, except the layer's index, to compare kinds of layers."""
-    return [
+def signature(layer: nn.Module) -> tuple[str, list[tuple[str, str, Any]]]:
+    """Return a layer's modules, and their simple attributes except the layer's index, to compare kinds of layers."""
+    return repr(layer), [
         (prefix, name, value)
         for prefix, module in layer.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, int | float | str | None) and "idx" not in name  # `layer_idx` differs everywhere
     ]
+
+
+def _is_unsplittable(causal_lm: Any, module: nn.Module) -> bool:
+    return type(module).__name__ in (getattr(causal_lm, "_no_split_modules", None) or ())

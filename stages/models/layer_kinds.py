@@ -1,0 +1,120 @@
+"""Kinds of layers of a model, as a walk through it measures them (`walk`); needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cached_property
+
+from stages.models.flops import AttentionWork
+
+
+class LayerRole(Enum):
+    """Place of a linear layer in a transformer layer; layers of one have the same input, and one matrix in Megatron."""
+
+    INTO_ATTENTION = "into attention"
+    OUT_OF_ATTENTION = "out of attention"
+    INTO_FFN = "into the feed-forward part"
+    OUT_OF_FFN = "out of the feed-forward part"
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Return whether tensor parallelism cuts a layer's inputs rather than its outputs."""
+        return self in (LayerRole.OUT_OF_ATTENTION, LayerRole.OUT_OF_FFN)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layer of a Transformers model: its name, its place in the transformer layer, and its sizes."""
+
+    name: str
+    place: LayerRole
+    inputs: int
+    outputs: int
+    source: int | None = None
+    """Number of its input among those of the transformer layer's linear layers, where a walk has seen it."""
+    keeps_input: bool = False
+    """True if the backward pass needs its input only for the gradient of its weight, as far as a walk has seen."""
+
+
+@dataclass(frozen=True)
+class StackedParameter:
+    """Parameter in a mixture-of-experts layer: one matrix [outputs, inputs] per expert, or the router's matrix."""
+
+    name: str
+    place: LayerRole
+    inputs: int
+    outputs: int
+    num_experts: int
+    is_router: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over pairs of tokens in one layer. window_tokens: size of its sliding window; None: none."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    window_tokens: int | None = None
+
+    @property
+    def work(self) -> AttentionWork:
+        return AttentionWork(self.num_heads * (self.key_width + self.value_width), self.window_tokens)
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes of activations per token that a layer keeps for its backward pass, where it learns and where it is frozen.
+
+    by_scores: bytes for each token and each token of its row, of attention that stores its scores.
+    """
+
+    trained: float
+    frozen: float
+    by_scores: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers of a model with the same modules and settings, and the sizes of one."""
+
+    layers: tuple[int, ...]
+    """Numbers of the layers in the model's order, from 0."""
+    prefix: str
+    """Name of the list that holds the layers in the model."""
+    offset: int
+    """Number of the model's layers before that list."""
+    num_parameters: int
+    """Number of parameters without routed experts; what several layers share counts in the first."""
+    num_expert_parameters: int
+    """Number of parameters of all routed experts together."""
+    experts_per_token: int
+    """Number of routed experts that a token is sent to; 0: the layer has none."""
+    products: float
+    """Number of weights that a token is multiplied by in a forward pass; of routed experts, those that it is sent to.
+    """
+    state_products: float
+    """Number of multiplications per token in products without weights, outside attention over pairs: of a state."""
+    attention: tuple[Attention, ...]
+    linears: tuple[Linear, ...]
+    """Linear layers, by their names in the layer."""
+    stacked: tuple[StackedParameter, ...]
+    """Parameters of routed experts, by their names in the layer."""
+    kept_bf16: KeptBytes
+    kept_fp32: KeptBytes
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return a hash that is computed once, since a search for layouts asks for it 100,000 times."""
+        return self._hash
+
+    def kept(self, bytes_per_value: int) -> KeptBytes:
+        return self.kept_fp32 if bytes_per_value == 4 else self.kept_bf16
+
+    def name_of(self, layer: int) -> str:
+        return f"{self.prefix}.{layer - self.offset}"

@@ -1,0 +1,532 @@
+"""Walk through a model without weights, which Transformers builds from its config, to measure its kinds of layers.
+
+The forward pass runs on the meta device, where tensors have shapes but no data: autograd says what it keeps for the
+backward pass, torch's formulas what each operation costs, and attention, which is replaced, how wide it is. Only
+Transformers' own classes are built.
+
+python -m stages.models.walk   # config.json from standard input; to standard output a JSON object, `shape` or `error`
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import AttentionInterface
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from stages.core.errors import ModelError
+from stages.core.redaction import shortened
+from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, StackedParameter
+from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
+from stages.models.loading import Head, build_model, class_with_head, load_config
+from stages.models.shape import ModelShape
+
+MEMORY_BYTES, CPU_S = 4 * 2**30, 100
+"""Memory beyond that of the libraries, and processor time, that a walk may take."""
+LONGEST_REASON = 500
+HEADS: tuple[Head, ...] = ("tokens", "pictures")
+MOST_LAYERS, MOST_KINDS = 2048, 64
+LEAST_TOKENS, MOST_TOKENS = 64, 256
+"""Bounds of the number of tokens of a short walk."""
+WALKED = "walked"
+"""Name of the attention by which a walk replaces a model's own."""
+LEAST_BY_PAIR = 1.0
+"""Products, or bytes, for each pair of tokens from which a layer has attention that could not be replaced."""
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps for its backward pass what fused kernels keep: inputs, output, and a number a query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, tokens, _ = query.shape
+        output = query.new_empty(rows, tokens, heads, value.shape[3])
+        ctx.save_for_backward(query, key, value, output, query.new_empty(rows, heads, tokens, dtype=torch.float32))
+        return output
+
+
+@dataclass
+class _Seen:
+    """Record of a walk for one layer: operations of its products, attention, bytes kept, inputs of linear layers."""
+
+    weight_flops: float = 0.0
+    expert_flops: float = 0.0
+    state_flops: float = 0.0
+    kept_bytes: float = 0.0
+    attention: list[Attention] = field(default_factory=list)
+    inputs: dict[str, int] = field(default_factory=dict)
+    """Storage of the input of each linear layer that ran, by the layer's name."""
+    kept_inputs: set[str] = field(default_factory=set)
+    """Names of the linear layers whose input the backward pass needs."""
+
+
+class _Walk(TorchDispatchMode):
+    """Records by layer what a forward pass on the meta device does. Questions about values, which are none, get any."""
+
+    current: _Walk
+
+    def __init__(self, num_layers: int, weights: set[int], constants: set[int], num_experts: int) -> None:
+        """Create a walk. weights, constants: storages of a model's parameters and buffers."""
+        super().__init__()
+        self.seen = [_Seen() for _ in range(num_layers)]
+        self._outside = _Seen()
+        self._now = self._outside
+        self._in_experts = False
+        self._weights, self._num_experts = weights, num_experts
+        self._kept: set[int] = set()
+        self._not_counted = weights | constants
+        self._alive: list[Any] = []
+        """Storages that were met: a new one would get the number of one that is gone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is not None and func is torch.ops.aten._local_scalar_dense.default:
+            return False if first.dtype == torch.bool else 1.0 if first.dtype.is_floating_point else 1
+        if first is not None and func is torch.ops.aten.nonzero.default:
+            # All experts have tokens, and each of them its share.
+            share = 1 if first.ndim == 1 or not self._num_experts else self._num_experts
+            return first.new_empty((max(1, first.numel() // share), first.ndim), dtype=torch.int64)
+        output = self._called(func, args, kwargs or {})
+        if flops := _flops(func._overloadpacket, args, kwargs or {}, output):
+            operands = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
+            if any(one.untyped_storage()._cdata in self._weights for one in operands) or self._in_experts:
+                self._now.weight_flops += flops
+                self._now.expert_flops += flops * self._in_experts
+            else:
+                self._now.state_flops += flops
+        return output
+
+    @staticmethod
+    def _called(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float32:
+            # Its shapes in fp32, in which it has a kernel on some devices, but no formula of shapes.
+            return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+        return func(*args, **kwargs)
+
+    def attend(self, seen: Attention) -> None:
+        self._now.attention.append(seen)
+
+    def pack(self, tensor: Any) -> Any:
+        """Count a tensor that autograd keeps, unless its storage has been counted."""
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._kept | self._not_counted:
+                self._kept.add(storage._cdata)
+                self._alive.append(storage)
+                self._now.kept_bytes += storage.nbytes()
+        return tensor
+
+    @contextmanager
+    def watching(self, layers: list[nn.Module]) -> Iterator[None]:
+        """Note which layer runs, its linear layers' inputs, and whether it is at its experts."""
+        with ExitStack() as stack:
+            for layer, seen in zip(layers, self.seen, strict=True):
+                stack.callback(layer.register_forward_pre_hook(self._entering(seen), with_kwargs=True).remove)
+                stack.callback(layer.register_forward_hook(self._leave).remove)
+                for name, module in layer.named_modules():
+                    if name.rpartition(".")[2] == "experts":
+                        stack.callback(module.register_forward_pre_hook(lambda *_: self._at_experts(True)).remove)
+                        stack.callback(module.register_forward_hook(lambda *_: self._at_experts(False)).remove)
+                    if isinstance(module, nn.Linear | Conv1D):
+                        stack.callback(module.register_forward_pre_hook(self._noting_input(seen, name)).remove)
+            yield
+
+    def _entering(self, seen: _Seen) -> Any:
+        def enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._now = seen
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            for one in tree_leaves((args[1:], others)):  # such as rotary angles, which all layers share
+                if isinstance(one, Tensor):
+                    self._not_counted.add(one.untyped_storage()._cdata)
+                    self._alive.append(one)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._now = self._outside
+
+    def _at_experts(self, inside: bool) -> None:
+        self._in_experts = inside
+
+    def _noting_input(self, seen: _Seen, name: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                storage = args[0].untyped_storage()
+                self._alive.append(storage)
+                seen.inputs[name] = storage._cdata
+
+        return note
+
+    def finish(self) -> None:
+        """Note which linear layers' inputs autograd has kept, once the forward pass is over."""
+        for seen in self.seen:
+            seen.kept_inputs = {name for name, storage in seen.inputs.items() if storage in self._kept}
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Return an operation's FLOPs by torch's formulas, which lack products by groups of experts."""
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=output))
+    if "grouped_mm" in packet._qualified_op_name:  # [rows, inputs] × [experts, inputs, outputs]
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    return 0.0
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Stand in for attention; Transformers calls it. query: [rows, heads, tokens, width]."""
+    _Walk.current.attend(Attention(query.shape[1], key.shape[1], query.shape[3], value.shape[3], sliding_window))
+    return _Attention.apply(query, key, value), None
+
+
+def walk(config: Any) -> ModelShape:
+    """Return the shape of the model of a Transformers config; raise ModelError for one that makes no such model."""
+    AttentionInterface.register(WALKED, _attend)
+    problem: Exception | None = None
+    # Not every family's attention can be replaced, nor every model cut.
+    for attention, cuts in ((WALKED, True), (WALKED, False), ("eager", True), ("eager", False)):
+        try:
+            return _Model(deepcopy(config), attention, cuts).shape()
+        except (MemoryError, ModelError):
+            raise
+        except Exception as error:  # whatever Transformers makes of a config that it has never seen
+            problem = error
+    raise ModelError(
+        f"measuring the layers of a {config.model_type} model from its {CONFIG_FILE}: {type(problem).__name__}: "
+        f"{shortened(str(problem), LONGEST_REASON)}; the file is damaged, or for another version of Transformers"
+    )
+
+
+class _Model:
+    """Model on the meta device, of which walks measure the layers. cuts: leave later layers of known kinds out."""
+
+    def __init__(self, config: Any, attention: str, cuts: bool) -> None:
+        self._model = _built(config, attention)
+        self._model.tie_weights()
+        self._is_replaced = attention == WALKED
+        self._model.train()
+        self._text = self._model.config.get_text_config()
+        layers = text_layers(self._model)
+        self._num_layers = len(layers)
+        names = {id(module): name for name, module in self._model.named_modules()}
+        lists = [names[id(layer)].rpartition(".")[0] for layer in layers]
+        self._places = [(prefix, lists.index(prefix)) for prefix in lists]
+        """For each layer the name of the list that holds it, and how many layers come before that."""
+        self._parameters = _own_parameters(layers)
+        types = getattr(self._text, "layer_types", None) or ()
+        self._types = [types[number] if number < len(types) else None for number in range(len(layers))]
+        self._kinds = self._kinds_of(layers, lists)
+        self._num_parameters = sum(one.numel() for one in self._model.parameters())
+        embedding, head = self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight
+        self._embedding_size, self._is_tied = embedding.shape, head is embedding
+        self._layers = self._first(layers) if cuts else layers
+
+    def shape(self) -> ModelShape:
+        """Return the model's shape, from five walks: of two lengths, in two precisions, learning and frozen."""
+        tokens = self._least_tokens()
+        short, long, frozen = self._run(tokens), self._run(2 * tokens), self._run(2 * tokens, learns=False)
+        self._model.float()
+        wide, wide_frozen = self._run(2 * tokens), self._run(2 * tokens, learns=False)
+        kinds = tuple(
+            self._kind(
+                layers, _Measured(tokens, *(one.seen[layers[0]] for one in (short, long, frozen, wide, wide_frozen)))
+            )
+            for layers in self._kinds
+        )
+        vocab_size, hidden_size = self._embedding_size
+        of_layers = sum(len(one.layers) * (one.num_parameters + one.num_expert_parameters) for one in kinds)
+        widest = max((one for kind in kinds for one in kind.attention), key=lambda one: one.work.width, default=None)
+        experts = [one for kind in kinds for one in kind.stacked if one.place is LayerRole.OUT_OF_FFN]
+        dense = [layer for kind in kinds if not kind.stacked for layer in kind.layers]
+        return ModelShape(
+            num_layers=self._num_layers,
+            hidden_size=hidden_size,
+            num_heads=widest.num_heads if widest else 1,
+            num_kv_heads=widest.num_kv_heads if widest else 1,
+            head_dim=widest.value_width if widest else 1,
+            ffn_size=max((one.outputs for kind in kinds for one in kind.linears), default=hidden_size),
+            vocab_size=vocab_size,
+            family=self._model.config.model_type,
+            tied_embeddings=self._is_tied,
+            num_experts=experts[0].num_experts if experts else 0,
+            experts_per_token=max(kind.experts_per_token for kind in kinds),
+            expert_ffn_size=experts[0].inputs if experts else 0,
+            dense_layers=frozenset(dense) if experts else frozenset(),
+            max_positions=getattr(self._text, "max_position_embeddings", None),
+            kinds=kinds,
+            other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
+        )
+
+    def _kinds_of(self, layers: list[nn.Module], lists: list[str]) -> list[tuple[int, ...]]:
+        """Return the numbers of the layers of each kind: of equal modules, settings, own parameters and type."""
+        sizes = [[tuple(one.shape) for one in own.values()] for own in self._parameters]
+        marks = [repr(mark) for mark in zip(map(signature, layers), self._types, sizes, lists, strict=True)]
+        kinds = [tuple(index for index, mark in enumerate(marks) if mark == kind) for kind in dict.fromkeys(marks)]
+        if len(kinds) > MOST_KINDS:
+            raise ModelError(f"the model has {len(kinds)} kinds of layers; the planner takes up to {MOST_KINDS}")
+        return kinds
+
+    def _first(self, layers: list[nn.Module]) -> list[nn.Module]:
+        """Cut the model after the layer that shows the last kind; return the layers that are left."""
+        end = max(2, 1 + max(numbers[0] for numbers in self._kinds))
+        holders = [one for one in self._model.modules() if isinstance(one, nn.ModuleList) and [*one] == layers]
+        for holder in holders:
+            del holder[end:]
+            self._text.num_hidden_layers = len(holder)
+        return layers[:end] if holders else layers
+
+    def _least_tokens(self) -> int:
+        """Return the number of tokens of a short walk, a multiple of the chunks in which states are computed."""
+        sizes = [
+            value
+            for name, value in vars(self._text).items()
+            if name.endswith(("chunk_size", "block_size")) and "attention" not in name and isinstance(value, int)
+        ]
+        tokens = min(MOST_TOKENS, max([LEAST_TOKENS, *sizes]))
+        # A family's own attention may have a table of as many positions.
+        return tokens if self._is_replaced else min(tokens, (ModelFacts(vars(self._text)).max_positions or tokens) // 2)
+
+    def _run(self, tokens: int, *, learns: bool = True) -> _Walk:
+        """Walk through the model with a row of tokens, with all weights learning or all frozen, as below an adapter."""
+        self._model.requires_grad_(learns)
+        weights = {one.untyped_storage()._cdata for one in self._model.parameters()}
+        constants = {one.untyped_storage()._cdata for one in self._model.buffers()}
+        walk = _Walk(len(self._layers), weights, constants, self._num_experts)
+        _Walk.current = walk
+        decoder = parts_for_text(self._model)[0]
+        decoder = decoder_of(self._model) if decoder is self._model else decoder
+        hook = self._model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
+        try:
+            with walk.watching(self._layers), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
+                ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+                decoder(input_ids=ids, use_cache=False)
+        finally:
+            hook.remove()
+        walk.finish()
+        return walk
+
+    @property
+    def _num_experts(self) -> int:
+        return max((one.num_experts for own in self._parameters for one in _stacked(own)), default=0)
+
+    def _kind(self, layers: tuple[int, ...], measured: _Measured) -> LayerKind:
+        own, module, (prefix, offset) = self._parameters[layers[0]], self._layers[layers[0]], self._places[layers[0]]
+        in_experts = sum(one.numel() for name, one in own.items() if _is_expert(name))
+        stacked = _stacked(own)
+        of_expert = sum(one.inputs * one.outputs for one in stacked if not one.is_router)
+        routed = 0.0
+        if of_expert:
+            # Some code sends each token to all experts, and drops most results; what is needed counts.
+            known = getattr(self._text, "num_experts_per_tok", None)
+            routed = known if isinstance(known, int) else round(measured.expert_products / of_expert)
+        return LayerKind(
+            layers=layers,
+            prefix=prefix,
+            offset=offset,
+            num_parameters=sum(one.numel() for one in own.values()) - in_experts,
+            num_expert_parameters=in_experts,
+            experts_per_token=int(routed),
+            products=measured.weight_products + (routed * of_expert if of_expert else measured.expert_products),
+            state_products=measured.state_products,
+            attention=self._attention(measured, self._types[layers[0]]),
+            linears=measured.linears(module, self._embedding_size[1]),
+            stacked=stacked,
+            kept_bf16=measured.kept(measured.long, measured.frozen),
+            kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
+        )
+
+    def _attention(self, measured: _Measured, layer_type: str | None) -> tuple[Attention, ...]:
+        """Return a layer's attention as it was called, or, from its products, where it cannot be replaced."""
+        if not measured.pair_products:
+            if layer_type != "chunked_attention":
+                return tuple(measured.long.attention)
+            return tuple(replace(one, window_tokens=self._text.attention_chunk_size) for one in measured.long.attention)
+        heads = getattr(self._text, "num_attention_heads", None) or 1
+        width = round(measured.pair_products / heads / 2)
+        return (Attention(heads, getattr(self._text, "num_key_value_heads", None) or heads, width, width),)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Records of a layer from walks of `tokens` and of twice as many. wide: in fp32; frozen: nothing learns."""
+
+    tokens: int
+    short: _Seen
+    long: _Seen
+    frozen: _Seen
+    wide: _Seen
+    wide_frozen: _Seen
+
+    @property
+    def expert_products(self) -> float:
+        """Number of weights of routed experts that a token is multiplied by."""
+        return self.long.expert_flops / 2 / (2 * self.tokens)
+
+    @property
+    def weight_products(self) -> float:
+        """Number of other weights that a token is multiplied by."""
+        return self.long.weight_flops / 2 / (2 * self.tokens) - self.expert_products
+
+    @property
+    def pair_products(self) -> float:
+        """Number of multiplications for each pair of tokens, in products that no kernel of attention computes."""
+        return self._by_pairs(self.short.state_flops / 2, self.long.state_flops / 2)
+
+    @property
+    def state_products(self) -> float:
+        """Number of multiplications per token in products without weights, except for each pair of tokens."""
+        return self.long.state_flops / 2 / (2 * self.tokens) - self.pair_products * 2 * self.tokens
+
+    def kept(self, learning: _Seen, frozen: _Seen) -> KeptBytes:
+        by_scores = self._by_pairs(self.short.kept_bytes, self.long.kept_bytes) if self.pair_products else 0.0
+        of_scores = by_scores * 2 * self.tokens
+        trained, below = (max(0.0, one.kept_bytes / (2 * self.tokens) - of_scores) for one in (learning, frozen))
+        return KeptBytes(trained, below, by_scores)
+
+    def linears(self, layer: nn.Module, hidden_size: int) -> tuple[Linear, ...]:
+        """Return a layer's linear layers, with their inputs as the backward pass needs them."""
+        sources = [*dict.fromkeys(self.long.inputs.values())]
+        return tuple(
+            Linear(
+                name,
+                _place(name, inputs, outputs, hidden_size),
+                inputs,
+                outputs,
+                source=sources.index(self.long.inputs[name]) if name in self.long.inputs else None,
+                keeps_input=name in self.long.kept_inputs - self.frozen.kept_inputs,
+            )
+            for name, (inputs, outputs) in _linear_sizes(layer)
+        )
+
+    def _by_pairs(self, short: float, long: float) -> float:
+        """Return how much of a measure there is for each pair of tokens; 0 where it is so little as padding adds."""
+        found = (long - 2 * short) / (2 * self.tokens**2)
+        return found if found >= LEAST_BY_PAIR else 0.0
+
+
+def _built(config: Any, attention: str) -> Any:
+    """Return the model that training reads: of language, else of pictures and text, whose text part is measured."""
+    head: Head | None = next((one for one in HEADS if class_with_head(config, one)), None)
+    if head is None:
+        raise ModelError(f"measuring the layers of a {config.model_type} model: Transformers has none that writes text")
+    with no_init_weights():
+        return build_model(config, head=head, dtype=torch.bfloat16, attn_implementation=attention)
+
+
+def _own_parameters(layers: list[nn.Module]) -> list[dict[str, nn.Parameter]]:
+    """Return each layer's parameters by name; what several layers share belongs to the first."""
+    met: set[int] = set()
+    by_layer = []
+    for layer in layers:
+        by_layer.append({name: one for name, one in layer.named_parameters() if id(one) not in met})
+        met |= {id(one) for one in by_layer[-1].values()}
+    return by_layer
+
+
+def _stacked(own: dict[str, nn.Parameter]) -> tuple[StackedParameter, ...]:
+    """Return the matrices of a layer's routed experts."""
+    experts = [(name, one.shape) for name, one in own.items() if _is_expert(name) and one.ndim == 3]
+    return tuple(_stack(name, *sizes) for name, sizes in experts)
+
+
+def _stack(name: str, num_experts: int, rows: int, columns: int) -> StackedParameter:
+    if "down" in name or "output" in name:
+        return StackedParameter(name, LayerRole.OUT_OF_FFN, rows, columns, num_experts)
+    # Some models hold [inputs, outputs], others the reverse.
+    return StackedParameter(name, LayerRole.INTO_FFN, rows, columns, num_experts)
+
+
+def _linear_sizes(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name, and inputs and outputs, of each linear layer in a layer."""
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, (module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):
+            yield name, (module.nx, module.nf)
+
+
+def _place(name: str, inputs: int, outputs: int, hidden_size: int) -> LayerRole:
+    """Return a linear layer's place, by its name and by whether it leads back to the width between layers."""
+    is_out = outputs == hidden_size and (inputs != hidden_size or name.rpartition(".")[2].startswith(("o", "down")))
+    if any(part in name for part in ("mlp", "feed_forward", "ffn", "expert", "fc", "moe")):
+        return LayerRole.OUT_OF_FFN if is_out else LayerRole.INTO_FFN
+    return LayerRole.OUT_OF_ATTENTION if is_out else LayerRole.INTO_ATTENTION
+
+
+def _is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
+
+
+def answer(text: str) -> dict[str, Any]:
+    """Return the shape of the model that a config.json describes as `shape`, or as `error` why it has none."""
+    try:
+        fields = json.loads(text)
+        _check_size(fields)
+        if (family := fields.get("model_type")) not in CONFIG_MAPPING:
+            raise ModelError(
+                f"measuring the layers of a model: model_type is {family!r}, which this Transformers does not have; "
+                "code that came with a model is not run to plan it"
+            )
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+            (Path(folder) / CONFIG_FILE).write_text(text)
+            return {"shape": json.loads(walk(load_config(Path(folder))).to_json())}
+    except ModelError as error:
+        return {"error": str(error)}
+    except Exception as error:  # of Transformers, about a config that it cannot read
+        reason = shortened(f"{type(error).__name__}: {error}", LONGEST_REASON)
+        return {"error": f"measuring the layers of a model from its {CONFIG_FILE}: {reason}"}
+
+
+def _check_size(fields: dict[str, Any]) -> None:
+    """Raise ModelError for a config of more layers than any model has, which would take all time and memory."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_size(value)
+        elif name.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(
+                f"measuring the layers of a model: {name} is {value} in its {CONFIG_FILE}, which is damaged"
+            )
+
+
+def main() -> None:
+    """Answer about the config on standard input, within limits of time and memory."""
+    num_pages = int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0])
+    limits = {
+        resource.RLIMIT_AS: num_pages * resource.getpagesize() + MEMORY_BYTES,
+        resource.RLIMIT_CPU: int(time.process_time()) + CPU_S,
+    }
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    answers, sys.stdout = sys.stdout, sys.stderr  # where Transformers may print
+    answers.write(json.dumps(answer(sys.stdin.read())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Shape of a model of any family: by formulas, else by a walk through it (`walk`), kept in `$LIFECYCLE_HOME/cache`.
+
+A walk builds the model without weights, and takes seconds, most of them to import Transformers: it runs in a process of
+its own, within limits, unless this process has imported that already. Only Transformers' own classes are built.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import ModelError
+from stages.core.files import write_atomically
+from stages.core.redaction import shortened
+from stages.models.facts import GPT_FAMILIES, ROTARY_FAMILIES, ModelFacts
+from stages.models.shape import ModelShape
+
+PROGRAM = "stages.models.walk"
+LIMIT_S = 120.0
+LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
+"""Largest config.json that is walked, and largest answer that is kept, in bytes."""
+LONGEST_REASON = 300
+REVISION = 1
+"""Number of what a walk measures: answers of another are measured again."""
+
+
+def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None) -> ModelShape:
+    """Return a model's shape; raise ModelError if its family is unknown, or its config makes no model.
+
+    waiting: gets a line about what takes seconds, where something does.
+    """
+    family = facts.config.get("model_type")
+    if family in (*ROTARY_FAMILIES, *GPT_FAMILIES):
+        return facts.shape
+    text = json.dumps(facts.config, sort_keys=True)
+    if len(text) > LARGEST_CONFIG:
+        raise ModelError(f"measuring the layers of a {family} model: its config has {len(text)} characters")
+    kept = _folder() / f"{_key(text)}.json"
+    if (answer := _read(kept)) is None:
+        waiting(
+            f"measuring the layers of the {family} model, once for its config.json and this Transformers (some seconds)"
+        )
+        answer = _ask(kept, text, str(family))
+    if "error" in answer:
+        raise ModelError(answer["error"])
+    return ModelShape.from_json(json.dumps(answer["shape"]))
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "shapes"
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(f"{REVISION} {version('transformers')} {text}".encode()).hexdigest()[:32]
+
+
+def _read(kept: Path) -> dict[str, Any] | None:
+    """Return a kept answer; None if there is none, or none that this version of the program can read."""
+    try:
+        with kept.open("rb") as stream:
+            answer: dict[str, Any] = json.loads(stream.read(LARGEST_ANSWER))
+        if "shape" in answer:
+            ModelShape.from_json(json.dumps(answer["shape"]))
+    except (OSError, ValueError):
+        return None
+    return answer if answer.keys() & {"shape", "error"} else None
+
+
+def _ask(kept: Path, text: str, family: str) -> dict[str, Any]:
+    """Walk through the model, and keep the answer; of processes that ask at the same time only one walks."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (answer := _read(kept)) is None:
+                answer = _walk(text, family)
+                write_atomically(kept, json.dumps(answer))
+            return answer
+    except OSError:  # a home that cannot be written to: nothing is kept
+        return _walk(text, family)
+
+
+def _walk(text: str, family: str) -> dict[str, Any]:
+    if "transformers.modeling_utils" in sys.modules:
+        return dict(importlib.import_module(PROGRAM).answer(text))
+    return _walk_apart(text, family)
+
+
+def _walk_apart(text: str, family: str) -> dict[str, Any]:
+    """Return the answer of a process that walks. Raises ModelError if it gave none: that is not kept."""
+    alone = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    begin = f"measuring the layers of a {family} model from its config.json"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", PROGRAM],
+            input=text.encode(),
+            capture_output=True,
+            timeout=LIMIT_S,
+            env={**os.environ, **alone},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ModelError(f"{begin} took more than {LIMIT_S:g} s") from error
+    if done.returncode or len(done.stdout) > LARGEST_ANSWER:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ModelError(
+            f"{begin} failed, maybe at the limits of its memory or time: {shortened(last[0], LONGEST_REASON)}"
+        )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
