@@ -118,7 +118,13 @@ def learned(folder: Path, device: torch.device) -> list[Tensor]:
 def test_a_model_with_a_state_learns_as_on_a_cpu(tmp_path: Path, family: str) -> None:
     keep_models_of_transformers()
     tiny_model(family).save_pretrained(tmp_path)
-    there, here = learned(tmp_path, torch.device("cpu")), learned(tmp_path, DEVICE)
+    there = learned(tmp_path, torch.device("cpu"))
+    try:
+        here = learned(tmp_path, DEVICE)
+    except RuntimeError as error:
+        if "produces incorrect results" not in str(error):
+            raise
+        pytest.skip(f"flash-linear-attention refuses what is installed here: {error}")
     whole = sum(one.square().sum() for one in there[1:]) ** 0.5
     for number, (found, expected) in enumerate(zip(here, there, strict=True)):
         # Of gradients that are almost 0 next to the others, rounding is all that there is.
