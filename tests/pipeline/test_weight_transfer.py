@@ -21,9 +21,7 @@ from stages.serving.held_weights import Bucket, HeldWeights
 from stages.serving.registry import chosen_engine, new_launch_spec
 from stages.serving.server import Server, started_server
 from stages.serving.vllm.engine import find_vllm
-from stages.serving.vllm.transfers import ipc, nccl
-from stages.serving.vllm.transfers.memory import MemoryConnection
-from stages.serving.vllm.transfers.transfer import IN_WORKER, described
+from stages.serving.vllm.transfers import ipc, memory, nccl
 from tests.serving import served_processes
 from tests.train_stage import make_artifacts
 
@@ -67,7 +65,7 @@ class Sampler:
     """Running vLLM, the connection of this process with it, and the trained model as files hold it."""
 
     server: Server
-    connection: MemoryConnection
+    connection: memory.MemoryConnection
     folder: Path
     weights: dict[str, torch.Tensor]
 
@@ -96,7 +94,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     with started_server(spec, ServeExecution(), tmp_path / "server.log", runtime) as server:
         server.wait_until_ready(150)
         with engine.connected(server.address, server.api_key, spec, TIMEOUT_S) as connection:
-            assert isinstance(connection, MemoryConnection)
+            assert isinstance(connection, memory.MemoryConnection)
             yield Sampler(server, connection, trained, load_file(trained / "model.safetensors"))
     assert not served_processes(runtime)
 
@@ -209,7 +207,7 @@ def test_what_is_sent_for_gpus_is_what_vllm_reads() -> None:
     }
     asked = {
         "nccl_init": nccl.init_info(bytes(range(128)), 3),
-        "nccl_update": described(bucket.weights),
+        "nccl_update": memory.described(bucket.weights),
         "ipc_init": {"packed": True},
         "ipc_update": ipc.message(bucket, {"GPU-1": handle}),
         "content": bytes(bucket.content()).hex(),
@@ -218,7 +216,7 @@ def test_what_is_sent_for_gpus_is_what_vllm_reads() -> None:
     ended = subprocess.run(
         [find_vllm().python, "-P", "-c", READ_BY_VLLM],
         input=json.dumps(asked),
-        env={"PYTHONPATH": str(IN_WORKER), "PATH": ""},
+        env={"PYTHONPATH": str(memory.IN_WORKER), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,
