@@ -1,7 +1,5 @@
 """AdamW in low precision equals torch's up to rounding, rounds without bias, and runs few kernels."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Packed documents get the hidden states and gradients of attention and mixers that Transformers gives each alone."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Every attention kernel that runs on a CPU computes the same, and each device takes the first that can."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

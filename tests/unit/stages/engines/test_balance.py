@@ -1,7 +1,5 @@
 """The expert-balancing loss equals Transformers' for each row; routers are found under any module name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A compiled layer is one graph with attention inside, for all documents, and recomputes nothing that is kept."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed documents are rearranged into padded batches that hold each token once, with little padding."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """8-bit training by torchao, emulated on a CPU, gives losses close to bf16's, but not equal ones."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Exported models are complete: all tensors and companion files, in shards that Transformers reads."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

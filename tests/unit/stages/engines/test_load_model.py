@@ -1,7 +1,5 @@
 """Models that cannot be trained or exported are refused before the first training step, with the cause."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probabilities computed in chunks equal those from all logits, gradients included, but never hold all logits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Layers' tensors for the backward pass leave the device and come back a layer ahead, and no bit of them changes."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

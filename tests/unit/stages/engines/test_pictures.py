@@ -1,7 +1,5 @@
 """Documents with pictures train as plain Transformers trains each alone; quick families here, all of them nightly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The probe lets documents be packed where none sees another, and names what it measured where they do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

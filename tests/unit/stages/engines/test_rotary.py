@@ -1,7 +1,5 @@
 """Rotary embeddings of packed documents equal those of each one alone, also with length-dependent frequencies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

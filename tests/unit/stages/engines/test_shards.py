@@ -1,7 +1,5 @@
 """Weights of one process: read from files, checked against Transformers, and copied only where their dtype differs."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Shards of weights that are read from a model's files equal Transformers' weights, for every kind of layer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

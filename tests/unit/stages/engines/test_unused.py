@@ -1,7 +1,5 @@
 """Training a vision-language model on text leaves its vision tower as it was, also in the exported model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

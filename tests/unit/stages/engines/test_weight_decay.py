@@ -1,7 +1,5 @@
 """Weight decay applies to the parameters that Transformers' Trainer chooses, or to all if the recipe says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

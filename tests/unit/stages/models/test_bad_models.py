@@ -1,7 +1,5 @@
 """Invalid model folders are refused with the right error; each test changes a valid folder in one way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our FLOPs formula equals torch's FLOP counter on a training step, minus attention that the causal mask hides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

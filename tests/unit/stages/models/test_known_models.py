@@ -1,7 +1,5 @@
 """Published models that are known by name have as many parameters as was published, and as Transformers builds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """A model's processor is asked about pictures by their size alone, and says what it says of the pictures themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

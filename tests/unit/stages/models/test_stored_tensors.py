@@ -1,7 +1,5 @@
 """Reading a checkpoint's pickled index creates only descriptions of tensors, and runs no code from the file."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers that lose text are refused with the reason; each test changes a valid tokenizer in one way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
