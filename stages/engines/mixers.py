@@ -2,7 +2,8 @@
 
 Such a module, a mixer, would carry it from one document into the next. Alone of its model it is run on documents laid
 out by themselves, in buckets of similar length; all else sees packed rows. Padding comes last, where nothing that is
-causal looks. `fsdp/probe.py` finds the mixers, and proves the model with them.
+causal looks. On a GPU `state_kernels.py` may do it in one pass. `fsdp/probe.py` finds the mixers, and proves the model
+with them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import noop_context_fn
 
 from stages.core.errors import ModelError
-from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
+from stages.engines.documents import Bucket, PackedDocuments, pad_documents, unpad_documents
+from stages.engines.state_kernels import by_boundaries
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of a checkpoint's forward pass and of its recomputation, as `torch.utils.checkpoint` takes them."""
@@ -84,28 +86,32 @@ def _by_document(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return forward(*given, **named)
     arguments, structure = tree_flatten((given, named))
     rows = next(one.shape[:2] for one in arguments if isinstance(one, Tensor))
-    padded = [_padded(one, documents) if isinstance(one, Tensor) else one for one in arguments]
+    in_one_pass = by_boundaries(forward, documents)
+    pads, run = in_one_pass is None, in_one_pass or forward
+    buckets = documents.buckets if pads else [Bucket(0, 1, documents.num_tokens)]
+    laid_out = [_laid_out(one, documents, pads) if isinstance(one, Tensor) else one for one in arguments]
     outputs: list[Tensor] = []
-    for bucket in documents.buckets:
+    for bucket in buckets:
         shape = bucket.num_documents, bucket.length
         of_bucket = [
             one[bucket.start : bucket.end].view(*shape, *one.shape[1:]) if isinstance(one, Tensor) else one
-            for one in padded
+            for one in laid_out
         ]
         positional, by_name = tree_unflatten(of_bucket, structure)
-        output = forward(*positional, **by_name)
+        output = run(*positional, **by_name)
         states, *others = output if isinstance(output, tuple) else (output,)
         outputs.append(states.flatten(0, 1))
-    mixed = unpad_documents(torch.cat(outputs), documents).unflatten(0, rows)
+    tokens = unpad_documents(torch.cat(outputs), documents) if pads else outputs[0]
+    mixed = tokens.unflatten(0, rows)
     # A last state is not passed on: the next document starts from none.
     return (mixed, *[None] * len(others)) if isinstance(output, tuple) else mixed
 
 
-def _padded(states: Tensor, documents: PackedDocuments) -> Tensor:
-    """Return states of packed rows, [rows, sequence, …], as those of padded documents, [padded positions, …]."""
+def _laid_out(states: Tensor, documents: PackedDocuments, pads: bool) -> Tensor:
+    """Return states of packed rows, [rows, sequence, …], as [tokens, …], or those of padded documents."""
     if states.shape[:2].numel() != documents.num_tokens:
         raise ModelError(
             f"a module that carries a state along the sequence takes a tensor of shape {list(states.shape)}, which "
             f"cannot be laid out as the documents of {documents.num_tokens} tokens"
         )
-    return pad_documents(states.flatten(0, 1), documents)
+    return pad_documents(states.flatten(0, 1), documents) if pads else states.flatten(0, 1)

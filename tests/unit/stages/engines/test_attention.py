@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from stages.core.errors import ModelError
 from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines import attention_kernels
+from stages.engines import attention_kernels, state_kernels
 from stages.engines.attention import PACKED_DOCUMENTS, hidden_states, packed_attention, register_packed_attention
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.parallelize import apply_recompute
@@ -69,7 +70,7 @@ def packed_batch(lengths: list[int], rows: int, vocabulary: int = 64) -> Batch:
 
 def gradients_of(model: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    (hidden * torch.randn(hidden.shape)).sum().backward()
+    (hidden * torch.randn(hidden.shape).to(hidden)).sum().backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
@@ -201,8 +202,8 @@ def check_in_single_precision(model: nn.Module, reference: nn.Module) -> None:
     assert difference.norm() <= 1e-5 * whole.norm()
 
 
-def learned(model: nn.Module) -> Learned:
-    hidden = hidden_states(decoder_of(model), packed_batch(FOR_MIXERS, ROWS).inputs).flatten(0, 1)
+def learned(model: nn.Module, device: torch.device = CPU) -> Learned:
+    hidden = hidden_states(decoder_of(model), packed_batch(FOR_MIXERS, ROWS).to(device).inputs).flatten(0, 1)
     return hidden.detach(), gradients_of(model, hidden)
 
 
@@ -248,3 +249,36 @@ def test_arguments_that_are_no_states_of_tokens_are_refused() -> None:
     documents, states, mask = PackedDocuments([3, 2], CPU), torch.ones(1, 5, 4), torch.ones(1, 1, 5, 5)
     with mixing(documents), pytest.raises(ModelError, match=r"\[1, 1, 5, 5\], which cannot be laid out"):
         _by_document(lambda states, mask: states, states, mask)
+
+
+def test_kernels_that_take_boundaries_get_one_row_of_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulates flash-linear-attention's functions, which need a GPU, by Transformers', one document after the other."""
+    calls = {"convolution": 0, "rule": 0}
+    num_tokens = sum(FOR_MIXERS)
+
+    def causal_conv1d(x, weight, bias, *, activation, cu_seqlens):  # type: ignore[no-untyped-def]
+        assert x.shape == (1, num_tokens, len(weight)) and weight.ndim == 2 and cu_seqlens.dtype == torch.int64
+        calls["convolution"] += 1
+        parts = [x[:, begin:end].transpose(1, 2) for begin, end in pairwise(cu_seqlens.tolist())]
+        mixed = [modeling_qwen3_5.causal_conv1d_fn(one, weight, bias, activation) for one in parts]
+        return torch.cat(mixed, dim=2).transpose(1, 2), None
+
+    def chunk_gated_delta_rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):  # type: ignore[no-untyped-def]
+        assert q.shape == k.shape and q.shape[:3] == v.shape[:3] == (*g.shape,) == (*beta.shape,)
+        assert g.shape[:2] == (1, num_tokens) and cu_seqlens.tolist()[-1] == num_tokens
+        calls["rule"] += 1
+        options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        parts = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
+        rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+        mixed = [rule(q[:, i], k[:, i], v[:, i], g=g[:, i], beta=beta[:, i], **options)[0] for i in parts]
+        return torch.cat(mixed, dim=1), None
+
+    model, _ = both("qwen3_5_text")
+    expected = learned(model)
+    model.zero_grad()
+    monkeypatch.setattr(state_kernels, "installed", lambda device: (causal_conv1d, chunk_gated_delta_rule))
+    found = learned(model)
+    assert calls == {"convolution": 1, "rule": 1}
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm().clamp(min=1.0), name
