@@ -390,7 +390,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
     """Count all rows, collect held-out questions for the evaluation task, and return the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
-    reader = _Reader(facts, MediaFolder.of(folder, files))
+    reader = _Reader(facts, MediaFolder.of(folder, files, by_header=True))
     for row in read_rows(folder, files):
         fraction = facts.held_out_fraction
         held_out = all_held_out or (isinstance(row, Row) and bool(fraction) and is_held_out(row.content, fraction))
@@ -541,7 +541,7 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
     ends_s = time.process_time() + SECONDS
     # Held-out rows come from files of their own, or are a share of the same files.
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
-        media = MediaFolder.of(folder, files) if facts.has_media else None
+        media = MediaFolder.of(folder, files, by_header=True) if facts.has_media else None
         reader = RowReader(facts.form, facts.kind, facts.columns, media)
         first_rows_read(reader, portion, read_rows(folder, files))
         tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader, media))

@@ -90,7 +90,9 @@ def check_first_rows(
     folder: Path, files: list[Path], config: DataConfig, rows: RowKind, read: Callable[[object], object] | None = None
 ) -> None:
     """Raise DataError, while a refresh is planned, for first rows that training would refuse."""
-    read_learned = read or RowReader(config.format, rows, config.columns, MediaFolder.of(folder, files)).read
+    read_learned = (
+        read or RowReader(config.format, rows, config.columns, MediaFolder.of(folder, files, by_header=True)).read
+    )
     bad, kinds, num_read, is_whole = BadRows(io.StringIO()), set[RowKind | None](), 0, True
     deadline_s = time.monotonic() + SECONDS
     for row in read_rows(folder, files):

@@ -34,15 +34,17 @@ MAX_QUOTED = 80
 class MediaFolder:
     """Folder of a dataset, out of which no path of a row may lead.
 
-    bases: folders from which relative paths start, in order: the dataset's, and those of its data files.
+    bases: folders from which relative paths start, in order: the dataset's, and those of its data files. by_header:
+    pictures are measured by their headers, for those who only look at rows.
     """
 
     root: Path
     bases: tuple[Path, ...]
+    by_header: bool = False
 
     @classmethod
-    def of(cls, root: Path, files: Iterable[Path]) -> MediaFolder:
-        return cls(root, tuple(dict.fromkeys((root, *(path.parent for path in files)))))
+    def of(cls, root: Path, files: Iterable[Path], *, by_header: bool = False) -> MediaFolder:
+        return cls(root, tuple(dict.fromkeys((root, *(path.parent for path in files)))), by_header)
 
     def listing_digest(self) -> str:
         """Return a digest of paths, sizes and times of change of all files but those of rows; none is read."""
@@ -69,7 +71,7 @@ class MediaFolder:
         try:
             data = embedded_bytes(source)
             if data is not None:
-                return _reference(kind, place_of(self.root, row) if row else "", data)
+                return self._reference(kind, place_of(self.root, row) if row else "", data)
         except PictureError as error:
             raise RowError(f"has a picture inside of it, which {error}") from error
         path = _path_of(kind, source)
@@ -77,7 +79,7 @@ class MediaFolder:
         if len(place.encode()) > MAX_PATH_BYTES:
             raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
         try:
-            return _reference(kind, place.removesuffix(SUFFIX), self._read(path))
+            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path))
         except PictureError as error:
             raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
 
@@ -99,6 +101,10 @@ class MediaFolder:
             return decode_picture(data)
         except PictureError as error:
             raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+
+    def _reference(self, kind: MediaKind, path: str, data: bytes) -> MediaReference:
+        size = inspect_picture(data, by_header=self.by_header)
+        return MediaReference(kind, path, hashlib.sha256(data).hexdigest(), size.width, size.height)
 
     def _read(self, path: str) -> bytes:
         found = self._found(path)
@@ -135,11 +141,6 @@ class MediaFolder:
             f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
             "or beside the data file (a download fetches pictures with `media: true`)"
         )
-
-
-def _reference(kind: MediaKind, path: str, data: bytes) -> MediaReference:
-    size = inspect_picture(data)
-    return MediaReference(kind, path, hashlib.sha256(data).hexdigest(), size.width, size.height)
 
 
 def _path_of(kind: MediaKind, source: object) -> str:

@@ -45,6 +45,7 @@ def test_odd_pictures_are_loaded_as_vllm_does(name):
     image, size = decode_picture(ODD[name]), inspect_picture(ODD[name])
     assert image.mode == "RGB"
     assert image.size == (size.width, size.height)
+    assert inspect_picture(ODD[name], by_header=True) == size
     assert np.array_equal(np.asarray(image), np.asarray(as_vllm(ODD[name])))
 
 
