@@ -103,8 +103,8 @@ CAPABILITIES = (
     Capability(
         "fp8, emulated on a CPU",
         ("tests/unit/stages/engines/test_eight_bits.py",),
-        ("tests/gpu/test_kernels_on_gpu.py",),
-        "fp8 kernels of torchao and Transformer Engine",
+        ("tests/gpu/test_training_on_gpu.py",),
+        "fp8 kernels of Transformer Engine",
     ),
     Capability(
         "planner: time and memory of layouts",
@@ -160,7 +160,7 @@ CAPABILITIES = (
         ("tests/unit/stages/parallel",),
         not_run="any of them",
     ),
-    Capability("energy of a refresh", (), ("tests/gpu/test_energy_on_gpu.py",), "counters of NVIDIA GPUs"),
+    Capability("energy of a refresh", (), ("tests/gpu/test_energy_on_gpu.py",)),
 )
 
 

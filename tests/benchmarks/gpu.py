@@ -64,6 +64,8 @@ class Part:
     precision: str = "bf16"
     documents: int = 1
     """Number of documents of uneven lengths that are packed into each row."""
+    attention: str = ""
+    """Attention kernel that is preferred (`LIFECYCLE_ATTENTION`)."""
     place: int = 0
     """Index of the layout among those predicted to fit, fastest first; it grows when a layout runs out of memory."""
 
@@ -71,7 +73,7 @@ class Part:
     def name(self) -> str:
         """Name of the training run in the result table: model, row length, what is trained, program, and the rest."""
         documents = f"{self.documents} documents" if self.documents > 1 else ""
-        how = ["compiled" if self.compile else "", "fp8" if self.precision == "fp8" else "", documents]
+        how = ["compiled" if self.compile else "", "fp8" if self.precision == "fp8" else "", documents, self.attention]
         return " ".join(filter(None, [self.model, str(self.tokens), self.learns, self.program, self.recompute, *how]))
 
     @property
@@ -123,6 +125,7 @@ def ordered(device: str) -> list[Part | str]:
     parts = [
         *[eager[0], lora, *eager[1:], replace(eager[0], documents=30), replace(eager[0], learns="bf16 full")],
         *[*compiled, replace(lora, learns="nf4 LoRA"), replace(lora, compile=True), Part("0.6b")],
+        *[replace(eager[0], documents=documents, attention="cudnn") for documents in (1, 30)],
         replace(eager[1], recompute="offload"),
         *[replace(eager[1], program=program) for program in ("transformers", "megatron")],
         replace(lora, program="transformers"),
@@ -142,7 +145,7 @@ def expected_s(what: Part | str) -> float:
     """Return a guess of a part's seconds on an H100: with less left, the part waits for the next start."""
     if isinstance(what, str):
         return {TESTS: 130.0}.get(what, 25.0)
-    return (40 if what.model == "8b" else 22) + 30 * what.compile
+    return (70 if what.model == "8b" else 30) + 15 * what.compile
 
 
 class Run:

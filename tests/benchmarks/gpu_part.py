@@ -9,6 +9,7 @@ bf16 products), with the same AdamW, and recomputes what our engine recomputes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import sys
@@ -22,6 +23,7 @@ from gpu import Part
 from gpu_steps import ADAPTER, Program, Steps, batch, plain_loop, timed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stages.engines.attention_kernels import SWITCH
 from stages.engines.engine import free_memory
 from stages.engines.registry import BUILDERS, EngineInputs
 from stages.kinds.train.config import TrainConfig
@@ -89,6 +91,8 @@ def config_of(part: Part, **layout: Any) -> TrainConfig:
 
 def main() -> None:
     part, result, models = Part(**json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
+    if part.attention:
+        os.environ[SWITCH] = part.attention
     hide_unused_packages()
     with joined_processes() as device:
         if device.type != sys.argv[4]:
