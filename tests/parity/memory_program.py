@@ -15,18 +15,21 @@ import json
 import sys
 from pathlib import Path
 
-import torch
+from stages.models.start_up import start_training_quickly
 
-from stages.core.contract import is_main_process
-from stages.data.batch import IGNORED, Batch, Documents
-from stages.engines.fsdp.engine import FsdpEngine
-from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.methods.sft import SftLoss
-from stages.models.facts import ModelFacts
-from stages.parallel.processes import gathered, joined_processes
-from stages.planner.costs import SearchRequest
-from stages.planner.hardware import hardware_at_hand
-from stages.planner.search import estimate
+start_training_quickly()  # as a train stage does: the packages that it does without would count
+import torch  # noqa: E402
+
+from stages.core.contract import is_main_process  # noqa: E402
+from stages.data.batch import IGNORED, Batch, Documents  # noqa: E402
+from stages.engines.fsdp.engine import FsdpEngine  # noqa: E402
+from stages.kinds.train.config import TrainConfig  # noqa: E402
+from stages.kinds.train.methods.sft import SftLoss  # noqa: E402
+from stages.models.facts import ModelFacts  # noqa: E402
+from stages.parallel.processes import gathered, joined_processes  # noqa: E402
+from stages.planner.costs import SearchRequest  # noqa: E402
+from stages.planner.hardware import hardware_at_hand  # noqa: E402
+from stages.planner.search import estimate  # noqa: E402
 
 NUM_STEPS = 2
 M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20

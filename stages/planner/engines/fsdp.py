@@ -164,16 +164,17 @@ class FsdpCosts(EngineCosts):
         return stage.num_layers * (layers_s + last_s - reduced_s) + outside_s + _offload_s(case)
 
     def weight_copies(self, case: StepCase, num_adapted: float) -> float:
-        """Return 2 for a gathered group, and 2 for each weight that one process casts: FSDP2 casts, then copies."""
+        """Return 2 for a gathered group, or 2 for each weight that one process casts: FSDP2 casts, then copies.
+
+        From host memory (`cpu_offload`) each weight comes by a copy of its own, frozen ones too.
+        """
         if not _is_copied(case):
             return 0.0
-        shape = case.shape
-        if case.layout.world_size > 1 or case.layout.cpu_offload:
-            return 2.0
+        shape, layout, last = case.shape, case.layout, case.shape.num_layers - 1
+        weights = len(linear_layers(shape, last)) + len(stacked_parameters(shape, last)) + 2 + 2 * shape.qk_norm
         if case.workload.adapter:
-            return 2 * 2 * num_adapted
-        last = shape.num_layers - 1
-        return 2.0 * (len(linear_layers(shape, last)) + len(stacked_parameters(shape, last)) + 2 + 2 * shape.qk_norm)
+            weights = 2 * num_adapted + weights * layout.cpu_offload
+        return (2.0 if layout.world_size > 1 else 2.0 * weights) + weights * layout.cpu_offload
 
     def forward_gather_s(self, case: TimedCase, stage: PipelineStage, layer: LayerTime) -> float:
         if case.layout.pp > 1:

@@ -325,8 +325,16 @@ def test_any_file_or_folder_of_rows_is_read_at_once(lifecycle, tmp_path, model, 
     [
         ("rows.txt", GSM, "'rows.txt' ends in '.txt'; expected .jsonl, .ndjson, .json, .csv, .parquet"),
         ("rows", GSM, "'rows' has no suffix; expected .jsonl"),
-        ("a.jsonl", [{**SHORT[0], "images": ["x.jpg"]}], "has `images`, which are not supported yet"),
-        ("a.jsonl", [{**SHORT[0], "audios": ["x.mp3"], "videos": ["x"]}], "has `videos`, `audios`, which are not"),
+        (
+            "a.jsonl",
+            [{**SHORT[0], "images": ["x.jpg"]}],
+            "expected one in the dataset's folder, or beside the data file",
+        ),
+        (
+            "a.jsonl",
+            [{**SHORT[0], "audios": ["x.mp3"], "videos": ["x"]}],
+            "has video, which is not learned from yet; expected pictures and text",
+        ),
         ("a.jsonl", [{"input_ids": [1, 2]}], "the rows look like tokens"),
         ("a.jsonl", [{"a": 1}], "the first row has the columns `a`, which fit none of the formats"),
         ("a.jsonl", [{**row, "label": True} for row in KTO], "have the same `label`"),

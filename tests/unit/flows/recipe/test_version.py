@@ -84,6 +84,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft", "adapter": {"init": "eva"}},
         {**TRAINING, "method": "sft", "engine": "megatron"},
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
+        {**TRAINING, "method": "sft", "freeze": ["vision_tower", "projector"]},
+        {**TRAINING, "method": "sft", "freeze": ["language_model"]},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},
@@ -165,6 +167,7 @@ VALUES = (
     ["ipo"],
     ["de"],
     *MAPPINGS,
+    ["projector"],
 )
 """Sample values of every type that a config field may have; a new type of field needs a sample here."""
 

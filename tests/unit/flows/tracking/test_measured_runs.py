@@ -57,7 +57,10 @@ def test_the_fitted_device_is_slower_than_its_data_sheet_says(measured: Path, tm
     assert done.exit_code == 0, done.output
     assert len(json.loads(done.stdout)["runs"]) == 4
     fitted, start = from_yaml(out), named_like(DEVICE)
-    assert start and fitted.efficiency.matmul < 0.8 * start.efficiency.matmul
+    assert start
+    before, after = start.efficiency, fitted.efficiency
+    # Steps of these runs, which are short, do not tell slow products from slow launches.
+    assert after.matmul / before.matmul * (before.launch_s / after.launch_s) < 0.8
     assert f"4 runs of {measured.name}" in out.read_text()
 
 
