@@ -171,7 +171,7 @@ class FsdpCosts(EngineCosts):
         if not _is_copied(case):
             return 0.0
         shape, layout, last = case.shape, case.layout, case.shape.num_layers - 1
-        weights = len(linear_layers(shape, last)) + len(stacked_parameters(shape, last)) + 2 + 2 * shape.qk_norm
+        weights: float = len(linear_layers(shape, last)) + len(stacked_parameters(shape, last)) + 2 + 2 * shape.qk_norm
         if case.workload.adapter:
             weights = 2 * num_adapted + weights * layout.cpu_offload
         return (2.0 if layout.world_size > 1 else 2.0 * weights) + weights * layout.cpu_offload
