@@ -151,6 +151,29 @@ class MediaProcessor:
         spatial: Tensor = positions[:, 0].long()
         return spatial
 
+    def check_sees_alike(self, folder: Path) -> None:
+        """Check by drawn pictures that the model in another folder takes pictures as this one; raises ModelError."""
+        other = MediaProcessor.of(folder, trust_remote_code=self._trust_remote_code)
+        if other is None:
+            raise ModelError(
+                f"the rows have pictures, and the model in {folder} cannot see them: it has no processor; take one of "
+                "text and images"
+            )
+        for size in DRAWN:
+            if (other.token_ids(size), other._drawn(size)) != (self.token_ids(size), self._drawn(size)):
+                raise ModelError(
+                    f"the model in {folder} takes a picture of {size[0]} × {size[1]} pixels in another way than the "
+                    f"one in {self.folder}; take a model of the same family, with the same processor files"
+                )
+
+    def _drawn(self, size: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], bytes]]:
+        """Return what the model takes of a drawn picture, to compare: the shape and the bytes of each tensor."""
+        from PIL import Image
+
+        gradient = Image.linear_gradient("L").resize(size).convert("RGB")
+        found = self.features([gradient]).items()
+        return {name: (tuple(value.shape), value.contiguous().numpy().tobytes()) for name, value in found}
+
     @property
     def _marked(self) -> frozenset[int]:
         return frozenset(one for one in self._processor.image_token_ids if one is not None)

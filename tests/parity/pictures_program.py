@@ -1,8 +1,8 @@
 """Test program that trains models that see on one or two processes, of which the second has no pictures.
 
-    pictures_program OUTPUT FOLDER …
+    pictures_program OUTPUT few|all FOLDER …
 
-Each folder's model is trained whole and with a frozen tower, with and without recomputation. OUTPUT is a JSON file with
+Each folder's model is trained whole and with frozen parts, with and without recomputation. OUTPUT is a JSON file with
 loss and norm of the gradients of each step, by case.
 """
 
@@ -30,16 +30,24 @@ SHARES = (((0,), (2,)), ((1,), (1,)))
 """Documents of each micro-batch of the two processes: the second has those without a picture."""
 
 
+TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
+CASES = {
+    "few": [((), "none"), (TOWER, "full")],
+    "all": [*product(((), TOWER), ("none", "full")), (SEEING, "none"), (("language_model",), "full")],
+}
+"""Frozen parts and recomputation of each training."""
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    output, *folders = map(Path, sys.argv[1:])
+    _, output, cases, *folders = sys.argv
     results = {}
     with joined_processes() as device:
-        for folder, frozen, recompute in product(folders, ((), ("vision_tower",)), ("none", "full")):
+        for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
             found = train(folder, frozen, recompute, device)
-            results[f"{folder.name}, frozen {len(frozen)}, recompute {recompute}"] = found
+            results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
     if is_main_process():
-        output.write_text(json.dumps(results))
+        Path(output).write_text(json.dumps(results))
 
 
 def train(folder: Path, frozen: tuple[str, ...], recompute: str, device: torch.device) -> list[tuple[float, float]]:

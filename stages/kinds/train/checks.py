@@ -286,6 +286,8 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
         untried.append(f"`optimizer: {config.optimizer.name}`, which towers have not been tried with")
     if config.sampling or config.learning.needs_score_head:
         untried.append(f"`method: {config.method}`, which reads text alone")
+    if config.teacher_server:
+        untried.append(f"`{config.method}.teacher_server`, which is asked about text alone")
     if config.mtp_loss_weight:
         untried.append("`mtp_loss_weight`, which has not been tried with pictures")
     if untried:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
-from pathlib import Path
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError
@@ -59,7 +58,7 @@ class RowData:
         if prepared.has_media:
             if problems := "; ".join(picture_errors(config)):
                 raise DataError(f"the rows have pictures: {problems}")
-            _see(prepared, models.start.folder, trust_remote_code=config.trust_remote_code)
+            _see(prepared, models, trust_remote_code=config.trust_remote_code)
         return cls(config, context, models, prepared)
 
     @property
@@ -206,12 +205,17 @@ class RowData:
         )
 
 
-def _see(prepared: PreparedData, model_folder: Path, *, trust_remote_code: bool) -> None:
-    """Put the pictures of documents into all batches, as the model takes them: also where a batch has none."""
+def _see(prepared: PreparedData, models: InputModels, *, trust_remote_code: bool) -> None:
+    """Put the pictures of documents into all batches, as the model takes them: also where a batch has none.
+
+    Raises ModelError for a teacher that would take them in another way.
+    """
     from stages.engines.media import with_media
     from stages.models.processor import MediaProcessor
 
-    processor = MediaProcessor(model_folder, trust_remote_code=trust_remote_code)
+    processor = MediaProcessor(models.start.folder, trust_remote_code=trust_remote_code)
+    if models.teacher:
+        processor.check_sees_alike(models.teacher.folder)
     for dataset in prepared.datasets:
         dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor))
 

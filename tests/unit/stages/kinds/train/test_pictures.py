@@ -2,14 +2,19 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from stages.core.errors import ModelError
 from stages.data.media.images import decode_picture
 from stages.data.messages import in_parts
 from stages.kinds.train import run as training
+from stages.kinds.train.checks import picture_errors
 from tests.train_stage import make_config, make_context
 from tests.unit.stages.data.media.conftest import config_fields, encoded, noise, write_processor
 from tests.zoo.models import tiny_model
@@ -39,17 +44,19 @@ def asked(number):
     return [{"role": "user", "content": content}]
 
 
-def write_rows(data, *columns):
+def write_rows(data, *columns, **more):
+    """Write rows of prompts with these columns of answers. more: other columns, each as the values of all rows."""
     rows = []
     for number, name in enumerate(NAMES):
         answers = {column: [{"role": "assistant", "content": f"{column} {number}"}] for column in columns}
-        rows.append({"prompt": asked(number), **answers, "images": [name] if name else []})
+        others = {column: values[number] for column, values in more.items()}
+        rows.append({"prompt": asked(number), **answers, **others, "images": [name] if name else []})
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def first_losses(tmp_path, inputs, method):
+def first_losses(tmp_path, inputs, method, **fields):
     batches = {"global_batch_size": 2, "layout": {"micro_batch_size": 1}}
-    config = make_config(method, data=DATA, steps=3, learning_rate=3e-4, **batches)
+    config = make_config(method, **{"data": DATA, "steps": 3, "learning_rate": 3e-4, **batches, **fields})
     training.run(config, make_context(tmp_path / "work", inputs, config))
     lines = map(json.loads, (tmp_path / "work" / "metrics.jsonl").read_text().splitlines())
     return [line["metrics"]["loss"] if "metrics" in line else line["loss"] for line in lines if "loss" in str(line)]
@@ -95,3 +102,69 @@ def test_preferences_begin_with_ln_2(tmp_path, inputs):
     losses = first_losses(tmp_path, inputs, "dpo")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[-1] < losses[0]
+
+
+def test_labelled_answers_begin_with_a_half(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "completion", label=[True, False, True, False])
+    losses = first_losses(tmp_path, inputs, "kto")
+    assert losses[0] == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.fixture
+def teacher(tmp_path, inputs):
+    """Provide the artifact of a teacher, the model with other weights, beside the inputs."""
+    shutil.copytree(inputs["base"], tmp_path / "teacher")
+    causal_lm = AutoModelForImageTextToText.from_pretrained(inputs["base"] / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in causal_lm.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    causal_lm.save_pretrained(tmp_path / "teacher" / "model")
+    return tmp_path / "teacher"
+
+
+def test_a_teacher_sees_the_pictures_too(tmp_path, inputs, teacher):
+    write_rows(inputs["rows"] / "data", "completion")
+    inputs["teacher"] = teacher
+    first, _, last = first_losses(tmp_path, inputs, "distill", teacher="teacher")
+    assert last < first
+    # as teacher of itself, which would give other probabilities without the pictures
+    assert first_losses(tmp_path / "itself", inputs, "distill", teacher="base", steps=1)[0] < 1e-6 < first
+
+
+def test_a_teacher_that_sees_otherwise_and_a_teacher_on_a_server_are_refused(tmp_path, inputs, teacher):
+    write_rows(inputs["rows"] / "data", "completion")
+    inputs["teacher"] = teacher
+    path = teacher / "model" / "processor_config.json"
+    described = json.loads(path.read_text())
+    described["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
+    path.write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=r"takes a picture of 64 × 40 pixels in another way than the one in"):
+        first_losses(tmp_path, inputs, "distill", teacher="teacher")
+    path.unlink()
+    with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* cannot see them"):
+        first_losses(tmp_path, inputs, "distill", teacher="teacher")
+    server = {"teacher_server": {"url": "http://127.0.0.1:9/v1", "served_model": "x"}}
+    problems = "; ".join(picture_errors(make_config("distill", data=DATA, distill=server)))
+    assert "`distill.teacher_server`, which is asked about text alone" in problems
+
+
+def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one_and_frozen_parts_with_their_own(
+    tmp_path, inputs
+):
+    write_rows(inputs["rows"] / "data", "completion")
+    fields = {"freeze": ["vision_tower"], "steps": 4, "warmup_steps": 2, "execution": {"checkpoint_every_steps": 2}}
+    first_losses(tmp_path, inputs, "sft", **fields)
+    whole, resumed = tmp_path / "work", tmp_path / "resumed"
+    checkpoints = resumed / "work" / "scratch" / "checkpoints"
+    shutil.copytree(whole / "scratch", checkpoints.parent)
+    shutil.rmtree(checkpoints / "step-4")
+    first_losses(resumed, inputs, "sft", **fields)
+    weights = [
+        load_file(folder / "model" / "model.safetensors") for folder in (inputs["base"], whole, resumed / "work")
+    ]
+    for name, (start, trained, again) in {name: [one[name] for one in weights] for name in weights[0]}.items():
+        assert torch.equal(trained, again), name
+        assert torch.equal(start, trained) == ("vision_tower" in name), name
+    stored = FileSystemReader(checkpoints / "step-2").read_metadata().state_dict_metadata
+    assert any("projector" in name for name in stored)
+    assert not any("vision_tower" in name for name in stored), "neither weights nor moments of what is frozen"
