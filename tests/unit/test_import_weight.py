@@ -51,7 +51,7 @@ RULES = [
     (r"stages\.models\.(layers|loaded_weights|start_up|stored_tensors|transformers_flops|walk)", MODELS - {"peft"}),
     (r"stages\.models\.tokenizer_check", {"tokenizers"}),
     (r"stages\.parallel\.(accelerator|cpu_products|devices|processes)", {"torch"}),
-    (r"stages\.hubs\.builtin\.qwen3", {"torch", "transformers", "tokenizers"}),
+    (r"stages\.hubs\.builtin\.(qwen3.*|tokenizer)", {"torch", "transformers", "tokenizers"}),
     (r"stages\.hubs(\..*)?", HUBS),
     (r"stages\.adapters\.(check|effect|experts|lora|lora_linear|quantized|start|targets)", MODELS),
     (r"stages\.serving\.(engine|packaged|packaged_program)", set()),

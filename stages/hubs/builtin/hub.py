@@ -27,6 +27,39 @@ QWEN3_1M: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+QWEN3_VL_1M: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_heads": 3,
+        "patch_size": 8,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [1],
+    },
+    "tie_word_embeddings": True,
+}
+
 
 @dataclass(frozen=True)
 class Builtin:
@@ -42,9 +75,12 @@ class Builtin:
 
 BUILTINS: dict[str, Builtin] = {
     "qwen3-1m": Builtin("model", "stages.hubs.builtin.qwen3", version=2, sizes=QWEN3_1M),
+    "qwen3-vl-1m": Builtin("model", "stages.hubs.builtin.qwen3_vl", version=1, sizes=QWEN3_VL_1M),
     "addition": Builtin("dataset", "stages.hubs.builtin.addition", version=1),
     "addition-crawled": Builtin("dataset", "stages.hubs.builtin.addition_crawled", version=1),
     "addition-preferences": Builtin("dataset", "stages.hubs.builtin.addition_preferences", version=1),
+    "digits": Builtin("dataset", "stages.hubs.builtin.digits", version=1),
+    "digits-preferences": Builtin("dataset", "stages.hubs.builtin.digits_preferences", version=1),
 }
 
 

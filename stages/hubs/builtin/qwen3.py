@@ -10,17 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from stages.hubs.builtin.addition import split_problems
+from stages.hubs.builtin.tokenizer import MAX_POSITIONS, byte_level_tokenizer
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import WEIGHTS_FILE
 
 SEED = 0
 VOCABULARY_SIZE = 288
-MAX_POSITIONS = 2048
-END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -42,35 +40,8 @@ def make(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of exactly `VOCABULARY_SIZE` tokens, filled up with reserved ones.
-
-    So no id that an untrained model may produce cannot be decoded.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
-            # Without the usual split into words, "user\nWhat is " becomes a single token.
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=[END_OF_TEXT, START_OF_TURN, END_OF_TURN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    num_reserved = VOCABULARY_SIZE - tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens([f"<|reserved_{index}|>" for index in range(num_reserved)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TURN,
-        pad_token=END_OF_TEXT,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=MAX_POSITIONS,
-    )
+    """Return the model's tokenizer, of exactly `VOCABULARY_SIZE` tokens."""
+    return byte_level_tokenizer(_texts(), CHAT_TEMPLATE, vocabulary_size=VOCABULARY_SIZE)
 
 
 def _texts() -> list[str]:

@@ -19,6 +19,9 @@ from stages.data.messages import PlainText
 from stages.data.proved_template import PROBE_CALL, PROBES
 from stages.harnesses.judge.harness import VERSION
 from stages.harnesses.question_sets import asked_hashes
+from stages.hubs.builtin import qwen3_vl
+from stages.hubs.builtin.digits import Drawing, question
+from stages.hubs.builtin.digits_preferences import wrong_number
 from stages.hubs.builtin.hub import BUILTINS
 from stages.hubs.builtin.qwen3 import CHAT_TEMPLATE, make_tokenizer
 from stages.kinds.train.teacher import PROBE as TEACHER_PROBE
@@ -56,12 +59,17 @@ def contents(folder):
             found[f"{name}/{file.name}"] = hash_path(file)
     for name, builtin in BUILTINS.items():
         found[f"builtin {name}"] = {"version": builtin.version, "sizes": digest(builtin.sizes)}
-        if builtin.product == "dataset":
+        if builtin.product == "dataset" and not name.startswith("digits"):
             (folder / name).mkdir()
             importlib.import_module(builtin.module).make(folder / name)
             found[f"builtin {name}"]["rows"] = hash_path(folder / name)
     vocabulary = make_tokenizer().get_vocab()
     found["builtin qwen3-1m"] |= {"vocabulary": digest(vocabulary), "template": digest(CHAT_TEMPLATE)}
+    drawn = [Drawing("train", index) for index in range(100)]  # of thousands, which take seconds
+    found["builtin digits"]["rows"] = digest([question(), [[one.number, one.image.tobytes().hex()] for one in drawn]])
+    found["builtin digits-preferences"]["rows"] = digest([*map(wrong_number, drawn)])
+    seen = {"vocabulary": digest(qwen3_vl.make_tokenizer().get_vocab()), "template": digest(qwen3_vl.CHAT_TEMPLATE)}
+    found["builtin qwen3-vl-1m"] |= seen
     found |= {f"judge: {name}": digest([judge.asked, asked_of(judge, folder)]) for name, judge in JUDGES.items()}
     found["judge: reads"] = digest([RATING.pattern, BETTER.pattern])
     found["judge: version"] = VERSION

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stages.hubs.builtin import addition, addition_preferences
+from stages.hubs.builtin import addition, addition_preferences, digits, digits_preferences
 from stages.hubs.builtin.addition import Problem, split_problems
 from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.download.builtin import held_out
@@ -78,16 +78,50 @@ def test_datasets_have_the_same_bytes_every_time(tmp_path: Path) -> None:
         assert set(contents[0]) == {"train.jsonl", "validation.jsonl"}
 
 
+def test_pictures_have_the_same_pixels_every_time_and_are_in_one_split_only() -> None:
+    names = ("train", "validation", "test")
+    few = {split: [digits.Drawing(split, index) for index in range(40)] for split in names}
+    pixels = {split: [one.image.tobytes() for one in drawn] for split, drawn in few.items()}
+    assert len({one for drawn in pixels.values() for one in drawn}) == 120
+    assert pixels["test"] == [one.image.tobytes() for one in few["test"]]
+
+
+def test_a_wrong_number_differs_in_one_digit() -> None:
+    for index in range(100):
+        drawing = digits.Drawing("train", index)
+        wrong = digits_preferences.wrong_number(drawing)
+        assert sum(one != other for one, other in zip(drawing.number, wrong, strict=True)) == 1
+
+
+def test_rows_with_pictures_name_the_files_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "NUM_ROWS", {"train": 5, "validation": 3, "test": 1})
+    monkeypatch.setattr(digits_preferences, "NUM_PAIRS", {"train": 4, "validation": 2})
+    for maker, numbers in ((digits, (5, 3)), (digits_preferences, (4, 2))):
+        folder = tmp_path / maker.__name__
+        folder.mkdir()
+        maker.make(folder)
+        for split, number in zip(("train", "validation"), numbers, strict=True):
+            made = rows(folder / f"{split}.jsonl")
+            assert [one["images"] for one in made] == [[f"{split}/{index}.png"] for index in range(number)]
+            for index, one in enumerate(made):
+                assert (folder / one["images"][0]).read_bytes() == digits.Drawing(split, index).png
+                answer = one.get("messages", one.get("chosen"))[-1]["content"]
+                assert answer == digits.Drawing(split, index).number
+
+
 def test_every_builtin_has_a_maker() -> None:
     assert all(callable(import_module(builtin.module).make) for builtin in BUILTINS.values())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from stages.hubs.builtin import qwen3
+@pytest.fixture(scope="module", params=["qwen3-1m", "qwen3-vl-1m"])
+def model_name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
-    folder = tmp_path_factory.mktemp("qwen3")
-    qwen3.make(folder)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model_name: str) -> Path:
+    folder = tmp_path_factory.mktemp(model_name)
+    import_module(BUILTINS[model_name].module).make(folder)
     return folder
 
 
@@ -98,30 +132,37 @@ def tokenizer(folder: Path):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_the_model_s_shape_is_known_before_it_is_made(folder: Path) -> None:
-    made = ModelFacts(json.loads((folder / "config.json").read_text())).shape
-    assert ModelFacts(BUILTINS["qwen3-1m"].sizes).shape == made
+def language_part(folder: Path) -> dict:
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)
+
+
+def test_the_model_s_shape_is_known_before_it_is_made(folder: Path, model_name: str) -> None:
+    made, known = json.loads((folder / "config.json").read_text()), BUILTINS[model_name].sizes
+    if "vl" not in model_name:
+        assert ModelFacts(known).shape == ModelFacts(made).shape
+        return
+    for part in ("text_config", "vision_config"):
+        assert made[part].items() >= known[part].items()
 
 
 def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(
     folder: Path,
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel
 
     check_model_folder(ModelFacts(folder))
-    assert 0.5e6 < AutoModelForCausalLM.from_pretrained(folder).num_parameters() < 3e6
+    assert 0.5e6 < AutoModel.from_pretrained(folder).num_parameters() < 3e6
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
-def test_the_model_has_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
-    from stages.hubs.builtin import qwen3
-
-    qwen3.make(tmp_path)
+def test_the_model_has_the_same_bytes_every_time(folder: Path, model_name: str, tmp_path: Path) -> None:
+    import_module(BUILTINS[model_name].module).make(tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_the_model_can_be_quantized_in_groups_of_32(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = language_part(folder)
     attention_dim = config["num_attention_heads"] * config["head_dim"]
     for input_dim in (config["hidden_size"], config["intermediate_size"], attention_dim):
         assert input_dim % 64 == 0, "an even number of groups"
@@ -133,14 +174,15 @@ def test_any_text_survives_the_tokenizer(text: str, tokenizer) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_digits_are_tokens_of_their_own_and_an_exchange_is_short(tokenizer) -> None:
-    messages = [{"role": "user", "content": "What is 98 + 76?"}, {"role": "assistant", "content": "174"}]
+def test_digits_are_tokens_of_their_own_and_an_exchange_is_short(tokenizer, model_name: str) -> None:
+    pair = (digits.question(), "56") if "vl" in model_name else (addition.message("user", "What is 98 + 76?"), "174")
+    messages = [pair[0], {"role": "assistant", "content": pair[1]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     ids = tokenizer(text)["input_ids"]
     assert len(ids) <= 18
     assert tokenizer.decode(ids) == text
     tokens = [tokenizer.decode([token]) for token in ids]
-    assert [token for token in tokens if any(c.isdigit() for c in token)] == list("9876174")
+    assert [token for token in tokens if any(c.isdigit() for c in token)] == [c for c in text if c.isdigit()]
 
 
 def test_the_prompt_is_a_prefix_of_the_exchange(tokenizer) -> None:
@@ -152,6 +194,6 @@ def test_the_prompt_is_a_prefix_of_the_exchange(tokenizer) -> None:
 
 
 def test_every_id_that_the_model_can_produce_has_a_token(folder: Path, tokenizer) -> None:
-    vocabulary_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    vocabulary_size = language_part(folder)["vocab_size"]
     assert len(tokenizer) == vocabulary_size <= 512
     assert None not in tokenizer.convert_ids_to_tokens(range(vocabulary_size))
