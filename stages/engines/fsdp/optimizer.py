@@ -8,14 +8,16 @@ AdamW (Loshchilov and Hutter 2019) is also there with moments, and perhaps weigh
 number between two bf16 values becomes the upper one with a probability in proportion to its nearness (Gupta et al.
 2015), so that small updates are right on average: 0.999 times a second moment, rounded to nearest, would stay that
 moment. The random bits are a function of the seed, the step, the parameter's name and the place in the parameter: the
-same after a resumption and for any number of processes.
+same after a resumption and for any number of processes. GPUs compute them, and the step, by generated kernels: one by
+one, the 37 operations took more than half of a training step on an H100.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from itertools import accumulate, chain
 from typing import Any
@@ -29,11 +31,13 @@ from transformers.trainer_pt_utils import get_parameter_names
 from stages.adapters.config import AdapterConfig
 from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
+from stages.parallel.accelerator import capability_of, of_device
+from stages.parallel.compiler import missing_compiler
 
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
 """Number of elements that the optimizer updates at a time, on the host and on an accelerator, of 44 temporary bytes.
 
-The host's 44 MiB fit a CPU's cache; the accelerator's 1.4 GiB keep each of the 37 kernels longer than its launch."""
+The host's 44 MiB fit a CPU's cache; the accelerator's 1.4 GiB keep each kernel longer than its launch."""
 KEPT = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -119,9 +123,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         torch._foreach_copy_(gradient.split(sizes), [piece.gradient for piece in pieces])
         for name, row in zip(rows, values, strict=True):
             torch._foreach_copy_(row.split(sizes), [piece.kept[name] for piece in pieces])
-        _move(gradient, **dict(zip(rows, values, strict=True)), step=step, group=group)
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        # Bias corrections and rates change with every step: as tensors, they need no new kernels.
+        numbers = (1 - beta2**step, rate / (1 - beta1**step), 1 - rate * group["weight_decay"])
+        scalars = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        move = fused(_move, device)
+        move(gradient, dict(zip(rows, values, strict=True)), scalars, betas=(beta1, beta2), epsilon=group["eps"])
         if bits is not None:
-            round_at_random_(values[: len(rounded)], bits)
+            fused(round_at_random_, device)(values[: len(rounded)], bits)
         for name, row in zip(rows, values, strict=True):
             torch._foreach_copy_([piece.kept[name] for piece in pieces], row.split(sizes))
 
@@ -135,7 +144,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         keys = torch.zeros(len(rounded), sum(sizes), dtype=torch.int32, device=device)
         numbers = [_key(self._seed, step, piece.name, name) for name in rounded for piece in pieces]
         torch._foreach_add_([one for row in keys for one in row.split(sizes)], numbers)
-        return random_bits(places, keys)
+        return fused(random_bits, device)(places, keys)
 
 
 @dataclass(frozen=True)
@@ -167,17 +176,39 @@ def _buckets(pieces: Iterable[_ShardSlice], size: int) -> Iterator[list[_ShardSl
         yield bucket
 
 
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return an elementwise function compiled, where the device's kernels can be: else the function itself."""
+    if device.type in ("cpu", "meta"):  # a CPU's operations find a bucket in its cache
+        return function
+    cannot = "compile" in of_device(device).lacks or capability_of(device) is None or missing_compiler(True)
+    return function if cannot else _compiled(function)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
 def _move(
-    gradient: Tensor, *, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: dict[str, Any]
+    gradient: Tensor,
+    kept: Mapping[str, Tensor],
+    scalars: Sequence[Tensor],
+    *,
+    betas: tuple[float, float],
+    epsilon: float,
 ) -> None:
-    """Make a step of AdamW in place, on fp32 tensors [elements]; the gradient is overwritten."""
-    (beta1, beta2), rate = group["betas"], group["lr"]
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    """Make a step of AdamW in place, on fp32 tensors [elements]; the gradient is overwritten.
+
+    scalars: the second moment's bias correction, the learning rate over the first's, and the factor of weight decay.
+    """
+    weight, exp_avg, exp_avg_sq = (kept[name] for name in KEPT)
+    correction, rate, decay = scalars
+    exp_avg.lerp_(gradient, 1 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
     # √(second moment ÷ bias correction) + ε, into the gradient's memory, which is free from here on
-    denominator = torch.div(exp_avg_sq, 1 - beta2**step, out=gradient).sqrt_().add_(group["eps"])
-    change = torch.div(exp_avg, denominator, out=denominator).mul_(rate / (1 - beta1**step))
-    weight.mul_(1 - rate * group["weight_decay"]).sub_(change)  # decoupled decay, before the step
+    denominator = torch.div(exp_avg_sq, correction, out=gradient).sqrt_().add_(epsilon)
+    change = torch.div(exp_avg, denominator, out=denominator).mul_(rate)
+    weight.mul_(decay).sub_(change)  # decoupled decay, before the step
 
 
 def round_at_random_(values: Tensor, bits: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def test_what_only_the_math_kernel_could_compute_is_refused_on_a_gpu(request_: R
 
 def test_in_a_compiled_layer_no_shape_depends_on_lengths() -> None:
     names = device_type("cuda").attention
-    assert choose(replace(HOPPER, in_graph=True), names, "cudnn") == "flash"
+    assert choose(replace(HOPPER, in_graph=True), names) == "flash"
     assert choose(replace(HOPPER, in_graph=True, dtype=torch.float32), names) == "flex"
     with pytest.raises(ModelError, match=r"efficient cannot be part of a compiled layer.*flex has no dropout"):
         choose(replace(HOPPER, in_graph=True, features=frozenset({"dropout"})), names)
