@@ -1,4 +1,6 @@
-"""Adapters and preference methods learn on an accelerator: losses fall, and the first preference loss is log 2."""
+"""Adapters, preference methods and pictures are learned on an accelerator: losses fall, the first preference loss is
+log 2, and pictures give the losses of a CPU.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.gpu.device import needs_device
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.train.methods.sft import SftLoss
+from stages.models.facts import ModelFacts
+from stages.parallel.layout import Layout
+from stages.parallel.processes import joined_processes
+from tests.gpu.device import DEVICE, needs_device
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
+from tests.zoo.pictures import Documents, save_family
 
 pytestmark = needs_device
 
@@ -83,3 +92,19 @@ def test_preferences_begin_at_ln_2_and_are_learned(tmp_path: Path, artifacts: di
     found = losses(train(tmp_path / "work", artifacts, "dpo", steps=12, engine=engine))
     assert found[0] == pytest.approx(math.log(2), abs=2e-3)
     assert found[-1] < found[0] - 0.02
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_documents_with_pictures_give_the_losses_of_a_cpu(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("torchvision")
+    documents = Documents(save_family(family, tmp_path))
+    found = {}
+    with joined_processes():
+        for device, precision in ((torch.device("cpu"), "fp32"), (DEVICE, "bf16")):
+            settings = EngineSettings(Layout(), precision, AdamSettings(1e-3), media=MediaSettings())
+            engine = FsdpEngine(ModelFacts(tmp_path), settings, device)
+            steps = [engine.train_step([documents.batch()], SftLoss(), 1e-3, None) for _ in range(3)]
+            found[precision] = [steps[0].grad_norm, *(step.loss for step in steps)]
+            engine.close()
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.03)
+    assert found["bf16"][-1] < found["bf16"][1]
