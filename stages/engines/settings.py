@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.adapters.config import AdapterConfig
@@ -66,6 +67,8 @@ class MediaSettings:
 
     freeze: tuple[ModelPart, ...] = ()
     """Parts of the model that do not learn."""
+    learning_rate_ratios: Mapping[ModelPart, float] = field(default_factory=dict)
+    """Factor on every step's learning rate of the weights of a part; parts that are not named have 1."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
 from stages.engines.fsdp.mtp import add_mtp, num_targets, one_ahead
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
 from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
-from stages.engines.fsdp.parts import freeze_parts
+from stages.engines.fsdp.parts import freeze_parts, learning_rate_ratios
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
 from stages.engines.fsdp.sources import ModelFiles
@@ -127,10 +127,11 @@ class FsdpEngine:
             convert_to_bf16(self._model.causal_lm)
         # By the classes of modules, which FSDP2 changes.
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
+        ratios = learning_rate_ratios(self._model.causal_lm, settings.media)
         self._parallelize(settings.layout, files, float8)
         # After sharding, which replaces parameters by DTensors.
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed)
+        self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed, ratios)
         self._state = TrainingState(self._model.causal_lm, self._optimizer)
 
     def train_step(

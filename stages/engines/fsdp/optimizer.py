@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -335,11 +336,14 @@ def parameter_groups(
     decayed: Collection[str] | None,
     adapter: AdapterConfig | None = None,
     matrices: Collection[str] = (),
+    *,
+    ratios: Mapping[str, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return trainable parameters in groups of equal weight decay and learning rate, for torch's optimizers.
 
-    decayed: names of those with weight decay; None: all. matrices: of those in groups with `is_muon`. With LoRA+, B and
-    all vectors learn faster, as in PEFT, by the `learning_rate_ratio` of their group.
+    decayed: names of those with weight decay; None: all. matrices: of those in groups with `is_muon`. ratios: factors
+    on the learning rate by name. With LoRA+, B and all vectors learn faster, as in PEFT, by the `learning_rate_ratio`
+    of their group.
     """
     ratio = (adapter and adapter.loraplus_lr_ratio) or 1.0
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -347,7 +351,7 @@ def parameter_groups(
         if parameter.requires_grad:
             decay = weight_decay if decayed is None or name in decayed else 0.0
             is_faster = ".lora_B." in name or parameter.ndim == 1
-            kind = decay, ratio if is_faster else 1.0, name in matrices
+            kind = decay, (ratio if is_faster else 1.0) * ratios.get(name, 1.0), name in matrices
             groups.setdefault(kind, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "learning_rate_ratio": times, "is_muon": is_muon}
@@ -363,15 +367,17 @@ def convert_to_bf16(causal_lm: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def build_optimizer(causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None) -> torch.optim.AdamW:
+def build_optimizer(
+    causal_lm: Any, settings: EngineSettings, decayed: Collection[str] | None, ratios: Mapping[str, float]
+) -> torch.optim.AdamW:
     """Build AdamW for all trainable parameters, or Muon for the layers' matrices and AdamW for the rest.
 
-    decayed: as in `parameter_groups`, computed before FSDP2 gives the modules other classes.
+    decayed, ratios: as in `parameter_groups`, computed before FSDP2 gives the modules other classes.
     """
     adam, muon = settings.adam, settings.muon
     options: dict[str, Any] = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.epsilon}
     matrices = matrices_of_layers(causal_lm) if muon else ()
-    groups = parameter_groups(causal_lm, adam.weight_decay, decayed, settings.adapter, matrices)
+    groups = parameter_groups(causal_lm, adam.weight_decay, decayed, settings.adapter, matrices, ratios=ratios)
     if settings.low_precision != LowPrecisionSettings():
         names = {parameter: name for name, parameter in causal_lm.named_parameters()}
         return LowPrecisionAdamW(groups, names, settings.low_precision, settings.seed, **options)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from stages.core.errors import ModelError
-from stages.engines.settings import ModelPart
+from stages.engines.settings import MediaSettings, ModelPart
 from stages.models.layers import parts_for_text
 
 MERGER = "merger"
@@ -36,6 +36,22 @@ def parts_of(causal_lm: Any) -> dict[ModelPart, dict[str, nn.Parameter]]:
         elif SOUND not in name:
             parts["projector"][name] = parameter
     return parts
+
+
+def learning_rate_ratios(causal_lm: Any, media: MediaSettings | None) -> dict[str, float]:
+    """Return the factor on the learning rate of each weight, by name, where its part has one; computed before sharding.
+
+    Raises ModelError for a part of which nothing learns.
+    """
+    ratios: dict[str, float] = {}
+    for part, ratio in media.learning_rate_ratios.items() if media else ():
+        learning = {name for name, one in parts_of(causal_lm)[part].items() if one.requires_grad}
+        if not learning:
+            raise ModelError(
+                f"`part_learning_rates` names {part}, of which nothing learns in {type(causal_lm).__name__}; remove it"
+            )
+        ratios |= dict.fromkeys(learning, ratio)
+    return ratios
 
 
 def freeze_parts(causal_lm: Any, frozen: Collection[ModelPart]) -> None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 
 from stages.core.contract import Execution
 from stages.core.fields import HELD_IN_FP32, NonNegativeFp32, Seconds, StrictModel
-from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
+from stages.engines.settings import LowPrecisionSettings, ModelPart, MoeSettings, MuonSettings
 from stages.planner.workload import Precision, StateBytes
 
 UNSUPPORTED = {
@@ -102,6 +102,19 @@ class MoeConfig(StrictModel):
     @property
     def settings(self) -> MoeSettings:
         return MoeSettings(self.aux_loss_coefficient, self.freeze_router)
+
+
+class PartLearningRates(StrictModel):
+    """Config block of the peak learning rates of a seeing model's parts; one that is not named has `learning_rate`."""
+
+    vision_tower: Rate | None = Field(None, description="Peak learning rate of the vision tower.")
+    projector: Rate | None = Field(None, description="Peak learning rate of the projector (or a tower's merger).")
+    language_model: Rate | None = Field(None, description="Peak learning rate of the language model.")
+
+    @property
+    def named(self) -> dict[ModelPart, float]:
+        """Learning rates of the parts that have one of their own."""
+        return {part: rate for part, rate in self if rate is not None}  # type: ignore[misc]
 
 
 class TrainExecution(Execution):

@@ -239,8 +239,8 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
         yield from lacked_feature(engine, "rowwise_fp8", f"fp8_recipe: {config.fp8_recipe}")
     if config.mtp_loss_weight:
         yield from _mtp_errors(config)
-    if config.freeze:
-        yield from _freezing_errors(config)
+    if config.freeze or config.part_learning_rates.named:
+        yield from _part_errors(config)
     if config.learning.needs_score_head:
         yield from lacked_feature(engine, "score_head", f"method: {config.method}")
         if config.adapter:
@@ -262,12 +262,21 @@ def _mtp_errors(config: TrainFields) -> Iterator[str]:
         )
 
 
-def _freezing_errors(config: TrainFields) -> Iterator[str]:
-    """Yield why a recipe may not freeze these parts of its model."""
+def _part_errors(config: TrainFields) -> Iterator[str]:
+    """Yield why a recipe may not freeze these parts of its model, or let them learn at rates of their own."""
     if len({*config.freeze}) == len(get_args(ModelPart)):
         yield "`freeze` names all parts of the model, so that nothing would learn; leave one out"
     if config.adapter:
-        yield "`freeze` has no effect with `adapter`, whose base is frozen; remove it"
+        field = "freeze" if config.freeze else "part_learning_rates"
+        yield f"`{field}` has no effect with `adapter`, whose base is frozen; remove it"
+    if both := [part for part in config.part_learning_rates.named if part in config.freeze]:
+        yield f"`freeze` and `part_learning_rates` both name {both[0]}, which is frozen; remove it from one of them"
+    for part, rate in config.part_learning_rates.named.items():
+        if config.weight_decay * rate >= 1:
+            yield (
+                f"`weight_decay: {config.weight_decay:g}` × `part_learning_rates.{part}: {rate:g}` is the fraction by "
+                "which a step shrinks each weight; expected less than 1"
+            )
 
 
 def picture_errors(config: TrainFields) -> Iterator[str]:

@@ -16,13 +16,14 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import ModelOrAdapterReference, ModelReference
 from stages.core.fields import AddedLater, NonNegativeFp32, Product
 from stages.data.config import DataConfig
-from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, ModelPart
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, MediaSettings, ModelPart
 from stages.kinds.train.blocks import (
     BatchSize,
     Denominator,
     Epochs,
     MoeConfig,
     OptimizerConfig,
+    PartLearningRates,
     Rate,
     Seed,
     TrainExecution,
@@ -75,6 +76,7 @@ class TrainFields(MethodFields):
         description="Parts of a model that sees which do not learn from rows with pictures: vision_tower, projector "
         "(also the merger of towers like Qwen's), language_model. Default: all learn.",
     )
+    part_learning_rates: Annotated[PartLearningRates, AddedLater()] = PartLearningRates()
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Shape of the learning rate over the steps after the warm-up."
     )
@@ -211,6 +213,12 @@ class TrainFields(MethodFields):
         if self.data.chat_template or not template.is_file():
             return self.data
         return self.data.model_copy(update={"chat_template": template})
+
+    @property
+    def media_settings(self) -> MediaSettings:
+        """Settings of the engine for rows with pictures."""
+        ratios = {part: rate / self.learning_rate for part, rate in self.part_learning_rates.named.items()}
+        return MediaSettings(self.freeze, ratios)
 
     @property
     def engine_settings(self) -> EngineSettings:

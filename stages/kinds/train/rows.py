@@ -55,6 +55,12 @@ class RowData:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
+        if (config.freeze or config.part_learning_rates.named) and not prepared.has_media:
+            field = "freeze" if config.freeze else "part_learning_rates"
+            raise DataError(
+                f"`{field}` names parts of a model that sees, and the rows have no pictures, so that only its language "
+                f"model learns; remove `{field}`, or add rows with pictures"
+            )
         if prepared.has_media:
             if problems := "; ".join(picture_errors(config)):
                 raise DataError(f"the rows have pictures: {problems}")

@@ -25,7 +25,6 @@ from stages.data.summaries import LENGTHS_FILE
 from stages.engines.engine import Engine, LossMeans
 from stages.engines.recorded import record_log_probabilities
 from stages.engines.registry import BUILDERS, EngineInputs
-from stages.engines.settings import MediaSettings
 from stages.kinds.train.batches import TrainingData
 from stages.kinds.train.check_model import InputModels, check_layout_on_device, check_lengths, check_model
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
@@ -169,7 +168,7 @@ def _build_engine(
     start = context.inputs[config.model] / "adapter" if config.base else None
     settings, scratch = config.engine_settings, context.scratch
     if data.has_media:
-        settings = replace(settings, media=MediaSettings(config.freeze))
+        settings = replace(settings, media=config.media_settings)
     return BUILDERS[config.engine](
         EngineInputs(model, settings, device, start, first_batches, scratch, context.milestone)
     )

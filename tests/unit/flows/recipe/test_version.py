@@ -86,6 +86,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft", "engine": "megatron", "layout": {"pp": 2, "ep": 2, "dp_shard": 4}},
         {**TRAINING, "method": "sft", "freeze": ["vision_tower", "projector"]},
         {**TRAINING, "method": "sft", "freeze": ["language_model"]},
+        {**TRAINING, "method": "sft", "part_learning_rates": {"vision_tower": 1e-6}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},

@@ -1,11 +1,13 @@
 """Documents with pictures train as plain Transformers trains each alone; quick families here, all of them nightly."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
@@ -21,6 +23,10 @@ from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_f
 from tests.zoo.proofs import one_process
 from tests.zoo.proofs import save_family as save_text_family
 from tests.zoo.test_pictures import pictures
+
+
+def engine_settings(**fields: Any) -> EngineSettings:
+    return EngineSettings(Layout(), "fp32", AdamSettings(1e-2), **fields)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +67,39 @@ def test_freezing_everything_is_refused() -> None:
         freeze_parts(tiny_model("gemma3"), ["vision_tower", "projector", "language_model"])
 
 
+def test_parts_learn_at_their_own_rates_as_groups_of_torch_do(tmp_path: Path) -> None:
+    documents = Documents(save_family("qwen2_5_vl", tmp_path))
+    batch, rate, ratios = documents.batch(), 1e-2, {"vision_tower": 0.1, "projector": 0.5}
+    media = MediaSettings(learning_rate_ratios=ratios)  # type: ignore[arg-type]
+    with one_process():
+        engine = FsdpEngine(ModelFacts(tmp_path), engine_settings(media=media), torch.device("cpu"))
+        for _ in range(2):
+            engine.train_step([batch], SftLoss(), rate, None)
+        found = dict(engine.whole_weights(torch.float32))
+        engine.close()
+        untrained = MediaSettings(("projector",), {"projector": 0.5})
+        with pytest.raises(ModelError, match="`part_learning_rates` names projector, of which nothing learns"):
+            FsdpEngine(ModelFacts(tmp_path), engine_settings(media=untrained), torch.device("cpu"))
+    model = load_seeing(tmp_path)
+    groups = [{"params": named.values(), "lr": rate * ratios.get(part, 1.0)} for part, named in parts_of(model).items()]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (-log_probabilities(model, documents, batch).sum() / batch.signal.has_target.sum()).backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "expected")
+    expected, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "expected", tmp_path))
+    difference, moved = (
+        torch.stack([(one[name] - expected[name]).norm() for name in expected]).norm() for one in (found, start)
+    )
+    assert difference < 1e-3 * moved
+
+
 def test_an_adapter_goes_on_the_language_model_and_is_loaded_by_peft(tmp_path: Path) -> None:
     documents = Documents(save_family("qwen3_vl", tmp_path))
     batch, options = documents.batch(), AdapterConfig(rank=2)
     with one_process():
-        settings = EngineSettings(Layout(), "fp32", AdamSettings(1e-2), adapter=options, media=MediaSettings())
+        settings = engine_settings(adapter=options, media=MediaSettings())
         engine = FsdpEngine(ModelFacts(tmp_path), settings, torch.device("cpu"))
         before = engine.predictions(batch)[0]
         for _ in range(2):  # A has no gradient in the first step, as B is 0

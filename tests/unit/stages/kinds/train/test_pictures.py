@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from stages.core.errors import ModelError
+from stages.core.errors import DataError, ModelError
 from stages.data.media.images import decode_picture
 from stages.data.messages import in_parts
 from stages.kinds.train import run as training
@@ -108,6 +109,19 @@ def test_labelled_answers_begin_with_a_half(tmp_path, inputs):
     write_rows(inputs["rows"] / "data", "completion", label=[True, False, True, False])
     losses = first_losses(tmp_path, inputs, "kto")
     assert losses[0] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_parts_that_do_not_learn_get_neither_frozen_nor_a_rate(tmp_path, inputs):
+    (inputs["rows"] / "data" / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    for fields in ({"freeze": ["projector"]}, {"part_learning_rates": {"projector": 1e-4}}):
+        with pytest.raises(DataError, match=rf"`{next(iter(fields))}` names parts of a model that sees, and the rows"):
+            first_losses(tmp_path, inputs, "sft", **fields)
+        with pytest.raises(ValidationError, match=rf"`{next(iter(fields))}` has no effect with `adapter`"):
+            make_config(adapter={"rank": 2}, **fields)
+    with pytest.raises(ValidationError, match="both name projector, which is frozen"):
+        make_config(freeze=["projector"], part_learning_rates={"projector": 1e-4})
+    with pytest.raises(ValidationError, match="is the fraction by which a step shrinks each weight"):
+        make_config(weight_decay=0.1, part_learning_rates={"projector": 20.0})
 
 
 @pytest.fixture
