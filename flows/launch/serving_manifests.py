@@ -191,17 +191,18 @@ def _pod(
         # Long enough for the requests in progress to be answered completely.
         "terminationGracePeriodSeconds": DEREGISTRATION_S + round(LAST_ANSWERS_TIMEOUT_S) + HUNG_ENGINE_GRACE_S,
         "securityContext": POD_SECURITY,
-        "containers": [container, _proxy(asked)],
+        "containers": [container, _proxy(asked, spec.max_images)],
         "nodeSelector": asked.node_selector,
         "volumes": [*volumes(asked), {"name": "engine", "emptyDir": {}}],
     }
 
 
-def _proxy(asked: KubernetesOptions) -> Manifest:
+def _proxy(asked: KubernetesOptions, max_images: int) -> Manifest:
+    limit = [str(max_images)] if max_images else []
     return {
         "name": "proxy",
         "image": asked.image,
-        "command": ["python", "-m", "stages.serving.proxy_program", str(SOCKET), str(PORT)],
+        "command": ["python", "-m", "stages.serving.proxy_program", str(SOCKET), str(PORT), *limit],
         "env": [
             {"name": "PYTHONPATH", "value": PROXY_CODE},
             *environment_by_reference({API_KEY_VARIABLE: asked.secrets[API_KEY_VARIABLE]}),

@@ -74,12 +74,20 @@ class Backend:
     """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
     naming: None for an engine whose names are public. version: None if no versions are compared; so they pass unread.
+    max_images: largest number of pictures in a request; 0 for a model that reads text alone.
     """
 
-    def __init__(self, address: EngineAddress, naming: Naming | None = None, version: ServedVersion | None = None):
+    def __init__(
+        self,
+        address: EngineAddress,
+        naming: Naming | None = None,
+        version: ServedVersion | None = None,
+        max_images: int = 0,
+    ):
         self.address = address
         self.naming = naming
         self.version = version
+        self.max_images = max_images
         self.is_gone = False
         self.num_requests = 0
         self.idle = threading.Event()

@@ -18,6 +18,7 @@ from stages.models.facts import SPELLINGS, ModelFacts
 from stages.models.model_folder import check_config
 
 EngineName = Literal["vllm", "llama_cpp", "sglang", "lmdeploy"]
+DEFAULT_MAX_IMAGES = 4
 MOST_STOP_TEXTS = 64
 """Largest number of stop texts in one request; every server that a stage starts accepts this many."""
 StopTexts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MOST_STOP_TEXTS)]
@@ -53,6 +54,9 @@ class ServingConfig(StrictModel):
         min_length=1,
         description="Engine's parser of tool calls. Default: by the chat template for vllm; llama_cpp has its own. "
         "Without one, requests with tools are refused.",
+    )
+    max_images: Annotated[PositiveInt | None, AddedLater()] = Field(
+        None, description="Largest number of pictures in one request, for a model that sees. Default: 4."
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,

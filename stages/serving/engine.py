@@ -29,8 +29,9 @@ from stages.core.files import write_atomically
 from stages.core.redaction import shortened
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
+from stages.models.processor import reads_media
 from stages.models.recorded import Predicted
-from stages.serving.config import BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
+from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.serving.backend import EngineAddress
@@ -112,6 +113,11 @@ class LaunchSpec(StrictModel):
         """Architecture and sizes of the served model, read from its `config.json`."""
         return ModelFacts(self.model)
 
+    @cached_property
+    def max_images(self) -> int:
+        """Largest number of pictures in one request; 0 for a model that reads text alone."""
+        return (self.serving.max_images or DEFAULT_MAX_IMAGES) if reads_media(self.model) else 0
+
     def asking(self, name: str) -> LaunchSpec:
         """Return a copy of the launch spec whose default name in requests is `name`, of the model or of an adapter."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
@@ -175,7 +181,8 @@ class Capabilities:
     learn from completions. token_prompts: whether `/v1/completions` takes token ids; else what is served is not
     compared with its training's record. stop_texts: whether an answer may end at any text. prompt_token_ids: whether
     `/v1/chat/completions` returns those of the rendered prompt. dtypes: that it computes in. speculation: methods by
-    which it guesses tokens ahead. idle_fields: fields of `serving` that it does not use.
+    which it guesses tokens ahead. pictures: whether it serves models that see, as they were trained. idle_fields:
+    fields of `serving` that it does not use.
     """
 
     weights: WeightFiles
@@ -187,6 +194,7 @@ class Capabilities:
     prompt_token_ids: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     speculation: tuple[SpeculationMethod, ...] = ()
+    pictures: bool = False
     idle_fields: tuple[str, ...] = ()
 
 

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -41,6 +42,8 @@ from stages.serving.engine_connections import (
 )
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, header_lines, passed
+from stages.serving.pictures import MAX_BODY_BYTES as MAX_BODY_BYTES_WITH_PICTURES
+from stages.serving.pictures import MEDIA, RefusedRequestError, checked
 from stages.serving.tally import ServedVersion, Tallies, labelled
 from stages.serving.waiting import EngineGoneError, RequestQueue, not_served
 
@@ -59,6 +62,8 @@ ROUTES = {
 }
 """HTTP method of each route of the proxy; an engine's others (`/collective_rpc`, `/tokenize`, …) cannot be reached."""
 MAX_BODY_BYTES = 32 * 2**20
+SHORT_BYTES = 2**18
+"""Largest request that the event loop looks through itself: about 1 ms."""
 MAX_REQUESTS = 1024
 """Largest number of requests that the proxy handles at a time; further ones get status 429."""
 API_KEY_VARIABLE = "VLLM_API_KEY"
@@ -122,6 +127,8 @@ class Proxy:
         self._num_requests = 0
         self._lock = threading.Lock()
         self._connections: dict[Backend, EngineConnections] = {}
+        # One at a time: a picture takes up to 256 MiB while it is decoded.
+        self._inspector = ThreadPoolExecutor(1, thread_name_prefix="pictures")
 
     def switch(self, backend: Backend) -> Backend:
         """Send new requests to another backend, no longer a canary; return the former, which may still answer some."""
@@ -149,16 +156,18 @@ class Proxy:
         self._num_requests += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await body_of(request, MAX_BODY_BYTES)
+                body = await body_of(request, self._max_body_bytes)
         except TimeoutError:
             return error(408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s")
         else:
             if body is None:
-                return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+                return error(413, f"the request is larger than {self._max_body_bytes} bytes")
             try:
                 # This bounds the whole answer: else a client that stops reading would keep it open endlessly.
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    return await self._answered(request, body)
+                    return await self._answered(request, await self._inspected(request, body))
+            except RefusedRequestError as problem:
+                return error(400, str(problem))
             except TimeoutError:
                 # Half an answer may be sent already: only a cut connection shows the client that the rest is missing.
                 if request.transport:
@@ -168,6 +177,7 @@ class Proxy:
             self._num_requests -= 1
 
     async def close(self) -> None:
+        self._inspector.shutdown(wait=False, cancel_futures=True)
         for connections in self._connections.values():
             connections.close()
 
@@ -194,11 +204,22 @@ class Proxy:
         if request.method != ROUTES[path]:
             return error(405, f"{path} takes {ROUTES[path]} only", {"Allow": ROUTES[path]})
         # Before any of the body is read; a chunked body has no length, and is bounded by `body_of`.
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            return error(413, f"the request is larger than {MAX_BODY_BYTES} bytes")
+        if (request.content_length or 0) > self._max_body_bytes:
+            return error(413, f"the request is larger than {self._max_body_bytes} bytes")
         if self._num_requests >= MAX_REQUESTS:
             return error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
         return None
+
+    @property
+    def _max_body_bytes(self) -> int:
+        return MAX_BODY_BYTES_WITH_PICTURES if self._backend.max_images else MAX_BODY_BYTES
+
+    async def _inspected(self, request: web.BaseRequest, body: bytes) -> bytes:
+        """Return a request's body for the engine, its pictures checked; raises RefusedRequestError."""
+        if _path(request) != CHAT or (len(body) <= SHORT_BYTES and not MEDIA.search(body)):
+            return body
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._inspector, checked, body, self._backend.max_images)
 
     @contextmanager
     def _under_way(self, key: str | None) -> Iterator[Backend]:

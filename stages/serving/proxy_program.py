@@ -1,7 +1,8 @@
-"""Program that runs the proxy in a Kubernetes pod: `python -m stages.serving.proxy_program SOCKET PORT`.
+"""Program that runs the proxy in a Kubernetes pod: `python -m stages.serving.proxy_program SOCKET PORT [IMAGES]`.
 
 It answers on every address of the pod, until SIGTERM; the engine listens on SOCKET, and requests wait while kubelet
-restarts it. The API key is VLLM_API_KEY. A lock beside the socket tells others until when the engine is needed.
+restarts it. IMAGES: largest number of pictures in a request, default 0. The API key is VLLM_API_KEY. A lock beside the
+socket tells others until when the engine is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAST_ANSWERS_TIMEOUT_S = 600.0
 
 def main() -> None:
     """Run the proxy until SIGTERM, then complete the running answers."""
-    engine = Backend(EngineAddress(Path(sys.argv[1])))
+    engine = Backend(EngineAddress(Path(sys.argv[1])), max_images=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
 from stages.models.model_folder import holds_gguf
+from stages.models.processor import reads_media
 from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
@@ -50,6 +51,16 @@ def check_weight_files(model: Path, engine: Engine) -> None:
     found, expected = weight_files_of(model), engine.capabilities.weights
     if found != expected:
         raise ModelError(f"serving {model}: it holds {found}, and {engine.title} serves {expected}; {_advice(found)}")
+
+
+def check_sees(model: Path, engine: Engine) -> None:
+    """Raise ModelError if a model folder holds a processor of pictures, which the engine would leave out."""
+    if reads_media(model) and not engine.capabilities.pictures:
+        able = " or ".join(other.title for other in ENGINES.values() if other.capabilities.pictures)
+        raise ModelError(
+            f"serving {model}: the model sees, and with {engine.title} its pictures are not compared with what was "
+            f"trained; serve it with {able}"
+        )
 
 
 def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, StageConfig]) -> ServingConfig | None:

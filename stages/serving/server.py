@@ -24,7 +24,7 @@ from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine, LaunchSpec, WeightConnection
 from stages.serving.proxy import API_KEY_VARIABLE, MAX_CONNECTIONS, Proxy, listening
-from stages.serving.registry import check_weight_files, engine_of
+from stages.serving.registry import check_sees, check_weight_files, engine_of
 from stages.serving.tally import ServedVersion
 
 POLL_INTERVAL_S = 0.1
@@ -141,6 +141,7 @@ def started_server(
     check_model_folder(spec.facts)
     engine = engine_of(spec.engine)
     check_weight_files(spec.model, engine)
+    check_sees(spec.model, engine)
     if spec.adapters:
         engine.check_adapters(spec)
     program = engine.find_program()
@@ -163,7 +164,8 @@ def started_server(
         # The proxy answers while the engine starts, so that early requests get an error instead of no connection.
         try:
             served = ServedVersion(spec.served_name, version) if version else None
-            with listening(Proxy(Backend(outside, version=served), client.api_key), public):
+            backend = Backend(outside, version=served, max_images=spec.max_images)
+            with listening(Proxy(backend, client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:
             process.stop()  # after the proxy, so that answers under way can end

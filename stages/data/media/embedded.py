@@ -7,7 +7,6 @@ or in uncompressed JSON Lines, whose rows are read one at a time.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from array import array
@@ -26,7 +25,7 @@ from stages.data.files import (
     is_compressed,
     open_parquet,
 )
-from stages.data.media.images import MAX_BYTES, PictureError
+from stages.data.media.images import PictureError, from_data_address
 from stages.remote.pointers import is_pointer
 
 SEPARATOR = "#"
@@ -45,17 +44,7 @@ def embedded_bytes(source: object) -> bytes | None:
         return source
     if not isinstance(source, str) or not source.startswith("data:"):
         return None
-    head, comma, body = source.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise PictureError("is a `data:` address without base64; expected `data:image/png;base64,…`")
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise PictureError(
-            f"has {len(body):,} characters of base64; expected at most {MAX_BYTES:,} bytes: save it smaller"
-        )
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise PictureError(f"is not base64: {error}") from error
+    return from_data_address(source)
 
 
 def as_json(value: object) -> str:

@@ -7,6 +7,7 @@ PIL is imported by the functions, so that texts do without it.
 from __future__ import annotations
 
 import base64
+import binascii
 import io
 import warnings
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ SEVERAL_VIEWS = "MPO"
 ORIENTATION = 0x0112
 FIRST_SIDEWAYS = 5
 """EXIF orientations from 5 to 8 swap width and height."""
+DEEP = ("I", "F")
+"""Beginnings of PIL's modes of more than 8 bits: integers and floats."""
 BAND_ROWS = 256
 THUMBNAIL_PIXELS = 128
 
@@ -72,7 +75,7 @@ def decode_picture(data: bytes) -> Image:
     _decode(image)
     with suppress(Exception):  # of broken EXIF data, which change nothing in the picture; as vLLM
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I") or image.mode == "F":
+    if image.mode.startswith(DEEP):
         return _scaled(image).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         return _on_white(image.convert("RGBA"))
@@ -85,7 +88,43 @@ def thumbnail(image: Image) -> str:
     small.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     out = io.BytesIO()
     small.save(out, "JPEG", quality=75)
-    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+    return _address("JPEG", out.getvalue())
+
+
+def as_data_address(data: bytes) -> str:
+    """Return an encoded picture as a `data:` address that a server shows its model as `decode_picture` would.
+
+    A picture of more than 8 bits, which vLLM would clip, becomes a PNG of 8; others keep their bytes. Raises
+    PictureError for one that is refused by its header.
+    """
+    image = _opened(data)
+    if not image.mode.startswith(DEEP):
+        return _address(image.format or "", data)
+    out = io.BytesIO()
+    decode_picture(data).save(out, "PNG")
+    return _address("PNG", out.getvalue())
+
+
+def from_data_address(address: str) -> bytes:
+    """Return the bytes in a `data:` address. Raises PictureError unless they are base64, and not too many."""
+    head, comma, body = address.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise PictureError("is a `data:` address without base64; expected `data:image/png;base64,…`")
+    if len(body) > MAX_BYTES * 4 // 3 + 4:
+        raise PictureError(
+            f"has {len(body):,} characters of base64; expected at most {MAX_BYTES:,} bytes: save it smaller"
+        )
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"is not base64: {error}") from error
+
+
+def _address(image_format: str, data: bytes) -> str:
+    from PIL import Image
+
+    kind = Image.MIME.get(image_format, "image/png")
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _opened(data: bytes) -> Image:

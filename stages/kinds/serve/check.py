@@ -12,6 +12,7 @@ from stages.kinds.serve.config import ServeConfig
 from stages.models.carried_weights import holds_mtp
 from stages.models.facts import ModelFacts
 from stages.serving.config import limit_problems
+from stages.serving.registry import check_sees, chosen_engine
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
@@ -24,6 +25,10 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
         yield "model", error
     else:
         yield from ((field, RecipeError(message)) for field, message in problems)
+    try:
+        check_sees(folder, chosen_engine(config.serving))
+    except LifecycleError as error:
+        yield "serving.engine", error
     if config.speculation_method:
         yield from _speculation_problems(config, stage_input.inputs, folder)
 

@@ -31,6 +31,7 @@ SET_HERE = {
     "kv-cache-memory-bytes": "say serving.kv_cache_memory_gib",
     "enforce-eager": "say serving.enforce_eager",
     "trust-remote-code": "say serving.trust_remote_code",
+    "limit-mm-per-prompt": "say serving.max_images",
     **dict.fromkeys(
         ("speculative-config", "spec-method", "spec-model", "spec-tokens"),
         "say `speculative` in the serve stage: ngram, mtp, or {draft: STAGE}",
@@ -69,6 +70,7 @@ DOORS = {
     **dict.fromkeys(
         (
             *("chat-template", "tokenizer", "hf-config-path", "hf-overrides", "config-format", "default-mm-loras"),
+            *("mm-processor-kwargs", "media-io-kwargs", "language-model-only"),
             *("revision", "code-revision", "tokenizer-revision", "download-dir"),
         ),
         "the model is what its folder holds, and what lies elsewhere is in no version",
@@ -90,6 +92,8 @@ SPECULATION: dict[SpeculationMethod, dict[str, JsonValue]] = {
     "draft": {"method": "draft_model", "num_speculative_tokens": 3},
 }
 """vLLM's options by speculation method; each token guessed in vain costs a part of the model's next step."""
+NOWHERE = "none.invalid"
+"""The only host from which vLLM may fetch media: one that cannot be (RFC 6761). An empty list would allow all."""
 CHECK = Path(__file__).with_name("option_check.py")
 
 
@@ -123,6 +127,18 @@ def speculation_arguments(speculation: Speculation | None) -> list[str]:
         return []
     draft = {"model": str(speculation.draft)} if speculation.draft else {}
     return ["--speculative-config", json.dumps({**SPECULATION[speculation.method], **draft})]
+
+
+def picture_arguments(max_images: int) -> list[str]:
+    """Return the command-line arguments of a model that sees: pictures inside of requests, and nothing fetched.
+
+    Their sizes are bounded as in training, by the processor's files in the model's folder. max_images: 0: none.
+    """
+    if not max_images:
+        return []
+    limits = {"image": max_images, "video": 0, "audio": 0}
+    # The last one is for us alone, as the proxy passes no such request on: prompts of token ids and pictures.
+    return ["--limit-mm-per-prompt", json.dumps(limits), "--allowed-media-domains", NOWHERE, "--enable-scale-out"]
 
 
 def argument_problems(

@@ -23,6 +23,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import ResourceError, ServerError
 from stages.core.supervised import was_killed
+from stages.data.media.images import MAX_PIXELS
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.recorded import Predicted
@@ -39,7 +40,7 @@ from stages.serving.engine import (
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
-from stages.serving.vllm.arguments import argument_problems, speculation_arguments, written
+from stages.serving.vllm.arguments import argument_problems, picture_arguments, speculation_arguments, written
 from stages.serving.vllm.tool_parsers import parser_of
 from stages.serving.vllm.transfers.registry import TRANSFERS, chosen, transfer_arguments
 from stages.serving.vllm.transfers.transfer import WeightRoutes
@@ -147,6 +148,7 @@ class VllmProgram:
         command += speculation_arguments(spec.speculation)
         if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
             command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+        command += picture_arguments(spec.max_images)
         command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
@@ -173,6 +175,8 @@ class VllmProgram:
         environment["VLLM_SERVER_DEV_MODE"] = str(int(spec.for_training))
         # With it, requests could bring pickles, which run any code.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"
+        if spec.max_images:
+            environment |= {"VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS), "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
         if spec.weight_transfer:
             environment |= TRANSFERS[spec.weight_transfer].environment
         if self._runs_in_one_worker(spec):
@@ -242,6 +246,7 @@ class Vllm:
         new_weights=True,
         prompt_token_ids=True,
         speculation=("ngram", "mtp", "draft"),
+        pictures=True,
     )
 
     def find_program(self) -> VllmProgram:

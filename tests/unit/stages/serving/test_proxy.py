@@ -1,11 +1,13 @@
 """The proxy before an engine forwards, refuses and limits requests, and switches engines without losing one."""
 
 import asyncio
+import io
 import itertools
 import json
 import resource
 import socket
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -13,16 +15,19 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from stages.data.media.images import as_data_address, decode_picture, from_data_address
 from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
-from stages.serving.proxy import ROUTES, Proxy, listening
+from stages.serving.proxy import CHAT, MAX_BODY_BYTES, ROUTES, Proxy, listening
 from stages.serving.tally import ServedVersion
+from tests.unit.stages.data.media.odd_pictures import odd_pictures
 
 PATIENCE_S = 30.0
 KEY = "key"
@@ -42,6 +47,7 @@ class Model:
         self.left_alone = asyncio.Event()
         self.num_asked = 0
         self.num_parts = 0
+        self.bodies: list[bytes] = []
         routes = [
             Route(COMPLETIONS, self.echo, methods=["GET", "POST"]),
             Route("/v1/chat/completions", self.stream, methods=["POST"]),
@@ -75,7 +81,9 @@ class Model:
         self.num_asked += 1
         return StreamingResponse(parts())
 
-    async def stream(self, _: Request) -> Response:
+    async def stream(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+
         async def parts() -> AsyncIterator[bytes]:
             try:
                 yield f"{self.name} begins".encode()
@@ -159,6 +167,83 @@ def test_a_malformed_line_is_refused_and_its_key_stays_out_of_the_log(
         answer = client.recv(65536)
     assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")
     assert "SECRET" not in answer.decode() + caplog.text + "".join(capfd.readouterr())
+
+
+def chat(*parts: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}]}
+
+
+def at(address: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": address}}
+
+
+ODD = odd_pictures()
+PNG = as_data_address(ODD["one pixel"])
+REFUSED = {
+    "http": (at("http://127.0.0.1/a.png"), "nothing is fetched here"),
+    "https": (at("https://example.org/a.png"), "nothing is fetched here"),
+    "file": (at("file:///etc/hostname"), "nothing is fetched here"),
+    "data in capitals": (at(PNG.replace("data", "DATA")), "nothing is fetched here"),
+    "no picture": (at("data:text/html;base64,aGk="), "nothing is fetched here"),
+    "no address": (at(None), "picture 1 is without an address"),
+    "no type": ({"image_url": "https://example.org/a.png"}, "is no text and no picture"),
+    "text with a picture": ({"type": "text", "text": "", "uuid": "1", "image_url": "file:///x"}, "is no text and"),
+    "video": ({"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}, "a part of type 'video_url'"),
+    "tensors": ({"type": "image_embeds", "image_embeds": "UEs="}, "a part of type 'image_embeds'"),
+    "no base64": (at("data:image/png,abc"), "is a `data:` address without base64"),
+    "damaged base64": (at("data:image/png;base64,%%"), "picture 1 is not base64"),
+    **{
+        name: (at(f"data:image/png;base64,{b64encode(ODD[name]).decode()}"), message)
+        for name, message in {
+            "svg": "is no picture that can be opened",
+            "animated": "has several frames",
+            "strip": "sides of at most 100 to 1",
+            "claims 30000 × 30000": "claims more than 33,554,432 pixels",
+        }.items()
+    },
+}
+
+
+def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_of_two):
+    """The proxy refuses all others in any encoding, and the engine decodes a picture as the trainer does."""
+
+    async def trial(old: Model, new: Model, _: EngineAddress, proxy: Proxy, client: httpx.AsyncClient) -> None:
+        old.go_on.set()
+
+        async def refusal(body: bytes) -> str:
+            answer = await client.post(CHAT, content=body)
+            return answer.json()["error"]["message"] if answer.status_code == 400 else f"status {answer.status_code}"
+
+        deep, allowed = ODD["16 bits"], [chat(at(PNG), at(PNG)), chat()]
+        for limit in (0, 2):
+            proxy.switch(backend := Backend(proxy._backend.address, max_images=limit))
+            for name, (part, message) in REFUSED.items():
+                found = await refusal(json.dumps(chat(part)).encode())
+                if limit or part.get("type") != "image_url":
+                    assert message in found, name
+                else:
+                    assert "reads text alone" in found
+            escaped = json.dumps(chat(at("https://example.org"))).replace("image_url", "\\u0069mage_url")
+            assert await refusal(escaped.encode())
+            assert "in UTF-8" in await refusal(escaped.encode("utf-16"))
+            assert "in UTF-8" in await refusal(json.dumps({**chat(at("http://x")), "n": float("nan")}).encode())
+        assert "more than 2 pictures" in await refusal(json.dumps(chat(*[at(PNG)] * 3)).encode())
+        assert not old.bodies
+        for request in allowed:
+            assert (await client.post(CHAT, json=request)).status_code == 200
+        assert [json.loads(body) for body in old.bodies] == allowed
+        await client.post(CHAT, json=chat(at(f"data:image/png;base64,{b64encode(deep).decode()}")))
+        sent = json.loads(old.bodies[-1])["messages"][0]["content"][1]["image_url"]["url"]
+        with Image.open(io.BytesIO(from_data_address(sent))) as image:
+            assert image.mode == "RGB"
+            assert image.tobytes() == decode_picture(deep).tobytes()
+        backend.max_images = 0
+        large = b"x" * (MAX_BODY_BYTES + 1)
+        assert (await client.post(CHAT, content=large)).status_code == 413
+        backend.max_images = 1
+        assert (await client.post(CHAT, content=large)).status_code == 200
+
+    in_front_of_two(trial)
 
 
 @pytest.mark.parametrize("depth", [150, 250, 982, 5000])

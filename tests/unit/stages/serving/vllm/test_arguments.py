@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {
     "enable-prefix-caching": False,
     "max-num-batched-tokens": 2048,
     "kv-cache-dtype-skip-layers": ["0", "1"],
-    "limit-mm-per-prompt": {"image": 1},
+    "override-generation-config": {"top_k": 1},
     "disable-log-stats": True,
 }
 WRONG = {
@@ -43,7 +43,7 @@ def test_each_kind_of_value_reaches_the_command() -> None:
 
     assert {"--no-enable-prefix-caching", "--max-num-batched-tokens=2048", "--disable-log-stats"} <= set(made)
     assert made[made.index("--kv-cache-dtype-skip-layers") :][1:3] == ["0", "1"]
-    assert '--limit-mm-per-prompt={"image": 1}' in made
+    assert '--override-generation-config={"top_k": 1}' in made
 
 
 def test_names_may_be_written_with_underscores_and_are_the_same_version() -> None:
@@ -62,6 +62,8 @@ def test_names_may_be_written_with_underscores_and_are_the_same_version() -> Non
     [
         ("port", 80, "say execution.port"),
         ("dtype", "float32", "say serving.dtype"),
+        ("limit-mm-per-prompt", {"image": 99}, "say serving.max_images"),
+        ("mm-processor-kwargs", {"max_pixels": 1}, "the model is what its folder holds"),
         ("lora-modules", ["a=b"], "name adapters as stages"),
         ("api-key", "sk-1", "a door past the proxy"),
         ("api-k", "sk-1", "a door past the proxy"),

@@ -1,14 +1,17 @@
 """vLLM's command and environment have the recipe's settings, on CPU and GPU; the API key is never in argv."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import trl
 
+from stages.core.errors import ModelError
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
+from stages.serving.registry import ENGINES, check_sees
 from stages.serving.vllm.engine import FORKING, VllmProgram, find_vllm
 from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
 
@@ -52,6 +55,21 @@ def test_nothing_is_said_that_the_recipe_does_not_say() -> None:
     command = ON_GPU.server_command(spec(), SOCKET)
 
     assert not {"--trust-remote-code", "--enforce-eager", "--max-model-len", "--kv-cache-memory-bytes"} & set(command)
+
+
+def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    seeing = spec(max_images=2).model_copy(update={"model": tmp_path})
+    command = ON_CPU.server_command(seeing, SOCKET)
+
+    assert spec(max_images=2).max_images == 0
+    assert json.loads(option(command, "--limit-mm-per-prompt")) == {"image": 2, "video": 0, "audio": 0}
+    assert option(command, "--allowed-media-domains") == "none.invalid"
+    assert ON_CPU.server_environment(seeing, "key")["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert not {"--limit-mm-per-prompt", "--enable-scale-out"} & set(ON_CPU.server_command(spec(), SOCKET))
+    for name, engine in ENGINES.items():
+        with nullcontext() if name == "vllm" else pytest.raises(ModelError, match="serve it with vLLM"):
+            check_sees(tmp_path, engine)
 
 
 def test_a_trial_compiles_nothing_on_a_cpu() -> None:
