@@ -68,12 +68,14 @@ class Attention:
 class KeptBytes:
     """Bytes of activations per token that a layer keeps for its backward pass, where it learns and where it is frozen.
 
-    by_scores: bytes for each token and each token of its row, of attention that stores its scores.
+    by_scores: bytes for each token and each token of its row, of attention that stores its scores. for_a_moment: bytes
+    per token of the largest tensor that is made on the way.
     """
 
     trained: float
     frozen: float
     by_scores: float = 0.0
+    for_a_moment: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class LayerKind:
     """Number of parameters of all routed experts together."""
     experts_per_token: int
     """Number of routed experts that a token is sent to; 0: the layer has none."""
+    experts_computed: int
+    """Number of routed experts that compute on a token: some code sends it to all of them, and drops most results."""
     products: float
     """Number of weights that a token is multiplied by in a forward pass; of routed experts, those that it is sent to.
     """
@@ -115,6 +119,10 @@ class LayerKind:
 
     def kept(self, bytes_per_value: int) -> KeptBytes:
         return self.kept_fp32 if bytes_per_value == 4 else self.kept_bf16
+
+    @property
+    def experts(self) -> tuple[StackedParameter, ...]:
+        return tuple(one for one in self.stacked if not one.is_router)
 
     def name_of(self, layer: int) -> str:
         return f"{self.prefix}.{layer - self.offset}"

@@ -69,6 +69,8 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     kinds: tuple[LayerKind, ...] = ()
     """Kinds of layers as a walk has measured them, which say more than the fields above; (): those say it all."""
+    former_names: tuple[tuple[str, str], ...] = ()
+    """Former names of linear layers of experts, which adapters may name, and the endings of today's parameters."""
     other_parameters: int = 0
     """Number of parameters outside layers, embedding and head, such as a vision tower's; of a walked model only."""
 

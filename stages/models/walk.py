@@ -28,12 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError
 from stages.core.redaction import shortened
+from stages.models.adapter_targets import FORMER_NAMES, is_named
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, StackedParameter
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
@@ -49,6 +51,8 @@ LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Bounds of the number of tokens of a short walk."""
 WALKED = "walked"
 """Name of the attention by which a walk replaces a model's own."""
+_NAMED_AS = {"mixtral": FORMER_NAMES["mixtral"], "qwen2_moe": FORMER_NAMES["qwen3_moe"]}
+"""Former names of experts' linear layers, by the family whose ones PEFT accepts."""
 LEAST_BY_PAIR = 1.0
 """Products, or bytes, for each pair of tokens from which a layer has attention that could not be replaced."""
 
@@ -72,6 +76,7 @@ class _Seen:
     expert_flops: float = 0.0
     state_flops: float = 0.0
     kept_bytes: float = 0.0
+    largest_bytes: float = 0.0
     attention: list[Attention] = field(default_factory=list)
     inputs: dict[str, int] = field(default_factory=dict)
     """Storage of the input of each linear layer that ran, by the layer's name."""
@@ -106,6 +111,8 @@ class _Walk(TorchDispatchMode):
             share = 1 if first.ndim == 1 or not self._num_experts else self._num_experts
             return first.new_empty((max(1, first.numel() // share), first.ndim), dtype=torch.int64)
         output = self._called(func, args, kwargs or {})
+        if isinstance(output, Tensor) and (storage := output.untyped_storage())._cdata not in self._not_counted:
+            self._now.largest_bytes = max(self._now.largest_bytes, storage.nbytes())
         if flops := _flops(func._overloadpacket, args, kwargs or {}, output):
             operands = [one for one in tree_leaves(args) if isinstance(one, Tensor)]
             if any(one.untyped_storage()._cdata in self._weights for one in operands) or self._in_experts:
@@ -232,6 +239,7 @@ class _Model:
         self._is_replaced = attention == WALKED
         self._model.train()
         self._text = self._model.config.get_text_config()
+        self._former = (*_NAMED_AS.get(_MODEL_TO_CONVERSION_PATTERN.get(config.model_type, ""), {}).items(),)
         layers = text_layers(self._model)
         self._num_layers = len(layers)
         names = {id(module): name for name, module in self._model.named_modules()}
@@ -280,6 +288,7 @@ class _Model:
             dense_layers=frozenset(dense) if experts else frozenset(),
             max_positions=getattr(self._text, "max_position_embeddings", None),
             kinds=kinds,
+            former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
         )
 
@@ -340,26 +349,33 @@ class _Model:
         in_experts = sum(one.numel() for name, one in own.items() if _is_expert(name))
         stacked = _stacked(own)
         of_expert = sum(one.inputs * one.outputs for one in stacked if not one.is_router)
-        routed = 0.0
+        routed = computed = 0
         if of_expert:
-            # Some code sends each token to all experts, and drops most results; what is needed counts.
+            computed = round(measured.expert_products / of_expert)
             known = getattr(self._text, "num_experts_per_tok", None)
-            routed = known if isinstance(known, int) else round(measured.expert_products / of_expert)
+            routed = known if isinstance(known, int) else computed
         return LayerKind(
             layers=layers,
             prefix=prefix,
             offset=offset,
             num_parameters=sum(one.numel() for one in own.values()) - in_experts,
             num_expert_parameters=in_experts,
-            experts_per_token=int(routed),
+            experts_per_token=routed,
+            experts_computed=max(routed, computed),
             products=measured.weight_products + (routed * of_expert if of_expert else measured.expert_products),
             state_products=measured.state_products,
             attention=self._attention(measured, self._types[layers[0]]),
             linears=measured.linears(module, self._embedding_size[1]),
-            stacked=stacked,
+            stacked=(*stacked, *self._routers(own)) if stacked else (),
             kept_bf16=measured.kept(measured.long, measured.frozen),
             kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
         )
+
+    def _routers(self, own: dict[str, nn.Parameter]) -> Iterator[StackedParameter]:
+        """Yield the matrix of a layer's router, if adapters may be put on it."""
+        for name, one in own.items():
+            if is_named(name, [end for _, end in self._former]) and one.ndim == 2:
+                yield StackedParameter(name, LayerRole.INTO_FFN, one.shape[1], one.shape[0], 1, is_router=True)
 
     def _attention(self, measured: _Measured, layer_type: str | None) -> tuple[Attention, ...]:
         """Return a layer's attention as it was called, or, from its products, where it cannot be replaced."""
@@ -407,7 +423,8 @@ class _Measured:
         by_scores = self._by_pairs(self.short.kept_bytes, self.long.kept_bytes) if self.pair_products else 0.0
         of_scores = by_scores * 2 * self.tokens
         trained, below = (max(0.0, one.kept_bytes / (2 * self.tokens) - of_scores) for one in (learning, frozen))
-        return KeptBytes(trained, below, by_scores)
+        for_a_moment = 0.0 if by_scores else learning.largest_bytes / (2 * self.tokens)
+        return KeptBytes(trained, below, by_scores, for_a_moment)
 
     def linears(self, layer: nn.Module, hidden_size: int) -> tuple[Linear, ...]:
         """Return a layer's linear layers, with their inputs as the backward pass needs them."""

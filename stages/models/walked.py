@@ -1,14 +1,13 @@
 """Shape of a model of any family: by formulas, else by a walk through it (`walk`), kept in `$LIFECYCLE_HOME/cache`.
 
 A walk builds the model without weights, and takes seconds, most of them to import Transformers: it runs in a process of
-its own, within limits, unless this process has imported that already. Only Transformers' own classes are built.
+its own, within limits of memory and time. Only Transformers' own classes are built.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ LIMIT_S = 120.0
 LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
 """Largest config.json that is walked, and largest answer that is kept, in bytes."""
 LONGEST_REASON = 300
-REVISION = 1
+REVISION = 3
 """Number of what a walk measures: answers of another are measured again."""
 
 
@@ -90,12 +89,6 @@ def _ask(kept: Path, text: str, family: str) -> dict[str, Any]:
 
 
 def _walk(text: str, family: str) -> dict[str, Any]:
-    if "transformers.modeling_utils" in sys.modules:
-        return dict(importlib.import_module(PROGRAM).answer(text))
-    return _walk_apart(text, family)
-
-
-def _walk_apart(text: str, family: str) -> dict[str, Any]:
     """Return the answer of a process that walks. Raises ModelError if it gave none: that is not kept."""
     alone = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     begin = f"measuring the layers of a {family} model from its config.json"

@@ -16,7 +16,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.adapted import adapted_layers, dispatched_share, input_shares, merged_experts, stacked_ranks
 from stages.planner.costs import StepCase
-from stages.planner.walked import kept_in_layer, kept_results, widest_products
+from stages.planner.walked import kept_in_layer, kept_results, largest_for_a_moment, widest_products
 from stages.planner.workload import ProgramTraits, Workload
 
 DECODED_WEIGHTS, DECODING_BYTES = 2**22, 8
@@ -85,9 +85,11 @@ def workspace_per_token(case: StepCase) -> float:
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
     widest = (2 if case.shape.gated_ffn else 1) * _ffn_width(case.shape) / case.layout.tp
+    size = case.workload.compute_bytes
     if case.shape.kinds:
-        widest = widest_products(case.shape)
-    return max(0.0, whole - kept) + case.workload.compute_bytes * (gathered + widest)
+        # A product of two tensors without weights, as of states and their inputs, has two gradients as large.
+        widest = max(widest_products(case.shape), 2 * largest_for_a_moment(case.shape, size) / size)
+    return max(0.0, whole - kept) + size * (gathered + widest)
 
 
 def _norm_bytes(case: StepCase) -> int:

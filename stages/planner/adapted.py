@@ -75,7 +75,7 @@ def adapted_parameters(
 
 
 def _targets(shape: ModelShape, adapter: PlannedAdapter) -> AdapterTargets:
-    return AdapterTargets(adapter, FORMER_NAMES.get(shape.family, {}))
+    return AdapterTargets(adapter, dict(shape.former_names) or FORMER_NAMES.get(shape.family, {}))
 
 
 @lru_cache(maxsize=65536)

@@ -222,8 +222,8 @@ def _walked_products(work: LayerWork, experts: LayerWork, hardware: Hardware) ->
         for inputs, outputs in dense_products(kind):
             of_layer += _product(hardware, work.precision, work.tokens, inputs, outputs, work.is_frozen)
             weights += inputs * outputs
-        for stacked in kind.stacked:
-            rows = work.tokens * kind.experts_per_token
+        for stacked in kind.experts:
+            rows = work.tokens * kind.experts_computed
             padded = stacked.num_experts * TILE * math.ceil(rows / stacked.num_experts / TILE)
             grouped = _product(hardware, experts.precision, padded, stacked.inputs, stacked.outputs, experts.is_frozen)
             # Bytes of sorting tokens by expert, or of the way back.

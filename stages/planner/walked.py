@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from stages.models.layer_kinds import LayerKind, Linear
 from stages.models.shape import ModelShape
-from stages.planner.adapted import PlannedAdapter, adapted_layers
+from stages.planner.adapted import PlannedAdapter, adapted_layers, adapted_parameters
 from stages.planner.workload import ProgramTraits, Workload
 
 
@@ -40,6 +40,11 @@ def widest_products(shape: ModelShape) -> float:
     return max((outputs for kind in shape.kinds for _, outputs in products(kind)), default=0.0)
 
 
+def largest_for_a_moment(shape: ModelShape, bytes_per_value: int) -> float:
+    """Return the bytes per token of the largest tensor that a layer makes on the way, and does not keep."""
+    return max((kind.kept(bytes_per_value).for_a_moment for kind in shape.kinds), default=0.0)
+
+
 def dense_products(kind: LayerKind) -> Iterator[tuple[float, float]]:
     """Yield inputs and outputs of a layer's linear layers; those with the same input are one product."""
     joined: dict[object, list[Linear]] = defaultdict(list)
@@ -52,8 +57,8 @@ def dense_products(kind: LayerKind) -> Iterator[tuple[float, float]]:
 def products(kind: LayerKind) -> Iterator[tuple[float, float]]:
     """Yield inputs and outputs, per token, of a layer's products, those of routed experts included."""
     yield from dense_products(kind)
-    for stacked in kind.stacked:
-        yield stacked.inputs, kind.experts_per_token * stacked.outputs
+    for stacked in kind.experts:
+        yield stacked.inputs, kind.experts_computed * stacked.outputs
 
 
 def kept_values(shape: ModelShape, bytes_per_value: int) -> float:
@@ -64,7 +69,7 @@ def kept_values(shape: ModelShape, bytes_per_value: int) -> float:
 def _fused(kind: LayerKind, hidden_size: int) -> float:
     """Return the values per token that a layer keeps whose elementwise operations are fused: inputs and results."""
     inputs = sum(inputs for inputs, _ in products(kind))
-    dispatched = 2 * kind.experts_per_token * hidden_size if kind.stacked else 0
+    dispatched = 2 * kind.experts_computed * hidden_size
     return inputs + _results(kind) + dispatched
 
 
@@ -80,4 +85,8 @@ def _inputs_for_adapters(shape: ModelShape, adapter: PlannedAdapter) -> float:
     total = 0
     for layer in adapted_layers(shape, adapter):
         total += sum({(one.source, one.inputs): one.inputs for one in layer if one.keeps_input}.values())
+    stacked = adapted_parameters(shape, adapter)
+    for kind in shape.kinds:
+        learning = (one for layer in kind.layers for one, _ in stacked[layer] if not one.is_router)
+        total += kind.experts_computed * sum(one.inputs for one in learning)
     return total / shape.num_layers

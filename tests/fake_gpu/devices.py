@@ -24,6 +24,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
@@ -133,6 +134,11 @@ class _FlexAttention(torch.autograd.Function):
         return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
 
 
+def _flex_attention(*states: Tensor, **_: Any) -> tuple[Tensor, AuxOutput]:
+    output, sums = _FlexAttention.apply(*states)
+    return output, AuxOutput(lse=sums)
+
+
 def _run_graphs() -> Callable[..., Any]:
     """Return a backend of torch.compile that divides graphs between forward and backward pass as Inductor does.
 
@@ -160,7 +166,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
     (batch, "target_positions", _real(batch.target_positions)),  # on the host
     (SftLoss, "counts", _real(SftLoss.counts)),
-    (attention_kernels, "_compiled_flex", lambda: lambda *states, **_: _FlexAttention.apply(*states)),
+    (attention_kernels, "_compiled_flex", lambda: _flex_attention),
     (torch, "compile", partial(torch.compile, backend=_run_graphs())),
     (log_probabilities, "_compiled", lambda function: function),  # else its graphs, not fused, would hold fp32 logits
     (WeightFiles, "read", _read),

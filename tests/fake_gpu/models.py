@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 QWEN3 = {
@@ -21,9 +21,9 @@ QWEN3 = {
     "tie_word_embeddings": False,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("Qwen3", {**QWEN3, "num_hidden_layers": 36}),
+    "qwen3-8b": ("qwen3", {**QWEN3, "num_hidden_layers": 36}),
     "qwen3-0.6b": (
-        "Qwen3",
+        "qwen3",
         {
             **QWEN3,
             "hidden_size": 1024,
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-30b-a3b": (
-        "Qwen3Moe",
+        "qwen3_moe",
         {
             **QWEN3,
             "hidden_size": 2048,
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama3-70b": (
-        "Llama",
+        "llama",
         {
             **QWEN3,
             "vocab_size": 128256,
@@ -60,20 +60,57 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model family in Transformers and layer sizes of published models, by model name."""
+WIDE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EXPERTS = {
+    "moe_intermediate_size": 1024,
+    "num_experts": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 512}
+STATES = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 128}
+WALKED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("olmo2", "granite", "phi3", "cohere", "seed_oss", "exaone4", "smollm3", "starcoder2"), WIDE),
+    "gpt_neox": {**WIDE, "num_key_value_heads": 16},
+    "gemma2": {**WIDE, **WINDOWS, "head_dim": 128},
+    "gemma3_text": {**WIDE, **WINDOWS, "head_dim": 128},
+    "gpt_oss": {**WIDE, **WINDOWS, "head_dim": 128, "intermediate_size": 1024, "num_local_experts": 16},
+    "deepseek_v3": {**WIDE, **EXPERTS, "num_key_value_heads": 16},
+    "glm4_moe": {**WIDE, **EXPERTS},
+    "olmoe": {**WIDE, **EXPERTS, "intermediate_size": 1024},
+    "qwen3_5_text": {**WIDE, **STATES},
+    "qwen3_next": {**WIDE, **EXPERTS, **STATES, "shared_expert_intermediate_size": 1024},
+    "bamba": {**WIDE, "attn_layer_indices": [1]},
+    "lfm2": {**WIDE, "layer_types": ["conv"] * 3 + ["full_attention"]},
+}
+"""Layer sizes of models whose layers are measured by a walk, by family, which is also the model's name."""
+MODELS |= {family: (family, sizes) for family, sizes in WALKED.items()}
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
     """Write a published model's config, with `num_layers` if given, and an empty weight file; return the folder."""
     family, sizes = MODELS[name]
     sizes = {**sizes, "num_hidden_layers": num_layers or sizes["num_hidden_layers"]}
-    config = getattr(transformers, f"{family}Config")(**sizes, dtype="bfloat16")
+    config = AutoConfig.for_model(family, **sizes, dtype="bfloat16")
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = AutoModelForCausalLM.from_config(config)
     weights = revert_weight_conversion(model, dict(model.state_dict()))
     if config.tie_word_embeddings:
-        del weights["lm_head.weight"]
+        weights.pop("lm_head.weight", None)
     header, end = {}, 0
     for key, weight in weights.items():
         begin, end = end, end + 2 * prod(weight.shape)

@@ -12,6 +12,7 @@ from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.kernels import layer_kernels
 from stages.planner.memory import GIB, memory
+from tests.fake_gpu.models import WALKED
 from tests.fake_gpu.rig import CASES, EXACT, LORA, Case, Report, run
 
 Weights = list[tuple[int, int]]
@@ -70,6 +71,15 @@ def test_a_step_runs_as_the_planner_predicts(name: str, tmp_path: Path) -> None:
     assert sum(report.bytes_at_peak.values()) == report.peak_bytes
     assert report.num_waits <= 1
     _check_plan(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", WALKED)
+def test_a_step_of_a_walked_family_takes_the_memory_that_the_planner_predicts(family: str, tmp_path: Path) -> None:
+    # One layer of this one is narrower than LoRA's rank.
+    adapter = {**LORA["adapter"], "exclude_modules": ["shared_expert_gate"] if family == "qwen3_next" else []}
+    for name, options in {"whole": {}, "LoRA": {"adapter": adapter}}.items():
+        _check_plan(run(Case(family, {"dp_shard": 8}, options=options), tmp_path / name))
 
 
 @pytest.mark.parametrize(

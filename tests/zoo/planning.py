@@ -37,7 +37,8 @@ def built(folder):
 def forward_flops(shape, model):
     """Return the FLOPs of a forward pass over a row, as the planner has them and as torch counts them.
 
-    torch's are without pairs of tokens that no kernel computes, since a mask or a window hides them.
+    torch's are without pairs of tokens that no kernel computes, since a mask or a window hides them, and the planner's
+    with the products of experts that code computes and drops (Llama 4).
     """
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.int64), use_cache=False)
@@ -45,4 +46,10 @@ def forward_flops(shape, model):
     hidden = sum(
         2 * work.width * (NUM_TOKENS**2 - attended_pairs(NUM_TOKENS, work.window_tokens)) for work in flops.attention
     )
-    return flops.forward([NUM_TOKENS], NUM_TOKENS), counter.get_total_flops() - hidden
+    dropped = sum(
+        len(kind.layers) * (kind.experts_computed - kind.experts_per_token) * one.inputs * one.outputs
+        for kind in shape.kinds
+        for one in kind.experts
+    )
+    computed = flops.forward([NUM_TOKENS], NUM_TOKENS) + 2 * NUM_TOKENS * dropped
+    return computed, counter.get_total_flops() - hidden

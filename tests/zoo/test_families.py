@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from stages.core.errors import ModelError
+from stages.models.facts import ModelFacts
+from stages.models.walked import shape_of
 from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
 from tests.zoo.proofs import COLUMNS, result, save_family, served_of
@@ -45,3 +48,13 @@ def test_vllm_serves_the_families_that_the_table_shows(tmp_path: Path) -> None:
 
 def _in_short(outcome: str) -> str:
     return outcome if outcome in WORKS else "no"
+
+
+@pytest.mark.nightly
+def test_a_config_that_makes_no_model_is_not_walked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
+    notes: list[str] = []
+    for _ in range(2):
+        with pytest.raises(ModelError, match="vit"):
+            shape_of(ModelFacts({"model_type": "vit"}), notes.append)
+    assert len(notes) == 1
