@@ -120,13 +120,16 @@ def check_exportable(causal_lm: Any, source: Path) -> None:
         )
 
 
-def own_weight_shapes(causal_lm: Any, source: Path) -> Shapes:
-    """Return the shapes of the weights that an export of the model would write, by their names in files."""
+def own_weight_shapes(causal_lm: Any, source: Path, of: Set[str] | None = None) -> Shapes:
+    """Return the shapes of the weights that an export of the model would write, by their names in files.
+
+    of: names of the model's weights; None: all.
+    """
     tied = _tied(causal_lm)
     empty = (
         (name, torch.empty_like(weight, device="meta"))  # names and shapes alone, so that nothing is copied
         for name, weight in causal_lm.state_dict().items()
-        if name not in tied
+        if name not in tied and (of is None or name in of)
     )
     return {name: tuple(weight.shape) for name, weight in _originals(causal_lm, empty, source)}
 

@@ -7,6 +7,8 @@ nothing on a CPU and by an unknown amount elsewhere.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from stages.core.contract import is_main_process
+from stages.core.errors import ModelError
 from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from stages.data.batch import Batch
     from stages.engines.engine import Engine
     from stages.models.recorded import ToolPrompt
 
 MOST_DOCUMENTS = 16
+MOST_BYTES = 32 * 2**20
+"""Largest size of the pictures of all recorded documents but the first, as they are written."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,26 @@ class RecordedBatch:
     batch: Batch
     untrained: torch.Tensor | None = None
     """Log-probabilities of the target tokens under the model before training, float32 [targets]; None if unknown."""
+    pictures: Sequence[Sequence[Image]] = ()
+    """Pictures of each document, in order; () for documents of text."""
+
+
+def pictures_of(document: RecordedDocument) -> list[Image]:
+    """Return the decoded pictures of a recorded document; raise ModelError if one cannot be decoded."""
+    from stages.data.media.embedded import embedded_bytes
+    from stages.data.media.images import PictureError, decode_picture
+
+    try:
+        return [decode_picture(embedded_bytes(address) or b"") for address in document.pictures]
+    except PictureError as error:
+        raise ModelError(f"a picture that training recorded {error}; train the stage again with --force") from error
+
+
+def _as_address(picture: Image) -> str:
+    """Return a picture as a `data:` address of a PNG file, which loses nothing."""
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def record_log_probabilities(
@@ -39,12 +66,19 @@ def record_log_probabilities(
 ) -> dict[str, float]:
     """Write the model's predictions for a batch's first documents; return how far training moved them. Collective."""
     batch = recorded.batch
+    seen = batch.inputs.media is not None and bool(batch.inputs.media.features)
+    assert not seen or recorded.pictures, "the documents have pictures, without which no one could compare them"
     log_probabilities, greedy = engine.predictions(batch)
     # [documents]: log-probability of each document, in nats
     sums = batch.documents.sums(log_probabilities)
     if is_main_process():
-        documents = []
+        documents: list[RecordedDocument] = []
+        num_bytes = 0
         for number in range(min(batch.documents.count, MOST_DOCUMENTS)):
+            pictures = [_as_address(one) for one in recorded.pictures[number]] if recorded.pictures else []
+            num_bytes += sum(map(len, pictures))
+            if documents and num_bytes > MOST_BYTES:
+                break
             of_document = batch.documents.ids == number  # bool [rows, sequence]
             of_targets = of_document & batch.signal.has_target
             documents.append(
@@ -54,6 +88,7 @@ def record_log_probabilities(
                     sums[number].item(),
                     log_probabilities[of_targets].tolist(),
                     greedy[of_targets].tolist(),
+                    pictures,
                 )
             )
         write_record(folder, documents, str(engine.compute_dtype).removeprefix("torch."), tool_prompts)

@@ -14,9 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
 from stages.engines.log_probabilities import logits_transform
+from stages.engines.recorded import pictures_of
 from stages.engines.rotary import rotates_by_document_length
 from stages.models.layers import decoder_of
-from stages.models.loading import load_model
+from stages.models.loading import head_of, load_config, load_model
+from stages.models.processor import MediaProcessor
 from stages.models.recorded import Predicted, RecordedDocument
 
 CHUNK_LOGITS = 2**25
@@ -30,8 +32,10 @@ class StreamedModel:
         """Open the model in `folder` without its weights; ModelError. scratch: for weights in unusable stored form."""
         scratch.mkdir(parents=True, exist_ok=True)
         try:
+            config = load_config(folder, trust_remote_code=trust_remote_code)
             self.causal_lm: Any = load_model(
                 folder,
+                head=head_of(config),
                 dtype=torch.float32,
                 device_map={"": "disk"},
                 offload_folder=scratch,
@@ -39,7 +43,9 @@ class StreamedModel:
             ).eval()
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"loading {folder}, to compare it with what training recorded: {error}") from error
-        self._transform = logits_transform(self.causal_lm.config)
+        self._folder = folder
+        self._trust_remote_code = trust_remote_code
+        self._transform = logits_transform(self.causal_lm.config.get_text_config())
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
         """Return adapted layers in the model's order; raise ModelError for layers that it lacks."""
@@ -63,17 +69,23 @@ class StreamedModel:
 
     @torch.no_grad()
     def hidden_states(self, documents: Sequence[RecordedDocument]) -> Tensor:
-        """Return the last hidden states at all target tokens, [targets, width], in one pass over the weights."""
-        decoder = decoder_of(self.causal_lm)
+        """Return the last hidden states at all target tokens, [targets, width].
+
+        One pass over the weights serves all documents of text; each with pictures is alone.
+        """
+        sees = any(document.pictures for document in documents)
+        decoder = decoder_of(self.causal_lm, sees=sees)
         rows = [torch.tensor(document.input_ids) for document in documents]
         # One batch for all documents reads the weights from disk once. Padding follows each document, and causal
         # attention never sees it; but angles that depend on the longest text must be computed for each alone.
-        together = [rows] if not rotates_by_document_length(decoder) else [[row] for row in rows]
-        hidden = [
-            state
-            for batch in together
-            for state in decoder(input_ids=pad_sequence(batch, batch_first=True), use_cache=False)[0]
-        ]
+        if sees:
+            processor = MediaProcessor(self._folder, trust_remote_code=self._trust_remote_code)
+            given = [processor.inputs(document.input_ids, pictures_of(document)) for document in documents]
+        elif rotates_by_document_length(decoder):
+            given = [{"input_ids": row[None]} for row in rows]
+        else:
+            given = [{"input_ids": pad_sequence(rows, batch_first=True)}]
+        hidden = [state for inputs in given for state in decoder(**inputs, use_cache=False)[0]]
         selected = [
             state[: len(row)][torch.tensor(document.targets) >= 0]  # [targets, width]; IGNORED is negative
             for state, row, document in zip(hidden, rows, documents, strict=True)

@@ -62,14 +62,26 @@ def read_carried(folder: Path, names: Set[str]) -> Iterator[tuple[str, Tensor]]:
                     yield name, weights.get_tensor(name)
 
 
-def changed_or_lost(source: Path, target: Path, names: Set[str]) -> list[str]:
-    """Return those of the named weights of `source` that are not, bit for bit, in the model folder `target`."""
+def changed_or_lost(source: Path, target: Path, names: Set[str], *, in_dtype: bool = False) -> list[str]:
+    """Return those of the named weights of `source` that are not, bit for bit, in the model folder `target`.
+
+    in_dtype: compare those of another dtype once they are cast to the one in `target`.
+    """
     before, after = _stored(source), _stored(target)
-    return sorted(name for name in names if name not in after or not _are_equal(before[name], after[name]))
+    equal = _are_equal_in_dtype if in_dtype else _are_equal
+    return sorted(name for name in names if name not in after or not equal(before[name], after[name]))
 
 
 def _stored(folder: Path) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for path in weight_paths(folder) if path.is_file() for tensor in read_tensors(path)}
+
+
+def _are_equal_in_dtype(first: StoredTensor, second: StoredTensor) -> bool:
+    if first.dtype == second.dtype:
+        return _are_equal(first, second)
+    with safe_open(first.file, framework="pt") as one, safe_open(second.file, framework="pt") as other:
+        before, after = one.get_tensor(first.name), other.get_tensor(second.name)
+    return before.shape == after.shape and bool((before.to(after.dtype) == after).all())
 
 
 def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:

@@ -53,9 +53,15 @@ class ModelFacts:
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of the model's config; in a multimodal model, those of its text part override the others."""
+        """Fields of the model's config; in a multimodal model, those of its text part override the others.
+
+        But the whole model ties its head, or does not.
+        """
         text = self.config.get("text_config")
-        return {**self.config, **text} if isinstance(text, Mapping) else self.config
+        if not isinstance(text, Mapping):
+            return self.config
+        whole = {name: self.config[name] for name in ("tie_word_embeddings",) if name in self.config}
+        return {**self.config, **text, **whole}
 
     @cached_property
     def shape(self) -> ModelShape:

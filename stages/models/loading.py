@@ -100,7 +100,7 @@ def build_model(config: Any, *, head: Head = "tokens", device: str = "meta", **o
 
 
 def model_without_weights(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """Return the model of a folder on the meta device, without weights, built from its config."""
+    """Return the model of a folder on the meta device, without weights. options: as of `build_model`."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     return build_model(config, trust_remote_code=trust_remote_code, **options)
 
@@ -109,6 +109,11 @@ def class_with_head(config: Any, head: Head) -> type | None:
     """Return Transformers' model class for this config and output head; None if there is none."""
     found: type | None = _auto_class(head)._model_mapping.get(type(config), None)
     return found
+
+
+def head_of(config: Any) -> Head:
+    """Return `pictures` for the config of a model that sees, which is then loaded with its tower; else `tokens`."""
+    return "tokens" if class_with_head(config, "pictures") is None else "pictures"
 
 
 def _auto_class(head: Head) -> Any:

@@ -116,6 +116,17 @@ class MediaProcessor:
         found = {name: value for name, value in self._call(list(images)).items() if name in self._arguments}
         return {name: self._without_sample(name, value) for name, value in found.items()}
 
+    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> dict[str, Tensor]:
+        """Return the arguments with which Transformers' model reads one document: tokens [1, tokens] and pictures."""
+        import torch
+
+        ids = torch.tensor([token_ids])
+        types = self.token_types(ids)
+        names = {"mm_token_type_ids", "token_type_ids"} & _parameters(self._model.forward).keys()
+        features = self.merged([self.features(images)])
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(types)}
+        return row | features | dict.fromkeys(sorted(names), types)
+
     def merged(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the model's inputs of several documents' pictures: each padded to the largest, one after the other."""
         import torch

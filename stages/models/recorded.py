@@ -1,9 +1,9 @@
 """Records that training leaves beside a model: predictions for later stages to reproduce, and whether it learned chat.
 
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
-and the likeliest token at each target; and for each dataset with tools a prompt, which servers have to render to the
-same tokens. `trained_on.json` in the model's folder is copied with it, and says whether it learned conversations or
-plain texts, and on which date.
+the likeliest token at each target, and their pictures; and for each dataset with tools a prompt, which servers have to
+render to the same tokens. `trained_on.json` in the model's folder is copied with it, and says whether it learned
+conversations or plain texts, and on which date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ class RecordedDocument:
     """Document with the model's predictions at the end of training, which later stages must reproduce.
 
     `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned. log_probability: of all
-    targets together, in nats; log_probabilities and greedy (likeliest tokens): of each, [] in old records.
+    targets together, in nats; log_probabilities and greedy (likeliest tokens): of each, [] in old records. pictures: in
+    order, each as a `data:` address of a PNG file; the tokens that stand for them are in `input_ids`.
     """
 
     input_ids: list[int]
@@ -46,6 +47,7 @@ class RecordedDocument:
     log_probability: float
     log_probabilities: list[float] = field(default_factory=list)
     greedy: list[int] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
 
     @property
     def num_targets(self) -> int:
@@ -64,8 +66,11 @@ class RecordedDocument:
 
     def recording(self, predicted: Predicted) -> RecordedDocument:
         total = math.fsum(predicted.log_probabilities)
-        return RecordedDocument(
-            self.input_ids, self.targets, total, list(predicted.log_probabilities), list(predicted.greedy)
+        return replace(
+            self,
+            log_probability=total,
+            log_probabilities=list(predicted.log_probabilities),
+            greedy=list(predicted.greedy),
         )
 
 

@@ -29,6 +29,7 @@ from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.loading import class_with_head, load_config
+from stages.models.processor import reads_media
 from stages.parallel.layout import Layout
 from tests.zoo.models import FAMILIES, tiny_model
 from tests.zoo.planning import planner
@@ -79,7 +80,8 @@ def load(folder: Path) -> Any:
 
 def result(column: str, folder: Path) -> str:
     """Return what a family's model gave in a column: `yes` or its kind, or why not."""
-    if column != "planner" and class_with_head(load_config(folder), "tokens") is None:
+    sees = column in METHOD_COLUMNS and reads_media(folder)
+    if column != "planner" and not sees and class_with_head(load_config(folder), "tokens") is None:
         return "not read as a language model: Transformers' AutoModelForCausalLM does not know it"
     try:
         return COLUMNS[column](folder)
@@ -102,6 +104,11 @@ def save_to_serve(family: str, folder: Path) -> Path:
     if family in PROCESSORS:
         save_processor(family, folder)
     return folder
+
+
+def save_for(column: str, family: str, folder: Path) -> Path:
+    """Write a family's tiny model as a column is tried: quantizers get it with its processor of images."""
+    return save_to_serve(family, folder) if column in METHOD_COLUMNS else save_family(family, folder)
 
 
 def served_of(families: Iterable[str], root: Path) -> dict[str, str]:
@@ -176,8 +183,7 @@ def main() -> None:
     for family in families if of_folders else ():
         with tempfile.TemporaryDirectory() as name:
             try:
-                folder = save_family(family, Path(name))
-                outcomes = {column: result(column, folder) for column in of_folders}
+                outcomes = {column: result(column, save_for(column, family, Path(name))) for column in of_folders}
             except Exception as error:
                 outcomes = dict.fromkeys(of_folders, sentence(f"{type(error).__name__}: {error}"))
         keep(family, outcomes)

@@ -61,7 +61,7 @@ class TargetLogProbabilities(nn.Module):
         self.causal_lm = causal_lm
         self.verdict = verdict
         self.drawn = drawn
-        self.transform = logits_transform(causal_lm.config)
+        self.transform = logits_transform(causal_lm.config.get_text_config())
         self.is_compiled = False
         rotate_by_document(decoder_of(causal_lm))
         mix_by_document(text_layers(causal_lm), verdict.mixers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +37,15 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
 class QuantizedLayers:
     """Summary of the layers that will be quantized: number, and share of the model's weights.
 
-    carried: names of weights that are copied as they are, since Transformers does not load them.
+    carried: names of weights that are copied as they are, since Transformers does not load them. beside_text: number of
+    parameters by name in files, by part of a model that sees, of the weights that are not of its language part.
     """
 
     model_class: str
     num_layers: int
     fraction_of_weights: float
     carried: frozenset[str]
+    beside_text: dict[str, dict[str, int]]
 
 
 def check_headers(source: Path, config: QuantizeConfig) -> None:
@@ -50,6 +53,8 @@ def check_headers(source: Path, config: QuantizeConfig) -> None:
     facts = ModelFacts(source)
     check_model_folder(facts)
     check_unquantized(facts, str(source))
+    if problem := config.problem_of_tower(facts):
+        raise RecipeError(problem)
     projections = read_projections(source)
     if not config.quantization.layers(projections):
         raise RecipeError(
@@ -74,7 +79,13 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     from stages.models.start_up import hide_unused_packages
 
     hide_unused_packages()
-    from stages.kinds.quantize.layers import build_without_weights, carried_by, check_quantizable, quantized_layers
+    from stages.kinds.quantize.layers import (
+        beside_text,
+        build_without_weights,
+        carried_by,
+        check_quantizable,
+        quantized_layers,
+    )
 
     model = build_without_weights(source, trust_remote_code=config.trust_remote_code)
     check_quantizable(model, config.quantization, config.ignore)
@@ -82,4 +93,8 @@ def check_modules(source: Path, config: QuantizeConfig) -> QuantizedLayers:
     num_weights = sum(layer.output_size * layer.input_size for layer in quantized.values())
     num_all = sum(map(torch.numel, model.parameters()))
     carried = frozenset(carried_by(model, source))
-    return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all, carried)
+    untouched = {
+        part: {name: math.prod(shape) for name, shape in shapes.items()}
+        for part, shapes in beside_text(model, source).items()
+    }
+    return QuantizedLayers(type(model).__name__, len(quantized), num_weights / num_all, carried, untouched)

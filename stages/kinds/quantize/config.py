@@ -166,14 +166,27 @@ class QuantizeConfig(StageConfig):
 
         What only its files' headers show is found after its download. A cluster's devices may accept more.
         """
+        facts = ModelFacts(read_config())
+        if problem := self.problem_of_tower(facts):
+            yield f"model: {problem}"
+            return
         if not self.execution.is_local:
             return
-        facts = ModelFacts(read_config())
         layers = projections_of(facts.shape)
         try:
             self.serving_engine.check_loadable(facts, layers, self.quantization)
         except RecipeError as error:
             yield f"model: {error}"
+
+    def problem_of_tower(self, facts: ModelFacts) -> str | None:
+        """Return why the method cannot take a model that sees, if it is one; None for a method that can."""
+        if self.method != "gguf" or not facts.config.get("vision_config"):
+            return None
+        others = ", ".join(name for name, entry in METHODS.items() if entry.engine == "vllm")
+        return (
+            "a GGUF file has no place for the tower of a model that sees: llama.cpp reads it from a second file "
+            f"(mmproj), which nothing here writes; choose one of {others}, which leave the tower as it is"
+        )
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()

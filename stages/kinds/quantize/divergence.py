@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.core.errors import ModelError
-from stages.kinds.quantize.samples import batches_of_one_length
-from stages.models.loading import load_config, load_model, load_tokenizer
+from stages.engines.recorded import pictures_of
+from stages.kinds.quantize.pictures import RowPictures
+from stages.kinds.quantize.samples import batches
+from stages.models.loading import head_of, load_config, load_model, load_tokenizer
 from stages.models.model_folder import GGUF_FILE, holds_gguf
+from stages.models.processor import MediaProcessor
 from stages.models.recorded import Differences, Predicted, RecordedDocument, differences
 
 BATCH_TOKENS = 4096
@@ -83,29 +86,33 @@ def measure_divergence(
     samples: list[list[int]],
     evaluated: list[list[bool]],
     *,
+    pictures: RowPictures | None = None,
     recorded: Sequence[RecordedDocument] = (),
     trust_remote_code: bool,
     report: Callable[[int, int], None],
 ) -> Divergence:
     """Run both models on `samples`, and return KL(reference ‖ quantized), exact over the vocabulary.
 
-    evaluated: the tokens of each sample whose prediction counts. recorded: documents with predictions of training,
-    which the quantized model runs over, too. report: called as report(done, total), in tokens.
+    evaluated: the tokens of each sample whose prediction counts. pictures: of the samples. recorded: documents with
+    predictions of training, which the quantized model runs over, too. report: called as report(done, total), in tokens.
     """
     reference, quantized = (_load(folder, trust_remote_code) for folder in (reference_folder, quantized_folder))
     divergence, total = Divergence(), sum(len(sample) for sample in samples)
     done = 0
-    batches, masks = (batches_of_one_length(rows, BATCH_TOKENS) for rows in (samples, evaluated))
-    for batch, mask in zip(batches, masks, strict=True):
+    for numbers, given in batches(samples, BATCH_TOKENS, pictures):
         # Flattened to [rows × (tokens − 1)]: logits at a token predict the next one, so the first has no prediction.
-        batch, counted = batch.to(reference.device), mask[:, 1:].flatten().to(reference.device)
-        logits = (_predictions(reference, batch), _predictions(quantized, batch), batch[:, 1:].flatten())
-        for chunk in counted.nonzero().flatten().split(CHUNK_TOKENS):
-            divergence.add(*(part[chunk] for part in logits))
-        done += batch.numel()
+        inputs = {name: value.to(reference.device) for name, value in given.items()}
+        ids, mask = inputs["input_ids"], torch.tensor([evaluated[number] for number in numbers])
+        logits = (_predictions(reference, inputs), _predictions(quantized, inputs), ids[:, 1:].flatten())
+        for chunk in mask[:, 1:].flatten().nonzero().flatten().split(CHUNK_TOKENS):
+            divergence.add(*(part[chunk.to(ids.device)] for part in logits))
+        done += ids.numel()
         report(done, total)
     if recorded:
-        predicted = [_predicted(quantized, document) for document in recorded]
+        processor = None
+        if any(document.pictures for document in recorded):
+            processor = MediaProcessor(quantized_folder, trust_remote_code=trust_remote_code)
+        predicted = [_predicted(quantized, document, processor) for document in recorded]
         divergence.from_training = differences(predicted, recorded)
     return divergence
 
@@ -114,6 +121,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     accelerator = torch.accelerator.current_accelerator()
     model, loading = load_model(
         folder,
+        head=head_of(load_config(folder, trust_remote_code=trust_remote_code)),
         dtype="auto" if accelerator else torch.float32,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -142,15 +150,22 @@ def _of_gguf(folder: Path) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _predictions(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+def _predictions(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Run a model; return logits [rows × (tokens − 1), vocabulary] that predict every token but each row's first."""
-    return model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return model(**_in_dtype(model, inputs), use_cache=False).logits[:, :-1].flatten(0, 1)
+
+
+def _in_dtype(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the inputs, of which pictures are in fp32, in the model's dtype."""
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 @torch.inference_mode()
-def _predicted(model: PreTrainedModel, document: RecordedDocument) -> Predicted:
-    targets = torch.tensor(document.targets, device=model.device)
-    logits = model(input_ids=torch.tensor([document.input_ids], device=model.device), use_cache=False).logits[0]
+def _predicted(model: PreTrainedModel, document: RecordedDocument, processor: MediaProcessor | None) -> Predicted:
+    targets, ids = torch.tensor(document.targets, device=model.device), document.input_ids
+    given = processor.inputs(ids, pictures_of(document)) if processor else {"input_ids": torch.tensor([ids])}
+    inputs = {name: value.to(model.device) for name, value in given.items()}
+    logits = model(**_in_dtype(model, inputs), use_cache=False).logits[0]
     predictions = logits[targets >= 0].float().log_softmax(1)  # [learned tokens, vocabulary]
     chosen = predictions.gather(1, targets[targets >= 0, None]).squeeze(1)  # [learned tokens]: ln p of each target
     return Predicted(chosen.tolist(), predictions.argmax(1).tolist())

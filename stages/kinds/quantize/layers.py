@@ -20,9 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
+from stages.engines.fsdp.parts import parts_of
 from stages.models.carried_weights import OLD_BUFFERS, carried_names
 from stages.models.linear_layers import EXPERTS, Projection, matches
-from stages.models.loading import model_without_weights
+from stages.models.loading import build_model, head_of, load_config
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")
@@ -35,11 +36,13 @@ NUM_NAMED = 3
 def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     """Build a model on the meta device, to look at its layers; raise ModelError if Transformers does not know it."""
     try:
-        model: PreTrainedModel = model_without_weights(folder, trust_remote_code=trust_remote_code)
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = build_model(config, head=head_of(config), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
             f"Transformers cannot build the model that {folder / 'config.json'} describes: "
-            f"{type(error).__name__}: {error}; expected a causal language model that it knows"
+            f"{type(error).__name__}: {error}; expected a language model that it knows, of text alone or "
+            "of text and pictures"
         ) from error
     return model
 
@@ -68,6 +71,14 @@ def carried_by(model: PreTrainedModel, folder: Path) -> Shapes:
     stored, own = weight_shapes(folder), own_weight_shapes(model, folder)
     names = carried_names(model, stored) - own.keys()
     return {name: stored[name] for name in names if not re.search(OLD_BUFFERS, name)}
+
+
+def beside_text(model: PreTrainedModel, folder: Path) -> dict[str, Shapes]:
+    """Return the weights of a model that sees which are not of its language part, by part: shapes by name in files."""
+    if head_of(model.config) == "tokens":
+        return {}
+    parts = {part: named.keys() for part, named in parts_of(model).items() if part != "language_model"}
+    return {part: own_weight_shapes(model, folder, names) for part, names in parts.items()}
 
 
 def ignored_by_servers(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
@@ -142,8 +153,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization, patter
         raise RecipeError(
             f"there is nothing to quantize: `ignore` matches all {len(linear_layers(model))} linear layers of the model"
         )
-    tied = model.config.get_text_config().tie_word_embeddings
-    if tied and (shared := set(layers) & set(_output_layer(model))):
+    tied = {name.removesuffix(".weight") for name in getattr(model, "all_tied_weights_keys", None) or {}}
+    if shared := layers.keys() & tied & {*_output_layer(model)}:
         raise RecipeError(
             f"{_some(sorted(shared))} has the weights of the embedding, so it cannot be quantized alone; add it to "
             "`ignore`"

@@ -50,13 +50,14 @@ from stages.kinds.quantize.layers import (
     quantized_layers,
 )
 from stages.kinds.quantize.registry import QuantizationJob
-from stages.kinds.quantize.samples import batches_of_one_length
+from stages.kinds.quantize.samples import batches
 from stages.kinds.quantize.scaling import Scaling, find_scalings
 from stages.kinds.quantize.written import copy_companions, problems_of_written
 from stages.models.carried_weights import read_carried
 from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.layers import text_layers
 from stages.models.loaded_weights import dtype_of_weights
-from stages.models.loading import load_model, load_tokenizer
+from stages.models.loading import head_of, load_config, load_model, load_tokenizer
 from stages.models.model_folder import follow_file_mask
 from stages.models.weight_files import weight_paths
 from stages.serving.engine import Quantization
@@ -72,19 +73,17 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
     torch.manual_seed(job.seed)
     # float32 on a CPU: bfloat16 products of small matrices took eight times as long there, and AWQ needs thousands.
     dtype = "auto" if torch.accelerator.is_available() else torch.float32
-    model = load_model(source, dtype=dtype, trust_remote_code=job.trust_remote_code)
+    head = head_of(load_config(source, trust_remote_code=job.trust_remote_code))
+    model = load_model(source, head=head, dtype=dtype, trust_remote_code=job.trust_remote_code)
     layers, quantized = linear_layers(model), quantized_layers(model, quantization)
     ignored = {name: layer.name for name, layer in layers.items() if name not in quantized}
     carried = carried_by(model, source)
-    batches = [
-        {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
-        for batch in batches_of_one_length(job.samples, CALIBRATION_BATCH_TOKENS)
-    ]
+    calibration = [inputs for _, inputs in batches(job.samples, CALIBRATION_BATCH_TOKENS, job.pictures)]
     if any(layer.is_expert for layer in quantized.values()):
         # In this order: the names in files are read from modules that `linearize_moe` replaces.
         name_experts_as_stored(model)
         linearize_moe(model)
-    modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, batches, set(quantized)))
+    modifiers = make_modifiers(quantization, list(ignored), _scalings(model, quantization, calibration, set(quantized)))
     with (
         _report_layers(model, job.report),
         _without_pinned_memory(),
@@ -92,21 +91,23 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
         _fast_search(quantization),
     ):
         # Each item is a batch of token ids. Given no processor, it would look for one of images, too, and use none.
-        dataset, tokenizer = DataLoader(batches, batch_size=None), load_tokenizer(source)
-        oneshot(model=model, recipe=modifiers, dataset=dataset, processor=tokenizer)
+        dataset, tokenizer = DataLoader(calibration, batch_size=None), load_tokenizer(source)
+        # A tower's layers stay as they are, so they need not be taken one at a time.
+        one_at_a_time = {} if head == "tokens" else {"sequential_targets": _classes_of_layers(model)}
+        oneshot(model=model, recipe=modifiers, dataset=dataset, processor=tokenizer, **one_at_a_time)
     _save(model, source, job.target, {*ignored, *ignored.values(), *ignored_by_servers(carried)})
     _add_carried(source, job.target, carried.keys())
     return list(problems_of_written(job.target, {layer.name for layer in quantized.values()}))
 
 
 def _scalings(
-    model: PreTrainedModel, quantization: Quantization, batches: list[dict[str, torch.Tensor]], quantized: set[str]
+    model: PreTrainedModel, quantization: Quantization, calibration: list[dict[str, torch.Tensor]], quantized: set[str]
 ) -> list[Scaling]:
     """Return pairs of layers that AWQ (or SmoothQuant, for int8) may scale; raise ModelError if AWQ has none."""
     if quantization.method not in ("awq", "int8"):
         return []
     with norm_calibration_context(model), moe_calibration_context():
-        scalings = find_scalings(model.eval(), batches[0]["input_ids"], quantized)
+        scalings = find_scalings(model.eval(), calibration[0]["input_ids"], quantized)
     scaled = {name for scaling in scalings for name in scaling.readers} & quantized
     if quantization.method == "awq" and not scaled:
         raise ModelError(
@@ -115,6 +116,10 @@ def _scalings(
         )
     print(f"the inputs of {len(scaled)} of {len(quantized)} layers can be scaled")
     return scalings
+
+
+def _classes_of_layers(model: PreTrainedModel) -> list[str]:
+    return sorted({type(layer).__name__ for layer in text_layers(model)})
 
 
 def make_modifiers(quantization: Quantization, ignore: list[str], scalings: list[Scaling]) -> list[Modifier]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.core.errors import ModelError
+from stages.kinds.quantize.pictures import RowPictures
 from stages.serving.engine import Quantization, WeightFormat
 
 
@@ -16,7 +17,8 @@ from stages.serving.engine import Quantization, WeightFormat
 class QuantizationJob:
     """Job for a quantizer: the model folder `source`, the new folder `target`, and how to quantize.
 
-    samples: token ids, a list a row. report: called as report(done, total), with layers that were calibrated.
+    samples: token ids, a list a row. pictures: of all these rows; None for rows of text. report: called as
+    report(done, total), with layers that were calibrated.
     """
 
     source: Path
@@ -26,6 +28,7 @@ class QuantizationJob:
     seed: int
     trust_remote_code: bool
     report: Callable[[int, int], None]
+    pictures: RowPictures | None = None
 
 
 class Quantizer(Protocol):

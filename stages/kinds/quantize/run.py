@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import GateError, LifecycleError, ModelError
-from stages.kinds.quantize.check import check_headers, check_modules
+from stages.core.lines import counted
+from stages.kinds.quantize.check import QuantizedLayers, check_headers, check_modules
 from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import QuantizationJob, quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
-from stages.kinds.quantize.written import problems_of_carried
+from stages.kinds.quantize.written import problems_beside_text, problems_of_carried
 from stages.models.model_folder import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
 
@@ -48,9 +49,10 @@ def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
     data = context.inputs[config.calibration.dataset] / "data"
     samples = read_samples(data, source, config.calibration, context.warn)
     use = "whose tokens are compared in" if config.method == "gguf" else "calibrated with"
+    rows = _rows_in_words(samples, sees=bool(layers.beside_text))
     context.milestone(
         f"quantizing {layers.num_layers} layers with {config.method}, {use} "
-        f"{sum(map(len, samples.calibration))} tokens of {len(samples.calibration)} rows; "
+        f"{sum(map(len, samples.calibration))} tokens of {rows}; "
         f"they hold {layers.fraction_of_weights:.0%} of the weights"
     )
     with _library_errors_explained(f"quantizing {layers.model_class} with {config.method}"):
@@ -62,10 +64,14 @@ def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
             seed=config.seed,
             trust_remote_code=config.trust_remote_code,
             report=lambda done, total: context.progress(done, total, "layers", "calibrating"),
+            pictures=samples.calibration_pictures,
         )
         problems = quantizer_of(config.method)(job)
-    for problem in (*problems, *problems_of_carried(source, target, layers.carried)):
+    beside_text = {part: numbers.keys() for part, numbers in layers.beside_text.items()}
+    kept = (*problems_of_carried(source, target, layers.carried), *problems_beside_text(source, target, beside_text))
+    for problem in (*problems, *kept):
         context.refuse(problem)
+    counts = _untouched(layers, samples, context) if layers.beside_text else {}
     before, after = _mebibytes(source), _mebibytes(target)
     context.milestone(f"wrote the quantized model: {before:.1f} → {after:.1f} MiB")
     types = _stored_types(target / GGUF_FILE, config, context) if (target / GGUF_FILE).is_file() else {}
@@ -73,10 +79,41 @@ def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
     if (source.parent / RECORD).is_file():
         shutil.copyfile(source.parent / RECORD, context.work / RECORD)
     sizes = {"size_before_mib": before, "size_after_mib": after, "compression": before / after}
-    metrics |= {**sizes, **types}
+    metrics |= {**sizes, **types, **counts}
     context.log_metrics(0, metrics)
     groups = {"group_size": str(config.group_size)} if config.quantization.weights == "int4" else {}
     return StageResult(metrics=metrics, tags={"method": config.method, **groups})
+
+
+def _rows_in_words(samples: Samples, *, sees: bool) -> str:
+    """Return the number of calibration rows in words, and of a model that sees, whether they have pictures."""
+    rows = counted(len(samples.calibration), "row")
+    if not sees:
+        return rows
+    if not samples.calibration_pictures:
+        return f"{rows} of text alone, as none has pictures"
+    left_out = f" ({samples.num_without} without are left out)" if samples.num_without else ""
+    return f"{rows} with pictures{left_out}"
+
+
+def _untouched(layers: QuantizedLayers, samples: Samples, context: StageContext) -> dict[str, float]:
+    """Return the numbers of tensors and parameters that stayed as they were, by part of a model that sees."""
+    metrics: dict[str, float] = {}
+    for part, numbers in layers.beside_text.items():
+        metrics |= {
+            f"{part}_tensors_kept": float(len(numbers)),
+            f"{part}_parameters_kept": float(sum(numbers.values())),
+        }
+    pictures = samples.calibration_pictures
+    metrics["calibration_pictures"] = float(sum(map(len, pictures.media.values())) if pictures else 0)
+    context.milestone(
+        "as they were: "
+        + ", ".join(
+            f"{counted(len(numbers), 'weight')} of the {part.replace('_', ' ')} ({sum(numbers.values()):,} parameters)"
+            for part, numbers in layers.beside_text.items()
+        )
+    )
+    return metrics
 
 
 def _stored_types(file: Path, config: QuantizeConfig, context: StageContext) -> dict[str, float]:
@@ -120,6 +157,7 @@ def _compare(source: Path, target: Path, samples: Samples, config: QuantizeConfi
         target,
         samples.evaluation,
         samples.evaluated,
+        pictures=samples.evaluation_pictures,
         recorded=read_record(source.parent) if (source.parent / RECORD).is_file() else (),
         trust_remote_code=config.trust_remote_code,
         report=lambda done, total: context.progress(done, total, "tokens", "comparing with the unquantized model"),

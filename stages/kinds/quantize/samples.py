@@ -11,52 +11,65 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import DataError
 from stages.kinds.quantize.config import CalibrationConfig
+from stages.kinds.quantize.pictures import RowPictures
 
 if TYPE_CHECKING:
     import torch
 
     from stages.data.files import RowLocation
+    from stages.data.media.folder import MediaFolder
+    from stages.data.tokenizer import TokenizedDocument
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids of the calibration and evaluation rows, a list a row of at least two tokens.
+    """Token ids of the calibration and evaluation rows, a list a row of at least two tokens, and their pictures.
 
-    evaluated: whether the prediction of each token of `evaluation` counts; never that of a row's first.
+    evaluated: whether the prediction of each token of `evaluation` counts; never that of a row's first. pictures: of
+    the calibration rows, either of each or None; of the evaluation rows, of those that have any. num_without: rows that
+    do not calibrate since they have no pictures, and others do.
     """
 
     calibration: list[list[int]]
     evaluation: list[list[int]]
     evaluated: list[list[bool]]
+    calibration_pictures: RowPictures | None = None
+    evaluation_pictures: RowPictures | None = None
+    num_without: int = 0
 
 
-def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
+def read_samples(data: Path, model_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
     """Read and tokenize the calibration and evaluation rows of a quantization as training would.
 
-    Without `evaluation_split`, the rows after the calibration rows are evaluated. warn: gets the number of bad rows
-    that were left out, and the first of them. Raises DataError if either kind has no usable rows.
+    Without `evaluation_split`, the rows after the calibration rows are evaluated. If some calibration rows have
+    pictures, those without are left out: a quantizer follows one path through a model. warn: gets the number of bad
+    rows that were left out, and the first of them. Raises DataError if either kind has no usable rows.
     """
-    from stages.data.calibration import calibration_samples
+    from stages.data.calibration import calibration_samples, media_folder
 
     passed_over: dict[RowLocation, str] = {}
+    evaluation_split = config.evaluation_split or config.split
+    folders = [media_folder(data, split, model_folder) for split in (config.split, evaluation_split)]
     calibration = calibration_samples(
         data,
         config.split,
-        tokenizer_folder,
+        model_folder,
         config.num_samples,
         config.sequence_length,
         train_on="all",
         passed_over=passed_over,
+        media=folders[0],
     )
     evaluation = calibration_samples(
         data,
-        config.evaluation_split or config.split,
-        tokenizer_folder,
+        evaluation_split,
+        model_folder,
         config.num_evaluation_samples,
         config.sequence_length,
         train_on=config.evaluate_on,
         num_skipped=0 if config.evaluation_split else len(calibration),
         passed_over=passed_over,
+        media=folders[1],
     )
     for place, reason in islice(passed_over.items(), 1):
         warn(f"{len(passed_over)} bad rows of {config.dataset} are passed over: {place} {reason}")
@@ -66,30 +79,54 @@ def read_samples(data: Path, tokenizer_folder: Path, config: CalibrationConfig, 
             f"no row of the evaluation split has a token to predict within {config.sequence_length} tokens "
             f"(evaluate_on: {config.evaluate_on}); raise sequence_length or take other rows"
         )
+    calibrating = _predictable(calibration, config.split)
+    with_pictures = [sample for sample in calibrating if sample.media] or calibrating
     return Samples(
-        _predictable([sample.ids.tolist() for sample in calibration], config.split),
+        [sample.ids.tolist() for sample in with_pictures],
         [sample.ids.tolist() for sample in predicted],
         [sample.loss.tolist() for sample in predicted],
+        _pictures(with_pictures, folders[0], model_folder),
+        _pictures(predicted, folders[1], model_folder),
+        len(calibrating) - len(with_pictures),
     )
 
 
-def batches_of_one_length(samples: Sequence[Sequence[int]], max_tokens: int) -> Iterator[torch.Tensor]:
-    """Yield batches [rows, tokens] of rows of equal length, at most `max_tokens` tokens or one row, in a fixed order.
+def batches(
+    samples: Sequence[Sequence[int]], max_tokens: int, pictures: RowPictures | None = None
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Yield batches, the numbers of their rows and the model's arguments with tokens [rows, tokens], in a fixed order.
 
-    No padding: it would count as activations that a quantizer has to represent.
+    Each has rows of one length, at most `max_tokens` tokens or one row; a row with pictures is alone. No padding: it
+    would count as activations that a quantizer has to represent.
     """
     import torch
 
-    by_length: dict[int, list[Sequence[int]]] = defaultdict(list)
-    for sample in samples:
-        by_length[len(sample)].append(sample)
-    for length, rows in by_length.items():
+    of_length: dict[int, list[int]] = defaultdict(list)
+    alone = pictures.media if pictures else {}
+    for number, sample in enumerate(samples):
+        if number not in alone:
+            of_length[len(sample)].append(number)
+    for length, numbers in of_length.items():
         num_rows = max(1, max_tokens // length)
-        for first in range(0, len(rows), num_rows):
-            yield torch.tensor(rows[first : first + num_rows])
+        for first in range(0, len(numbers), num_rows):
+            chosen = numbers[first : first + num_rows]
+            ids = torch.tensor([samples[number] for number in chosen])
+            yield chosen, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for number in alone:
+        assert pictures
+        yield [number], pictures.inputs(number, samples[number])
 
 
-def _predictable(samples: list[list[int]], what: str) -> list[list[int]]:
+def _pictures(rows: Sequence[TokenizedDocument], folder: MediaFolder | None, model_folder: Path) -> RowPictures | None:
+    media = {number: row.media for number, row in enumerate(rows) if row.media}
+    if folder is None or not media:
+        return None
+    from stages.models.processor import MediaProcessor  # texts do without it
+
+    return RowPictures(media, folder, MediaProcessor(model_folder))
+
+
+def _predictable(samples: list[TokenizedDocument], what: str) -> list[TokenizedDocument]:
     """Return the rows with at least two tokens, as a single token leaves nothing to predict."""
     rows = [sample for sample in samples if len(sample) > 1]
     if not rows:

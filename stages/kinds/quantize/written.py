@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 from safetensors import safe_open
@@ -57,6 +57,20 @@ def problems_of_carried(source: Path, target: Path, carried: Set[str]) -> Iterat
             f"the quantizer lost or changed {len(lost)} of {len(carried)} weights that the model does not load itself, "
             f"such as layers of multi-token prediction ({', '.join(lost[:NUM_NAMED])}); choose another method"
         )
+
+
+def problems_beside_text(source: Path, target: Path, beside_text: Mapping[str, Set[str]]) -> Iterator[ModelError]:
+    """Yield an error for each part of a model that sees, beside its language part, that is not as it was in `source`.
+
+    beside_text: names of the part's weights in files. Equal bit for bit, once in the dtype that `target` has them in.
+    """
+    for part, names in beside_text.items():
+        if changed := sorted(changed_or_lost(source, target, names, in_dtype=True)):
+            yield ModelError(
+                f"the quantizer lost or changed {len(changed)} of {len(names)} weights of the model's "
+                f"{part.replace('_', ' ')}, which should stay as they are ({', '.join(changed[:NUM_NAMED])}); choose "
+                "another method"
+            )
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -146,7 +146,9 @@ class RowBatches:
 
     def recorded(self) -> RecordedBatch:
         source = self.held_out or self.training
-        return RecordedBatch(source.dataset.batch([0], source.micro_batch_size), self.untrained)
+        dataset = source.dataset
+        pictures = dataset.pictures(0) if dataset.has_media else ()
+        return RecordedBatch(dataset.batch([0], source.micro_batch_size), self.untrained, pictures)
 
     def close(self) -> None:
         pass

@@ -14,10 +14,12 @@ from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parts import freeze_parts, parts_of
+from stages.engines.recorded import RecordedBatch, record_log_probabilities
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.parallel.layout import Layout
+from tests.unit.stages.kinds.merge import test_merge
 from tests.zoo.models import tiny_model
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family
 from tests.zoo.proofs import one_process
@@ -95,21 +97,30 @@ def test_parts_learn_at_their_own_rates_as_groups_of_torch_do(tmp_path: Path) ->
     assert difference < 1e-3 * moved
 
 
-def test_an_adapter_goes_on_the_language_model_and_is_loaded_by_peft(tmp_path: Path) -> None:
-    documents = Documents(save_family("qwen3_vl", tmp_path))
+def test_an_adapter_goes_on_the_language_model_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
+    base, trained = tmp_path / test_merge.BASE, tmp_path / "trained"
+    documents = Documents(save_family("qwen3_vl", base / "model"))
     batch, options = documents.batch(), AdapterConfig(rank=2)
     with one_process():
         settings = engine_settings(adapter=options, media=MediaSettings())
-        engine = FsdpEngine(ModelFacts(tmp_path), settings, torch.device("cpu"))
+        engine = FsdpEngine(ModelFacts(base / "model"), settings, torch.device("cpu"))
         before = engine.predictions(batch)[0]
         for _ in range(2):  # A has no gradient in the first step, as B is 0
             engine.train_step([batch], SftLoss(), 1e-2, None)
         after = engine.predictions(batch)[0]
-        assert engine.export(tmp_path / "adapter", torch.float32) == []
+        assert engine.export(trained / "adapter", torch.float32) == []
+        record_log_probabilities(engine, RecordedBatch(batch, pictures=documents.pictures), trained)
         engine.close()
-    adapted = PeftModel.from_pretrained(load_seeing(tmp_path), str(tmp_path / "adapter")).eval()
+    adapted = PeftModel.from_pretrained(load_seeing(base / "model"), str(trained / "adapter")).eval()
     assert (after - before).abs().max() > 1e-2
     with torch.no_grad():
         torch.testing.assert_close(after, log_probabilities(adapted, documents, batch), atol=5e-6, rtol=0)
-    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+    with safe_open(trained / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert all(".language_model.layers." in name for name in file.keys())  # noqa: SIM118
+    test_merge.note_base(trained)
+    metrics = test_merge.merge({"base": base, "one": trained}, work := tmp_path / "merged", adapter="one").metrics
+    assert metrics["max_abs_logprob_difference"] < 1e-5
+    merged = Documents(work / "model")  # by the processor that came with it
+    with torch.no_grad():
+        found = log_probabilities(load_seeing(work / "model"), merged, batch)
+    torch.testing.assert_close(after, found, atol=5e-6, rtol=0)

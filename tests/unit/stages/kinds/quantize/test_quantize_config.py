@@ -98,3 +98,10 @@ def test_a_quantized_model_is_not_trained(tmp_path):
     message = refusal(recipe, RECIPE.replace("MODEL", "base") + TRAINING.replace("MODEL", "small"))
     assert "stages.tuned.model: small is quantized, and quantized weights cannot be trained" in message
     assert "it is made from, base" in message
+
+
+def test_a_model_that_sees_is_refused_as_gguf_with_what_takes_it():
+    of = {"kind": "quantize", "model": "vlm", "calibration": {"dataset": "rows"}}
+    config = QuantizeConfig.model_validate({**of, "method": "gguf", "gguf_type": "q8_0"})
+    (problem,) = config.model_problems(lambda: {"model_type": "qwen3_vl", "vision_config": {"depth": 2}})
+    assert "no place for the tower" in problem and "awq, gptq, int8, fp8" in problem
