@@ -3,12 +3,14 @@
 `attend` takes documents, sliding windows, soft caps, sinks and blocks of tokens that see each other, and computes by
 the first kernel in the device's list (`stages/parallel/device_types.py`) that supports what is asked:
 
+- `cudnn`: cuDNN's kernel, where all documents have one length: on an H100 it takes two thirds of flash's time. It makes
+  a plan for each new length, which takes longer than the attention of many steps, so that the length is a multiple of
+  1024 tokens; cuDNN's variable lengths, through torch 2.11, made a plan in each call and gave wrong gradients.
 - `flash`: variable lengths, by `torch.nn.attention.varlen`.
 - `efficient`: torch's memory-efficient kernel, over documents padded in buckets of similar length.
 - `flex`: FlexAttention, compiled, which skips what no query sees by blocks of 128 tokens.
 - `padded`: torch's SDPA, or products where scores are changed, in the same buckets. GPUs do not have it in their lists:
   SDPA may take its math kernel there, which holds all pairs of positions in memory.
-- `cudnn`: variable lengths, by cuDNN; only with LIFECYCLE_ATTENTION=cudnn.
 """
 
 from __future__ import annotations
@@ -31,15 +33,24 @@ from stages.engines.documents import PackedDocuments, pad_documents, unpad_docum
 from stages.parallel.accelerator import capability_of, of_device
 
 SWITCH = "LIFECYCLE_ATTENTION"
-"""Environment variable that names a kernel to take where it can compute what is asked: `cudnn`."""
+"""Environment variable that names a kernel to take where it can compute what is asked, such as `flash`."""
+
+PLANNED_TOKENS = 1024
+"""Divisor of the lengths of documents for which cuDNN makes plans."""
 
 GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 """True if torch's flash attention takes fewer key and value heads than query heads, as it does from 2.13 on."""
 
-LEAST_PLANNED = 128
-"""Shortest longest document that cuDNN is asked for, in tokens: it refuses documents of one token alone."""
-
-Feature = Literal["sliding window", "soft cap", "sinks", "blocks", "dropout", "context parallelism"]
+Feature = Literal[
+    "sliding window",
+    "soft cap",
+    "sinks",
+    "blocks",
+    "dropout",
+    "context parallelism",
+    "documents of any length",
+    "the same bits each time",
+]
 
 
 @dataclass(frozen=True)
@@ -134,8 +145,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments
         features.append("blocks")
     if documents.queries is not None:
         features.append("context parallelism")
+    in_graph = torch.compiler.is_compiling()
+    # A compiled layer must not depend on lengths, which would compile it again.
+    if in_graph or not documents.are_even or documents.lengths[0] % PLANNED_TOKENS:
+        features.append("documents of any length")
+    if torch.are_deterministic_algorithms_enabled():
+        features.append("the same bits each time")
     widths = (query.shape[2], value.shape[2])
-    name = _kernel_name(query.device, query.dtype, widths, tuple(features), torch.compiler.is_compiling())
+    name = _kernel_name(query.device, query.dtype, widths, tuple(features), in_graph)
     return KERNELS[name].compute(query, key, value, documents, options)
 
 
@@ -266,81 +283,8 @@ def _efficient(
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, options: AttentionOptions) -> Tensor:
-    arguments = (query, key, value, documents.boundaries, documents.longest, options.scaling)
-    return torch.ops.lifecycle.cudnn_attention(*arguments)[0]
-
-
-@torch.library.custom_op("lifecycle::cudnn_attention", mutates_args=())
-def _cudnn_operation(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scaling: float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention over documents by cuDNN; return it and the logarithms of the sums of exponentials.
-
-    torch's own function of variable lengths does not call cuDNN, whose kernels for Hopper take half the time.
-    """
-    lengths = _planned(boundaries, longest)
-    return torch.ops.aten._cudnn_attention_forward(
-        query, key, value, None, *lengths, True, 0.0, True, False, scale=scaling
-    )[:2]
-
-
-def _planned(boundaries: Tensor, longest: int) -> tuple[Tensor, Tensor, int, int]:
-    """Return the boundaries and longest lengths of queries and keys, rounded up to powers of two by empty documents.
-
-    cuDNN makes a plan for each number of documents and longest length, which takes longer than the attention.
-    """
-    missing = _power_of_two(len(boundaries) - 1) - (len(boundaries) - 1)
-    filled = torch.cat([boundaries, boundaries[-1:].expand(missing)])
-    most = max(LEAST_PLANNED, _power_of_two(longest))
-    return filled, filled, most, most
-
-
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-@_cudnn_operation.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
-
-
-@torch.library.custom_op("lifecycle::cudnn_attention_backward", mutates_args=())
-def _cudnn_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scaling: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout, which there is not
-    lengths = _planned(boundaries, longest)
-    return torch.ops.aten._cudnn_attention_backward(
-        gradient.contiguous(), query, key, value, output, log_sums, seed, seed, None, *lengths, 0.0, True, scale=scaling
-    )
-
-
-@_cudnn_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep_for_cudnn(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.options = inputs[4:]
-
-
-def _backward_by_cudnn(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    arguments = (*ctx.saved_tensors, *ctx.options)
-    return *torch.ops.lifecycle.cudnn_attention_backward(gradient, *arguments), None, None, None
-
-
-_cudnn_operation.register_autograd(_backward_by_cudnn, setup_context=_keep_for_cudnn)
+    operation = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return _in_buckets(query, key, value, documents, options, attention=_of_fused(operation))
 
 
 @torch.library.custom_op("lifecycle::padded_attention", mutates_args=())
@@ -536,17 +480,24 @@ def _causal_mask(length: int, window_tokens: int, device: torch.device) -> Tenso
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window_tokens)
 
 
-_AMPERE = (8, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 _HALF = {torch.bfloat16: _AMPERE, torch.float16: _AMPERE}
-_ANY: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks", "context parallelism"})
+_USUAL: frozenset[Feature] = frozenset({"documents of any length", "the same bits each time"})
+_ANY: frozenset[Feature] = _USUAL | {"sliding window", "soft cap", "sinks", "blocks", "context parallelism"}
 KERNELS = {
-    "cudnn": Kernel(_cudnn, frozenset(), _HALF, widest_head=128, has_one_width=True, aligned_bytes=16),
-    "flash": Kernel(
-        _flash, frozenset({"sliding window"}), _HALF, widest_head=256, has_one_width=True, aligned_bytes=16
+    "cudnn": Kernel(
+        _cudnn,
+        frozenset(),
+        dict.fromkeys(_HALF, _HOPPER),
+        widest_head=128,
+        has_one_width=True,
+        aligned_bytes=16,
+        has_fixed_shapes=False,
     ),
+    "flash": Kernel(_flash, _USUAL | {"sliding window"}, _HALF, widest_head=256, has_one_width=True, aligned_bytes=16),
     "efficient": Kernel(
         _efficient,
-        frozenset({"dropout"}),
+        _USUAL | {"dropout"},
         {**_HALF, torch.float32: (5, 0)},
         aligned_bytes=16,
         has_fixed_shapes=False,

@@ -62,7 +62,7 @@ DEVICE_TYPES = (
         "nccl",
         "CUDA_VISIBLE_DEVICES",
         listed_in=("proc/driver/nvidia/gpus/*", "dev/nvidia[0-9]*"),
-        attention=_FUSED_ATTENTION,
+        attention=("cudnn", *_FUSED_ATTENTION),
         fp8_from=(8, 9),
         # Packed rows have ever new numbers of documents and targets, which leave gaps between segments of fixed sizes.
         allocator="expandable_segments:True",

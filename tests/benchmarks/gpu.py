@@ -125,8 +125,7 @@ def ordered(device: str) -> list[Part | str]:
     parts = [
         *[eager[0], lora, *eager[1:], replace(eager[0], documents=30), replace(eager[0], learns="bf16 full")],
         *[*compiled, replace(lora, learns="nf4 LoRA"), replace(lora, compile=True), Part("0.6b")],
-        *[replace(eager[0], documents=documents, attention="cudnn") for documents in (1, 30)],
-        replace(lora, attention="cudnn"),
+        *[replace(one, attention="flash") for one in (eager[0], lora)],
         replace(eager[1], recompute="offload"),
         *[replace(eager[1], program=program) for program in ("transformers", "megatron")],
         replace(lora, program="transformers"),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
 from stages.engines.attention import packed_attention
-from stages.engines.attention_kernels import SWITCH
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.optimizer import LowPrecisionAdamW
@@ -71,14 +70,11 @@ def test_packed_attention_equals_the_cpu(dtype: torch.dtype, error: float, kind:
         assert relative_error(found, expected) < error
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, [1, 1, 2, 2044], [1] * 64, [1024, 1024]])
-def test_cudnns_attention_equals_the_cpu(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "LENGTHS", lengths)
-    expected_there = attend("cpu", torch.float32)
-    monkeypatch.setenv(SWITCH, "cudnn")
-    for found, expected in zip(attend(DEVICE, torch.bfloat16), expected_there, strict=True):
-        # Queries and keys of a single token have gradients of 0.
-        assert (found - expected).norm() < 0.01 * expected.norm() + 1e-3
+def test_documents_of_one_length_give_what_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN computes them on Hopper."""
+    monkeypatch.setitem(globals(), "LENGTHS", [1024, 1024])
+    for found, expected in zip(attend(DEVICE, torch.bfloat16), attend("cpu", torch.float32), strict=True):
+        assert relative_error(found, expected) < 0.01
 
 
 def test_a_step_of_adamw_in_bf16_equals_the_cpus() -> None:

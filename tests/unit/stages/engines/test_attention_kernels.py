@@ -220,8 +220,10 @@ def test_dropout_of_the_operation_is_the_same_in_the_backward_pass() -> None:
     assert torch.equal(found, torch.autograd.grad(again.sum(), value)[0])
 
 
-HOPPER = Request("cuda", (9, 0), torch.bfloat16, 128, 128, frozenset())
-ALL: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks"})
+ANY_LENGTH: Feature = "documents of any length"
+EVEN = Request("cuda", (9, 0), torch.bfloat16, 128, 128, frozenset())
+HOPPER = replace(EVEN, features=frozenset({ANY_LENGTH}))
+ALL: frozenset[Feature] = frozenset({"sliding window", "soft cap", "sinks", "blocks", ANY_LENGTH})
 
 
 @pytest.mark.parametrize(
@@ -265,13 +267,22 @@ def test_what_only_the_math_kernel_could_compute_is_refused_on_a_gpu(request_: R
 
 def test_in_a_compiled_layer_no_shape_depends_on_lengths() -> None:
     names = device_type("cuda").attention
-    assert choose(replace(HOPPER, in_graph=True), names) == "flash"
+    assert choose(replace(EVEN, in_graph=True), names, "cudnn") == "flash"
     assert choose(replace(HOPPER, in_graph=True, dtype=torch.float32), names) == "flex"
     with pytest.raises(ModelError, match=r"efficient cannot be part of a compiled layer.*flex has no dropout"):
         choose(replace(HOPPER, in_graph=True, features=frozenset({"dropout"})), names)
 
 
-def test_cudnn_is_taken_where_it_is_asked_for_and_can() -> None:
+def test_cudnn_computes_documents_of_one_length_on_hopper() -> None:
     names = device_type("cuda").attention
-    assert choose(HOPPER, names, "cudnn") == "cudnn"
-    assert choose(replace(HOPPER, features=frozenset({"sliding window"})), names, "cudnn") == "flash"
+    assert choose(EVEN, names) == "cudnn"
+    lacking: tuple[Feature, ...] = (ANY_LENGTH, "sliding window", "the same bits each time")
+    for other in (
+        *(replace(EVEN, features=frozenset({one})) for one in lacking),
+        replace(EVEN, capability=(8, 0)),
+        replace(EVEN, head_width=192, value_width=192),
+        replace(EVEN, in_graph=True),
+    ):
+        assert choose(other, names) == "flash"
+    assert choose(EVEN, device_type("rocm").attention) == "flash"
+    assert choose(EVEN, names, "flash") == "flash"

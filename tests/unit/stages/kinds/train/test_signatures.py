@@ -11,8 +11,6 @@ DICTATED = {
     "attention.py:packed_attention",  # Transformers' attention interface
     "attention_kernels.py:_padded_operation",  # an operation of torch, which keeps its arguments by their places
     "attention_kernels.py:_padded_backward",
-    "attention_kernels.py:_cudnn_operation",
-    "attention_kernels.py:_cudnn_backward",
     "attention.py:__init__",  # Megatron's core attention
     "attention.py:forward",
     "log_probabilities.py:forward",  # torch.autograd.Function
