@@ -227,6 +227,11 @@ class StageConfig(StrictModel, ABC):
         """Return the paths that the config names outside the store, by the dotted path of the config field."""
         return {path: Path(value) for path, value in marked_values(self, OutsideInput)}
 
+    @property
+    def brings_media(self) -> bool:
+        """Return whether the recipe alone shows that the stage's dataset has media, such as pictures."""
+        return False
+
     ASKS_ALL_STAGES: ClassVar[bool] = False
     """True if `completed_among` needs the configs of all stages in the recipe, not only of referenced ones."""
 

@@ -88,12 +88,12 @@ SECONDS = 0.5
 
 def check_first_rows(
     folder: Path, files: list[Path], config: DataConfig, rows: RowKind, read: Callable[[object], object] | None = None
-) -> None:
-    """Raise DataError, while a refresh is planned, for first rows that training would refuse."""
+) -> bool:
+    """Return, while a refresh is planned, whether first rows have media; raise DataError for rows that are refused."""
     read_learned = (
         read or RowReader(config.format, rows, config.columns, MediaFolder.of(folder, files, by_header=True)).read
     )
-    bad, kinds, num_read, is_whole = BadRows(io.StringIO()), set[RowKind | None](), 0, True
+    bad, kinds, num_read, is_whole, has_media = BadRows(io.StringIO()), set[RowKind | None](), 0, True, False
     deadline_s = time.monotonic() + SECONDS
     for row in read_rows(folder, files):
         if num_read == NUM_ROWS or time.monotonic() > deadline_s:
@@ -104,7 +104,7 @@ def check_first_rows(
             if isinstance(row, BadRow):
                 bad.add(row)
             else:
-                read_learned(row.content)
+                has_media |= _has_media(read_learned(row.content))
         except RowError as error:
             bad.add(BadRow(row.place, str(error)))
             kinds.add(_kind_of(row, config))
@@ -115,6 +115,12 @@ def check_first_rows(
         )
     if config.on_bad_rows == "fail" or is_whole:  # else the share of bad rows is not known yet
         bad.check(config.on_bad_rows, config.max_bad_row_fraction, num_read, is_whole=is_whole)
+    return has_media
+
+
+def _has_media(read: object) -> bool:
+    """Return whether any document of a row has media; what readers of prompts return has none."""
+    return isinstance(read, tuple) and any(getattr(document, "media", ()) for document in read)
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:

@@ -81,6 +81,10 @@ class DownloadConfig(FetchedConfig):
         return self.stream
 
     @property
+    def brings_media(self) -> bool:
+        return self.media
+
+    @property
     def source(self) -> Source:
         if self.dataset is not None:
             return parse_source(self.dataset, "dataset")

@@ -18,6 +18,7 @@ from stages.data.bad_rows import check_first_rows
 from stages.data.config import DataConfig
 from stages.data.files import find_files
 from stages.data.templates import read_template
+from stages.kinds.train.checks import media_problems
 from stages.kinds.train.fields import TrainFields
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
@@ -84,7 +85,8 @@ def first_problems(
             if folder and split:
                 try:
                     root, files = _files(folder, split)
-                    check_first_rows(root, files, part, config.learning.rows, _reader(config, part))
+                    if check_first_rows(root, files, part, config.learning.rows, _reader(config, part)):
+                        yield from media_problems(config, f"{place}{field}")
                 except DataError as error:
                     yield f"data.{place}{field}: {error}"
                 except LifecycleError:  # the download reports it

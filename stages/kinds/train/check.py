@@ -8,12 +8,13 @@ from tempfile import TemporaryDirectory
 
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
-from stages.core.errors import LifecycleError, ModelError
+from stages.core.errors import DataError, LifecycleError, ModelError
 from stages.data.any_rows import check_formats
 from stages.data.look import NullReporter, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.check_model import InputModels
+from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
@@ -100,6 +101,8 @@ def prepared_problems(
         except LifecycleError as error:
             yield field, error
             return
+    if prepared.has_media and (problems := "; ".join(picture_errors(config))):
+        yield field, DataError(f"the rows have pictures: {problems}")
     yield from ((f"data.{field}", error) for field, error in repeated_too_often(config, prepared.training))
 
 

@@ -363,6 +363,15 @@ def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> It
             )
     yield from start_problems(config.model, config.base, config.adapter, stages)
     yield from config.data.problems_among(stages)
+    for place, part in config.data.parts.items():
+        if stages[part.dataset_stage].brings_media:
+            yield from media_problems(config, f"{place}dataset")
+
+
+def media_problems(config: TrainFields, field: str) -> Iterator[str]:
+    """Yield why a recipe cannot train on rows with pictures, of which the data's field is known to have some."""
+    if problems := "; ".join(picture_errors(config)):
+        yield f"data.{field}: the rows have pictures: {problems}"
 
 
 def start_problems(

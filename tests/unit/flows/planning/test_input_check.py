@@ -1,5 +1,6 @@
 """A plan reports every problem that is visible in the first rows of datasets or the file headers of models."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.numpy import save_file
 from flows.planning.checks import Problems
 from flows.running.request import PlannedRefresh, RefreshRequest, make_plan
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError, TransientError
+from stages.hubs.builtin.digits import Drawing
 
 LLAMA = {
     "model_type": "llama",
@@ -40,6 +42,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 ROWS = {
     "chats": CHAT,
     "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "seen": {**CHAT, "images": ["data:image/png;base64,PNG"]},
     "judged": {"conversations": [{"from": "human", "value": "a"}], "chosen": CHAT["messages"][1], "rejected": "c"},
 }
 
@@ -64,7 +67,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "model" / name).write_text(json.dumps(content))
     for name, row in ROWS.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+        lines = f"{json.dumps(row)}\n".replace("PNG", base64.b64encode(Drawing("test", 0).png).decode())
+        (tmp_path / name / "train.jsonl").write_text(lines * 5)
 
     def planned(**stages: object) -> PlannedRefresh:
         sources = {name: {"kind": "download", "dataset": f"file://{tmp_path / name}"} for name in ROWS}
@@ -99,6 +103,14 @@ def test_what_is_sound_is_planned_without_a_word(planned) -> None:
         (of_rows("judged"), "they look like preference pairs: `method: dpo`"),
         ({"method": "dpo"}, "stages.sft.data.dataset: the first row has the columns `messages`"),
         ({"method": "kto", **of_rows("pairs")}, "These are preference pairs: `method: dpo`"),
+        (
+            {**of_rows("seen"), "engine": "megatron"},
+            "stages.sft.data.dataset: the rows have pictures: `rows with pictures` needs `engine: fsdp`",
+        ),
+        (
+            {**of_rows("seen"), "layout": {"compile": True}},
+            "stages.sft.data.dataset: the rows have pictures: rows with pictures do not go with `layout.compile`",
+        ),
         (of_rows("chats", evaluation_split="test"), "stages.sft.data.evaluation_split: no files of the split 'test'"),
         (
             {"data": {"datasets": [{"dataset": "chats"}, {"dataset": "pairs"}], "sequence_length": 64}},
@@ -110,6 +122,12 @@ def test_a_training_that_cannot_work_is_refused_by_the_plan(planned, changes: di
     with pytest.raises(RecipeError) as caught:
         planned(sft={**TRAIN, **changes})
     assert message.lower() in str(caught.value).lower()
+
+
+def test_pictures_that_the_recipe_alone_names_are_refused_where_nothing_is_at_hand(planned) -> None:
+    hub = {"kind": "download", "dataset": "hf://datasets/org/name", "media": True}
+    with pytest.raises(RecipeError, match=r"stages\.sft\.data\.dataset: the rows have pictures: .* `engine: fsdp`"):
+        planned(hub=hub, sft={**TRAIN, **of_rows("hub"), "engine": "megatron"})
 
 
 def test_bad_rows_are_named_with_the_fraction_that_would_let_them_be_dropped(planned, tmp_path: Path) -> None:
