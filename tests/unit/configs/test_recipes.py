@@ -18,10 +18,17 @@ from stages.serving.vllm.servability import AttentionHeads, check_servable
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-GPUS = {"qwen3-0.6b-one-gpu": 1, "llama-3.1-8b-8gpu": 8}
+GPUS = {
+    "qwen3-0.6b-one-gpu": 1,
+    "llama-3.1-8b-8gpu": 8,
+    "qwen2.5-vl-7b-lora-one-gpu": 1,
+    "gemma-3-4b-lora-one-gpu": 1,
+    "qwen3-vl-8b-8gpu": 8,
+}
 MODELS = {
     "qwen3-0.6b-one-gpu": {"hidden": 1024, "inner": 3072, "queries": 16, "keys": 8, "head": 128},
     "llama-3.1-8b-8gpu": {"hidden": 4096, "inner": 14336, "queries": 32, "keys": 8, "head": 128},
+    "qwen3-vl-8b-8gpu": {"hidden": 4096, "inner": 12288, "queries": 32, "keys": 8, "head": 128},
 }
 """Sizes of published models, as in their config.json on the Hugging Face hub."""
 

@@ -1,11 +1,14 @@
 """Builtin models and datasets are reproducible and work; training rows contain no problem of the evaluation task."""
 
+import base64
+import io
 import json
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from stages.hubs.builtin import addition, addition_preferences, digits, digits_preferences
 from stages.hubs.builtin.addition import Problem, split_problems
@@ -44,10 +47,22 @@ def test_the_task_holds_the_held_out_problems_and_no_dataset_does(tmp_path: Path
         assert not questions & test_questions
 
 
-def test_the_task_is_found_beside_its_rows() -> None:
-    task = yaml.safe_load((TASKS / "addition.yaml").read_text())
-    assert task["task"] == "addition"
-    assert (TASKS / task["dataset_kwargs"]["data_files"]["test"]).is_file()
+def test_the_task_with_pictures_holds_those_that_no_dataset_has() -> None:
+    held_out = rows(TASKS.with_name("digits") / "digits.jsonl")
+    assert len(held_out) == digits.NUM_ROWS["test"]
+    for drawing, row in zip(digits.drawings("test"), held_out, strict=True):
+        assert row["answer"] == drawing.number
+        encoded = base64.b64decode(row["image"].removeprefix("data:image/png;base64,"))
+        with Image.open(io.BytesIO(encoded)) as image:  # other versions of PIL may pack it otherwise
+            assert image.tobytes() == drawing.image.tobytes()
+
+
+@pytest.mark.parametrize("name", ["addition", "digits"])
+def test_the_task_is_found_beside_its_rows(name: str) -> None:
+    folder = TASKS if name == "addition" else TASKS.with_name(name)
+    task = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    assert task["task"] == name
+    assert (folder / task["dataset_kwargs"]["data_files"]["test"]).is_file()
 
 
 def test_answers_are_right_and_rejected_ones_wrong_but_plausible(tmp_path: Path) -> None:
