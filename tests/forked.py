@@ -1,7 +1,7 @@
 """Python programs as forks of one process that has imported what they need, which takes each two seconds otherwise.
 
     python -m tests.forked DESCRIPTOR LISTENER   is the parent
-    python -m tests.forked ADDRESS -m MODULE     does what `python -m MODULE` does, in a fork of the parent
+    python -m tests.forked ADDRESS COMMAND …     does what `python COMMAND …` does, in a fork of the parent
 
 The parent reads requests from the socket DESCRIPTOR and from connections to LISTENER: command, environment and working
 directory as JSON, with descriptors for stdout, stderr and the answer, which is the exit code. A fork runs the program
@@ -45,6 +45,13 @@ def run_forked(program: Path, *arguments: object, environment: Mapping[str, str]
             file.seek(0)
             texts.append(file.read().decode())
     return subprocess.CompletedProcess(command, code, *texts)
+
+
+def start_forked(program: Path, *arguments: object, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a process that does what a Python script does, in a fork of the warm parent."""
+    _parent()
+    command = [sys.executable, "-m", "tests.forked", ADDRESS, str(program), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def forked_command(module: str) -> list[str]:

@@ -18,6 +18,9 @@ LAYOUTS = {
     "megatron DP2": ("megatron", {"dp_shard": 2, "micro_batch_size": 2}),
 }
 
+BY_NIGHT = "megatron DP2"
+"""Layout that only the long curves have: `test_megatron_layouts.py` compares five of its steps."""
+
 
 @pytest.fixture(scope="module", params=[12, pytest.param(50, marks=pytest.mark.nightly)])
 def num_steps(request):
@@ -30,7 +33,9 @@ def runs(num_steps, tmp_path_factory):
     root = tmp_path_factory.mktemp("curves")
     artifacts = make_artifacts(root)
     works = {}
-    for number, (name, (engine, layout)) in enumerate(LAYOUTS.items()):
+    chosen = [name for name in LAYOUTS if num_steps > 12 or name != BY_NIGHT]
+    for number, name in enumerate(chosen):
+        engine, layout = LAYOUTS[name]
         works[name] = root / f"work-{number}"
         config = make_config(
             steps=num_steps,
@@ -49,7 +54,7 @@ def test_the_loss_curves_of_the_engines_are_one(runs, num_steps):
     expected, *others = ([row["loss"] for row in logged(work)] for work in runs.values())
     assert len(expected) == num_steps
     assert expected[-1] < LEARNED[num_steps] * expected[0]
-    for name, losses in zip(list(LAYOUTS)[1:], others, strict=True):
+    for name, losses in zip(list(runs)[1:], others, strict=True):
         assert losses == pytest.approx(expected, abs=TOLERANCES[num_steps]), name
 
 

@@ -195,7 +195,9 @@ def test_merged_it_gives_what_training_gave_and_what_peft_gives(dpo, artifacts, 
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
 
 
+@pytest.mark.nightly
 def test_megatron_trains_the_same_adapter(dpo, artifacts, tmp_path):
+    """`make test` holds Megatron's adapters to PEFT's under each layout (`tests/parity/test_megatron_layouts.py`)."""
     work, layout = tmp_path / "dpo-0123456789ab", {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}
     config = dpo_config(engine="megatron", layout=layout)
     make_context(work, artifacts, config)

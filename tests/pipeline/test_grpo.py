@@ -33,7 +33,6 @@ from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec
 from stages.serving.vllm.engine import find_vllm
 from stages.serving.vllm.swap import START, prepare_reloads
-from stages.serving.vllm.transfers.memory import MemoryConnection
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.slurm_cluster import free_ports
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start
@@ -108,11 +107,12 @@ def test_kills_of_trainer_and_server_lose_nothing(artifacts: dict[str, Path], tm
     assert StageResult.model_validate_json((work / "result.json").read_text()).files[-1] == "completions.jsonl"
 
 
+@pytest.mark.nightly
 def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict[str, Path], tmp_path: Path) -> None:
     """GRPO on two processes samples each round with a new adapter, from a server that sleeps between the rounds.
 
     A vLLM for CPUs keeps its memory while it sleeps; tests/unit/stages/kinds/train/rollouts/test_sleep.py has one that
-    frees it.
+    frees it, by which `make test` covers this, and by `test_follow.py`, where adapters replace each other in a vLLM.
     """
     layout = {"dp_shard": 2, "micro_batch_size": 2}
     options = {**OPTIONS, "placement": "colocated", "data_parallel_size": 1}
@@ -149,7 +149,7 @@ def test_on_two_processes_of_megatron_each_round_is_sampled_by_new_weights(
 ) -> None:
     """GRPO on two processes of Megatron samples each round, from the shared vLLM, with new weights.
 
-    `make test` covers this by `test_on_two_processes_each_round_is_sampled_by_a_new_adapter`, and by
+    `make test` covers this by `test_kills_of_trainer_and_server_lose_nothing`, and by
     `tests/parity/test_megatron_weights.py`, which exports what Megatron trained.
     """
     options = {**UNSERVED, "server": named_server}
@@ -310,12 +310,12 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
 
 
 def test_a_server_that_keeps_its_weights_is_an_error(
-    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GRPO fails if vLLM goes on with old weights, whatever its routes answer."""
-    monkeypatch.setattr(MemoryConnection, "give", lambda *_: None)
-    config = make(4, learning_rate=1e-2)
-    with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):
+    monkeypatch.setattr("stages.serving.vllm.swap.reload_weights", lambda *_: None)
+    config = make(4, learning_rate=1e-2, grpo={**UNSERVED, "server": named_server})
+    with pytest.raises(TrainingError, match=r"given the weights of step \d, the server gives .* at most 0\.001"):
         run(config, make_context(tmp_path / "work", artifacts, config))
 
 

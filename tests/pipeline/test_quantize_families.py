@@ -23,7 +23,6 @@ from stages.serving.engine import Quantization
 from tests.pipeline.test_quantize import counting_rows, save_model
 from tests.zoo.models import tiny_model
 from tests.zoo.proofs import result, save_family
-from tests.zoo.quantizing import METHOD_COLUMNS
 
 METHODS = {"awq": "int4", "gptq": "int4", "int8": "int8", "fp8": "fp8"}
 DENSE = ("llama", "qwen3", "olmo2", "glm4", "gemma3_text", "phi3", "cohere")
@@ -79,9 +78,9 @@ def quantizable_in_files(source):
 
 BY_DAY = {
     "awq": {*DENSE, *MIXTURES},
-    "gptq": {"qwen3", "phi3", "qwen3_moe", "mixtral"},
-    "int8": {"llama", "gemma3_text", "phi3"},
-    "fp8": {"olmo2", "cohere", "phimoe", "glm4_moe"},
+    "gptq": {"qwen3", "mixtral"},
+    "int8": {"phi3"},
+    "fp8": {"olmo2", "phimoe"},
 }
 """Architectures that `make test` quantizes: all with AWQ, whose scaling differs most; other methods take turns."""
 PAIRS = [*itertools.product(DENSE, METHODS), *itertools.product(MIXTURES, METHODS.keys() - {"int8"})]
@@ -107,14 +106,12 @@ def test_every_linear_layer_is_packed_and_little_is_lost(folder_of, tmp_path, fa
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
-@pytest.mark.parametrize("method", METHOD_COLUMNS)
+@pytest.mark.parametrize("method", ["fp8"])
 def test_the_stage_does_what_the_table_of_families_shows(tmp_path, method):
-    """Two of the table's rows: all the others are tried every night."""
+    """Two cells of the table: `tests/zoo` tries all of them every night."""
     assert result(method, save_family("qwen3", tmp_path / "qwen3")) == "yes"
     why_not = result(method, save_family("falcon", tmp_path / "falcon"))
-    assert (
-        "its model_type is falcon" if method == "gguf" else "8 of its layers are of the class FalconLinear"
-    ) in why_not
+    assert "8 of its layers are of the class FalconLinear" in why_not
 
 
 def test_a_failed_assertion_of_a_library_is_about_the_model_and_no_traceback(tmp_path):

@@ -88,7 +88,7 @@ def test_command_line_retries_the_same_refresh(worker_home):
     assert "it is completed, expected one that failed" in nothing.stderr
 
 
-@pytest.mark.parametrize("started_by", ["worker", "command"])
+@pytest.mark.parametrize("started_by", ["worker", pytest.param("command", marks=pytest.mark.nightly)])
 def test_a_killed_refresh_is_recognised_as_dead_and_retried_with_the_button(worker_home, started_by):
     name = f"killed-{started_by}"
     path = recipe(worker_home, name, "linger")  # it must not have ended when it is killed

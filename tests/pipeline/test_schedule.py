@@ -267,7 +267,9 @@ def deploy_with_prefect(home, file):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_path):
+    """`make test` holds the entrypoint in the shipped file (`test_addresses.py`), and that schedules run one recipe."""
     shipped = ROOT / "deploy" / "prefect.yaml"
     deploy_with_prefect(worker_home, shipped)
     listed = json.loads(worker_home.lifecycle("schedules", "--json").stdout)["schedules"]
@@ -282,8 +284,12 @@ def test_what_prefect_itself_deploys_is_a_schedule_like_ours(worker_home, tmp_pa
     assert worker_home.run_now("deployed")["state"]["type"] == "COMPLETED"
 
 
+@pytest.mark.nightly
 def test_named_states_are_ends_to_the_automation_against_zombies(worker_home, nightly):
-    """Prefect's documented automation against zombies, here in seconds, recognizes all ends of refreshes."""
+    """Prefect's documented automation against zombies, here in seconds, recognizes all ends of refreshes.
+
+    `make test` holds names and types of all these ends, in the tests above.
+    """
     ends = ["heartbeat", "Completed", "Failed", "Cancelled", "Crashed"]
     zombies = {
         "name": "zombies",

@@ -38,6 +38,7 @@ def test_packed_documents_teach_a_family_with_mixers_what_each_alone_does(family
 
 @pytest.mark.nightly
 def test_vllm_serves_the_families_that_the_table_shows(tmp_path: Path) -> None:
+    """`make test` serves a Qwen3 (`test_serve_evaluate.py` of the pipeline)."""
     outcomes = served_of(FAMILIES, tmp_path)
     shown = {family: recorded()[family].get(SERVED, UNTRIED) for family in FAMILIES}
     changed = {
