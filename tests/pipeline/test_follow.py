@@ -260,12 +260,15 @@ def expected_answer(made: Registration) -> str:
     return tokenizer.decode(answer, skip_special_tokens=True)
 
 
+@pytest.mark.nightly
 def test_adapters_take_over_in_the_running_server_without_a_failed_request(environment: Path) -> None:
     """Adapters replace each other in the running vLLM without a failed request.
 
     More adapters than the server can hold; the prompt is long enough to hit a stale prefix cache. The first one
     challenges before it takes over: each of the two answers its users. One that was lost on its way is not taken over.
     When the engine dies while it loads the next, it is started again, and loads that.
+
+    `make test`: whole models take over (above), and several adapters answer in one vLLM (`test_serve_adapters.py`).
     """
     adapters = [adapter_registration(seed) for seed in range(6)]
     lose(adapters[5], environment)

@@ -112,7 +112,7 @@ def test_on_two_processes_each_round_is_sampled_by_a_new_adapter(artifacts: dict
     """GRPO on two processes samples each round with a new adapter, from a server that sleeps between the rounds.
 
     A vLLM for CPUs keeps its memory while it sleeps; tests/unit/stages/kinds/train/rollouts/test_sleep.py has one that
-    frees it, by which `make test` covers this, and by `test_follow.py`, where adapters replace each other in a vLLM.
+    frees it, by which `make test` covers this, and by `test_serve_adapters.py`, where a vLLM answers with adapters.
     """
     layout = {"dp_shard": 2, "micro_batch_size": 2}
     options = {**OPTIONS, "placement": "colocated", "data_parallel_size": 1}

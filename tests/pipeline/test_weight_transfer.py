@@ -1,4 +1,8 @@
-"""A vLLM takes new weights from the memory of the training, all of them or none, and answers with them."""
+"""A vLLM takes new weights from the memory of the training, all of them or none, and answers with them.
+
+Every night; `make test` has a GRPO stage whose vLLM takes weights so, and is held to the training's log-probabilities
+after each update (`test_grpo.py`), and unit tests of the memory, the messages and the refused pickles.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,7 @@ print(json.dumps({
     "unpacked": {name: tensor.float().flatten().tolist() for name, tensor in unpacked},
 }))
 """
+pytestmark = pytest.mark.nightly
 TOKENS = list(range(5, 69))
 MOST_NATS = 1e-4
 TIMEOUT_S = 60.0
@@ -195,7 +200,6 @@ def test_it_does_not_unpickle(sampler: Sampler) -> None:
     assert os.getpid() != pid
 
 
-@pytest.mark.nightly
 def test_what_is_sent_for_gpus_is_what_vllm_reads() -> None:
     """The messages of NCCL and IPC, which no GPU has seen, by the installed vLLM's own classes."""
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0).bfloat16()}
