@@ -91,7 +91,9 @@ def test_a_dataset_that_the_hub_does_not_have_is_told_when_the_refresh_is_planne
         outside()
 
 
+@pytest.mark.nightly
 def test_a_task_of_lm_eval_runs_on_its_dataset_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    """`make test` loads such a task, below, and has a vLLM asked about tasks of its own (`test_serve_evaluate.py`)."""
     make_model(tmp_path / "sft" / "model")
     planned = outside()
     work = write_work(tmp_path / "work", "evaluate", CONFIG, {"sft": tmp_path / "sft"}, outside=planned)

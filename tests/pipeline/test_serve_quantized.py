@@ -26,10 +26,12 @@ def log_probabilities(folder):
     return logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
 
 
+@pytest.mark.nightly
 def test_a_mixture_is_served_with_quantized_attention_and_experts_as_they_are(folder_of, tmp_path):
     """vLLM serves a Mixtral with quantized attention and unquantized experts.
 
     Mixtral's experts are `mlp.experts.0.gate_proj` in memory, `block_sparse_moe.experts.0.w1` in files and vLLM.
+    `make test` holds these names in files (`test_quantize_families.py`), and serves a quantized model (quickstart).
     """
     source, artifact = folder_of("mixtral"), tmp_path / "small"
     quantize_family(source, artifact / "model", "fp8", ("lm_head", r"re:.*\.experts\."))

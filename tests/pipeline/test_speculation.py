@@ -66,7 +66,9 @@ def greedy(artifact, prompts=PROMPTS):
     return [" ".join(VOCABULARY[token] for token in tokens if token) for tokens in answered]
 
 
+@pytest.mark.nightly
 def test_a_draft_model_with_the_same_weights_is_always_right(counting, tmp_path):
+    """`make test` has what a recipe may ask for, and the command (`test_speculative.py`, vLLM's `test_command.py`)."""
     inputs = {"m": counting, "d": counting}
     with serving(tmp_path, inputs, speculative={"draft": "d"}, benchmark=BENCHMARK) as (client, result):
         assert answers(client) == greedy(counting)
