@@ -54,7 +54,7 @@ PARTS = (
     ),
     Part("random kills", "three refreshes killed at random end with the bytes of an undisturbed one", (RANDOM,)),
     Part("slurm", "jobs that are lost, preempted or out of time go on", (SLURM,)),
-    Part("pipelines", "recipes that stand on the quickstart: adapters, GGUF files", ("pipeline",)),
+    Part("pipelines", "recipes that stand on the quickstart; servers of adapters, drafts, new weights", ("pipeline",)),
     Part("families", "tiny models of every family of the zoo go through what the table of families shows", ("zoo",)),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )
