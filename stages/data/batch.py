@@ -95,6 +95,8 @@ class MediaInputs:
     """Positions in time, height and width, int64 [3, rows, sequence]; None for models that count tokens alone."""
     runs: Sequence[tuple[int, int]]
     """First token, and token after the last, of each run of tokens that stand for pictures, in the flattened rows."""
+    patches: Sequence[int] = ()
+    """Number of patches of each picture, by which its costs are counted."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Description(StrictModel):
 
     conversations: whether a chat template rendered the documents. num_good: of labelled answers. bytes_per_token: UTF-8
     bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
-    with tools per dataset that has them.
+    with tools per dataset that has them. num_patches: of all pictures, as a vision tower takes them. most_patches: of
+    the pictures of one row.
     """
 
     sequence_length: PositiveInt
@@ -69,6 +70,8 @@ class Description(StrictModel):
     bytes_per_token: PositiveFloat | None = None
     tool_prompts: tuple[ToolPrompt, ...] = ()
     num_media: NonNegativeInt = 0
+    num_patches: NonNegativeInt = 0
+    most_patches: NonNegativeInt = 0
 
 
 See = Callable[[Batch, Sequence[Sequence["Image"]]], Batch]
@@ -97,6 +100,7 @@ class PackedDataset:
         self.folder = folder
         self._media_folder = media_folder
         self._see: See | None = None
+        self._num_patches: Callable[[tuple[int, int]], int] | None = None
         self.about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         self._tokens, self._loss, self._document_starts, self._row_starts = (
             np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in ARRAYS.items()
@@ -195,9 +199,12 @@ class PackedDataset:
     def has_media(self) -> bool:
         return self.about.num_media > 0
 
-    def seen_by(self, see: See) -> None:
-        """Put the pictures of documents into each batch from now on, by the given function."""
-        self._see = see
+    def seen_by(self, see: See, num_patches: Callable[[tuple[int, int]], int]) -> None:
+        """Put the pictures of documents into each batch from now on, by the given function.
+
+        num_patches: number of patches of a picture by its size, (width, height).
+        """
+        self._see, self._num_patches = see, num_patches
 
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         """Return the media of each document of a packed row, in the order of the documents."""
@@ -205,6 +212,10 @@ class PackedDataset:
             return [()] * len(self.row_documents([row]))
         starts = ((self._media_starts[number], self._media_starts[number + 1]) for number in self.row_documents([row]))
         return [of_records(self._media[begin:end].tobytes()) for begin, end in starts]
+
+    def patches(self, row: int) -> list[int]:
+        """Return the number of patches of each picture of a packed row, by the sizes in its records."""
+        return [self._num_patches(one.size) for media in self.media(row) for one in media if self._num_patches]
 
     def pictures(self, row: int) -> list[list[Image]]:
         """Return the decoded pictures of each document of a packed row. Raises DataError if one has changed."""

@@ -35,7 +35,7 @@ class MixedDataset(PackedDataset):
         self.about = _joined([one.about for one in self._list])
         self._first_rows = [0, *accumulate(map(len, self._list))]
         self._first_documents = [0, *accumulate(one.num_documents for one in self._list)]
-        self._see = None
+        self._see = self._num_patches = None
 
     @property
     def key(self) -> str:
@@ -105,6 +105,7 @@ def _joined(abouts: Sequence[Description]) -> Description:
         update={
             **{name: sum(getattr(one, name) for one in abouts) for name in counts},
             "num_good": sum(num_good) if num_good else None,
+            "most_patches": max(one.most_patches for one in abouts),
             "has_margins": any(one.has_margins for one in abouts),
             "conversations": any(one.conversations for one in abouts),
             "bytes_per_token": sum(num_bytes) / num_tokens if len(num_bytes) == len(abouts) else None,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +253,8 @@ class _Run:
             tokenizing, task.folder, task.files, task.pieces, task.report, task.time_limit_s
         )
         self._tokenizer = self._source.tokenizer.tokenizer
+        # The processor is made for the first picture.
+        writer.patches_of = lambda size: self._tokenizer.processor.num_patches(size)
         self._unread = IgnoredFields()
         self._notes = TokenizerNotes()
         self._seen = seen
@@ -278,6 +281,8 @@ class _Run:
                 packing=bool(self._config.packing),
                 padding_token=self._tokenizer.padding_token,
                 num_media=self._writer.num_media,
+                num_patches=self._writer.num_patches,
+                most_patches=self._writer.most_patches,
                 num_rows=self._writer.num_rows,
                 num_documents=self._writer.num_documents,
                 num_tokens=self._writer.num_tokens,
@@ -427,6 +432,9 @@ class _NamedReporter:
 class DatasetWriter:
     """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
+    patches_of: Callable[[tuple[int, int]], int]
+    """Function that returns the number of patches of a picture by its size, (width, height)."""
+
     def __init__(self, folder: Path, *, is_labelled: bool = False, may_have_media: bool = False) -> None:
         self._folder = folder
         self._is_labelled = is_labelled
@@ -439,6 +447,8 @@ class DatasetWriter:
         self.num_good = 0
         self.has_margins = False
         self.num_media = 0
+        self.num_patches = 0
+        self.most_patches = 0
         self._num_media_bytes = 0
         if may_have_media:
             self._streams[MEDIA_STARTS].write(np.zeros(1, np.int64).tobytes())
@@ -476,10 +486,22 @@ class DatasetWriter:
             self._streams[MEDIA].write(units.media.tobytes())
             self._streams[MEDIA_STARTS].write((self._num_media_bytes + np.cumsum(units.media_lengths)).tobytes())
             self._num_media_bytes += len(units.media)
-            self.num_media += len(of_records(units.media.tobytes()))
+            self._count_media(units.media, units.media_lengths, documents_before[rows])
         if units.labels is not None:
             self._streams[LABELS].write(units.labels.tobytes())
             self.num_good += int(units.labels.sum())
+
+    def _count_media(
+        self, media: NDArray[np.uint8], lengths: NDArray[np.int64], documents_before: NDArray[np.int64]
+    ) -> None:
+        """Count pictures and their patches. lengths: bytes of each document. documents_before: before each row."""
+        begins = np.concatenate([[0], np.cumsum(lengths)])[documents_before]
+        for begin, end in pairwise(begins.tolist()):
+            found = of_records(media[begin:end].tobytes())
+            patches = sum(self.patches_of(one.size) for one in found)
+            self.num_media += len(found)
+            self.num_patches += patches
+            self.most_patches = max(self.most_patches, patches)
 
     def finish(self, about: Description) -> None:
         """Flush all arrays to disk, then write the description that makes the folder complete."""

@@ -34,8 +34,7 @@ from stages.data.seen_rows import RowDigests
 from stages.data.templates import Rendered, TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer, TokenizedDocument, TokenizerError, TokenizerNotes
 from stages.data.units import AnswerCheck, OverlongPolicy, Unit, Units, check_learnable
-from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.processor import FILES as PROCESSOR_FILES
+from stages.models.facts import CONFIG_FILE, PROCESSOR_FILES, ModelFacts
 from stages.models.recorded import ToolPrompt
 
 SUFFIX = ".safetensors"
@@ -124,6 +123,7 @@ def _media_parts(media: MediaFolder, tokenizer_folder: Path) -> dict[str, JsonVa
         "files": media.listing_digest(),
         "processor": {path.name: file_digest(path) for path in files},
         "libraries": {name: version(name) for name in ("pillow",)},
+        "counts": "patches",  # in the description, since pictures are read
     }
 
 

@@ -31,7 +31,10 @@ def with_media(batch: Batch, pictures: Sequence[Sequence[Image]], processor: Med
     pictures: of each of the batch's documents, in order, in RGB.
     """
     assert len(pictures) == batch.documents.count, f"{len(pictures)} lists for {batch.documents.count} documents"
-    return with_features(batch, [processor.features(images) for images in pictures], processor)
+    seen = with_features(batch, [processor.features(images) for images in pictures], processor)
+    assert seen.inputs.media
+    patches = [processor.num_patches(one.size) for images in pictures for one in images]
+    return replace(seen, inputs=replace(seen.inputs, media=replace(seen.inputs.media, patches=patches)))
 
 
 def with_features(batch: Batch, features: Sequence[Mapping[str, Tensor]], processor: MediaProcessor) -> Batch:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.adapters.config import AdapterConfig
+from stages.models.tower import ModelPart
 from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 
@@ -55,10 +56,6 @@ class MoeSettings:
     aux_loss_coefficient: float = 0.0
     """Weight of the load-balancing loss of experts (`stages.engines.balance`); 0 turns that loss off."""
     freeze_router: bool = False
-
-
-ModelPart = Literal["vision_tower", "projector", "language_model"]
-"""Part of a model that sees; the merger of towers like Qwen's and GLM's is the projector."""
 
 
 @dataclass(frozen=True)

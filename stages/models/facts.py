@@ -12,6 +12,8 @@ from stages.core.files import read_json_object
 from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Names of the files that describe a processor; a folder without both is of a model that reads text alone."""
 LARGEST_SIZE = 2**53
 """Upper limit of sizes in a model's config; floating-point numbers above it are not exact."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -50,6 +52,14 @@ class ModelFacts:
         if not isinstance(self._source, Path):
             return self._source
         return read_json_object(self._source / CONFIG_FILE if self._source.is_dir() else self._source)
+
+    @cached_property
+    def processor_files(self) -> Mapping[str, Any]:
+        """Contents of the files of the model's processor of pictures by their names; {} for one that reads text."""
+        if not isinstance(self._source, Path) or not self._source.is_dir():
+            return {}
+        paths = [path for name in PROCESSOR_FILES if (path := self._source / name).is_file()]
+        return {path.name: read_json_object(path) for path in paths}
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ rotations and activation functions are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TRAINING_OVER_FORWARD = 3
@@ -29,6 +29,36 @@ class AttentionWork:
 
     width: int
     window_tokens: int | None
+
+
+@dataclass(frozen=True)
+class PictureFlops:
+    """Sizes of a vision tower and of the projector behind it from which the FLOPs of pictures are computed.
+
+    Each product is a number of multiplications: for a patch, or for a pair of patches of a picture.
+    """
+
+    tower_products: float
+    projector_products: float
+    pair_products: float
+    tower_learns: bool = True
+    projector_learns: bool = True
+
+    def forward(self, patches: Iterable[float]) -> float:
+        """Return a forward pass's FLOPs. patches: number of patches of each picture."""
+        return 2 * sum(sum(self._products(number)) for number in patches)
+
+    def training(self, patches: Iterable[float]) -> float:
+        """Return the FLOPs of a forward and a backward pass, which ends at the first part that learns."""
+        by_picture = [self._products(number) for number in patches]
+        tower, projector = sum(one for one, _ in by_picture), sum(one for _, one in by_picture)
+        backward = 2 * tower * self.tower_learns
+        backward += projector * (self.tower_learns + self.projector_learns)
+        return 2 * (tower + projector + backward)
+
+    def _products(self, number: float) -> tuple[float, float]:
+        """Return the multiplications for one picture, in the tower and in the projector."""
+        return self.tower_products * number + self.pair_products * number**2, self.projector_products * number
 
 
 @dataclass(frozen=True)
@@ -44,10 +74,25 @@ class ModelFlops:
     is_head_frozen: bool = False
     state_products: float = 0.0
     """Number of multiplications per token in products without weights, outside attention: of a state that is kept."""
+    pictures: PictureFlops | None = None
 
-    def forward(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return a forward pass's FLOPs over documents, without padding. num_targets: positions with logits."""
+    def forward(self, document_lengths: Iterable[int], num_targets: int, patches: Sequence[float] = ()) -> float:
+        """Return a forward pass's FLOPs over documents, without padding.
+
+        num_targets: positions with logits. patches: number of patches of each of the documents' pictures.
+        """
+        seen = self.pictures.forward(patches) if self.pictures else 0.0
+        return self._of_text(list(document_lengths), num_targets) + seen
+
+    def training(self, document_lengths: Iterable[int], num_targets: int, patches: Sequence[float] = ()) -> float:
+        """Return the FLOPs of a forward and a backward pass over documents of these lengths, without padding."""
         lengths = list(document_lengths)
+        frozen = self.frozen_layer_parameters * sum(lengths)
+        frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
+        seen = self.pictures.training(patches) if self.pictures else 0.0
+        return TRAINING_OVER_FORWARD * self._of_text(lengths, num_targets) - 2 * frozen + seen
+
+    def _of_text(self, lengths: Sequence[int], num_targets: int) -> float:
         products = 2 * (
             (self.layer_parameters + self.state_products) * sum(lengths) + self.head_parameters * num_targets
         )
@@ -55,13 +100,6 @@ class ModelFlops:
             2 * work.width * attended_pairs(length, work.window_tokens) for work in self.attention for length in lengths
         )
         return products + scores
-
-    def training(self, document_lengths: Iterable[int], num_targets: int) -> float:
-        """Return the FLOPs of a forward and a backward pass over documents of these lengths, without padding."""
-        lengths = list(document_lengths)
-        frozen = self.frozen_layer_parameters * sum(lengths)
-        frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
-        return TRAINING_OVER_FORWARD * self.forward(lengths, num_targets) - 2 * frozen
 
 
 def attended_pairs(num_tokens: int, window_tokens: int | None = None) -> int:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from stages.core.errors import ModelError
 from stages.models.device_kernels import keep_models_of_transformers, use_kernels_on_gpus_alone
-from stages.models.facts import ModelFacts
+from stages.models.facts import PROCESSOR_FILES, ModelFacts
+from stages.models.tower import patch_side, sub_configs
 
 Head = Literal["tokens", "score", "pictures"]
 """Kind of inputs and output head.
@@ -76,6 +77,27 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
         return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # Transformers raises anything
         raise ModelError(f"the processor in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def load_image_processor(config: Any, folder: Path) -> Any:
+    """Return the image processor of a model folder; without one, its family's usual one for towers of this size.
+
+    config: Transformers' config of the model. Raises what Transformers raises.
+    """
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available
+
+    if any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    classes = IMAGE_PROCESSOR_MAPPING[type(config)]
+    processor = classes["torchvision" if is_torchvision_available() and "torchvision" in classes else "pil"]()
+    if hasattr(processor, "patch_size"):
+        processor.patch_size = patch_side(config)
+    seen = next((one.image_size for one in sub_configs(config) if isinstance(getattr(one, "image_size", None), int)), 0)
+    if seen and {*(processor.size or ())} == {"height", "width"}:
+        processor.size = {"height": seen, "width": seen}
+    return processor
 
 
 def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:

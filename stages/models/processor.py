@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import DataError, LifecycleError, ModelError
 from stages.models import loading
+from stages.models.facts import PROCESSOR_FILES
+from stages.models.tower import num_patches, patch_side
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-FILES = ("processor_config.json", "preprocessor_config.json")
-"""Names of the files that describe a processor; a folder without both is of a model that reads text alone."""
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels", "text_replacement_offsets")
 """Outputs of a processor that are the text's, not the pictures'."""
 ABSENT = -1
@@ -56,6 +56,7 @@ class MediaProcessor:
         self._processor = loading.load_processor(folder, trust_remote_code=trust_remote_code)
         self._trust_remote_code = trust_remote_code
         self._replaced = lru_cache(KEPT_SIZES)(self._ask)
+        self._patches = lru_cache(KEPT_SIZES)(self._count_patches)
         self._without_pixels = True
         try:
             self._try()
@@ -84,6 +85,10 @@ class MediaProcessor:
         names = ("image_token_id", "image_token_index")  # Llama 4's differs from the one that its processor marks
         found = {getattr(self.config, name, None) for name in names}
         return self._marked | {one for one in found if one is not None}
+
+    def num_patches(self, size: tuple[int, int]) -> int:
+        """Return the number of patches that a tower makes of a picture of this size, alone in its document."""
+        return self._patches(size)
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens that stand in a text for a picture of this size, alone in its document."""
@@ -228,14 +233,20 @@ class MediaProcessor:
 
     def _ask(self, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
         """Return what the processor puts in place of each placeholder of a document with pictures of these sizes."""
+        found = self._blank_call(sizes, return_text_replacement_offsets=True)
+        return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
+
+    def _count_patches(self, size: tuple[int, int]) -> int:
+        return num_patches(self._blank_call((size,))["pixel_values"].shape, patch_side(self.config))
+
+    def _blank_call(self, sizes: tuple[tuple[int, int], ...], **options: Any) -> Mapping[str, Any]:
+        """Return what the processor makes of pictures of these sizes, without pixels where it can."""
         import torch
 
-        if self._without_pixels:
-            shapes = [torch.empty(3, height, width, dtype=torch.uint8, device="meta") for width, height in sizes]
-            found = self._call(shapes, device="meta", return_text_replacement_offsets=True)
-        else:
-            found = self._call([_blank(size) for size in sizes], return_text_replacement_offsets=True)
-        return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
+        if not self._without_pixels:
+            return self._call([_blank(size) for size in sizes], **options)
+        shapes = [torch.empty(3, height, width, dtype=torch.uint8, device="meta") for width, height in sizes]
+        return self._call(shapes, device="meta", **options)
 
     def _try(self) -> None:
         """Check that what the processor says of its replacements gives the tokens that it gives; try it without pixels.
@@ -274,7 +285,7 @@ class MediaProcessor:
 
 def reads_media(folder: Path) -> bool:
     """Return whether a model folder has a processor of media beside its tokenizer."""
-    return any((folder / name).is_file() for name in FILES)
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def _blank(size: tuple[int, int]) -> Image:

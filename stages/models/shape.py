@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from stages.models.flops import AttentionWork, ModelFlops
 from stages.models.layer_kinds import LayerKind
+from stages.models.tower import Tower
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class ModelShape:
     """Former names of linear layers of experts, which adapters may name, and the endings of today's parameters."""
     other_parameters: int = 0
     """Number of parameters outside layers, embedding and head, such as a vision tower's; of a walked model only."""
+    tower: Tower | None = None
+    """Costs of pictures in a walked model; None for one that reads text alone."""
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:

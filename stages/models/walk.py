@@ -3,22 +3,14 @@
 The forward pass runs on the meta device, where tensors have shapes but no data: autograd says what it keeps for the
 backward pass, torch's formulas what each operation costs, and attention, which is replaced, how wide it is. Only
 Transformers' own classes are built.
-
-python -m stages.models.walk   # config.json from standard input; to standard output a JSON object, `shape` or `error`
 """
 
 from __future__ import annotations
 
-import json
-import resource
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +22,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from transformers.initialization import no_init_weights
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError
@@ -39,11 +30,9 @@ from stages.models.adapter_targets import FORMER_NAMES, is_named
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, StackedParameter
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
-from stages.models.loading import Head, build_model, class_with_head, load_config
+from stages.models.loading import Head, build_model, class_with_head
 from stages.models.shape import ModelShape
 
-MEMORY_BYTES, CPU_S = 4 * 2**30, 100
-"""Memory beyond that of the libraries, and processor time, that a walk may take."""
 LONGEST_REASON = 500
 HEADS: tuple[Head, ...] = ("tokens", "pictures")
 MOST_LAYERS, MOST_KINDS = 2048, 64
@@ -84,10 +73,10 @@ class _Seen:
     """Names of the linear layers whose input the backward pass needs."""
 
 
-class _Walk(TorchDispatchMode):
+class Walk(TorchDispatchMode):
     """Records by layer what a forward pass on the meta device does. Questions about values, which are none, get any."""
 
-    current: _Walk
+    current: Walk
 
     def __init__(self, num_layers: int, weights: set[int], constants: set[int], num_experts: int) -> None:
         """Create a walk. weights, constants: storages of a model's parameters and buffers."""
@@ -129,7 +118,8 @@ class _Walk(TorchDispatchMode):
             return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
         return func(*args, **kwargs)
 
-    def attend(self, seen: Attention) -> None:
+    def attend(self, seen: Attention, num_pairs: int) -> None:
+        """Record a call of attention. num_pairs: of queries and keys, masked ones included."""
         self._now.attention.append(seen)
 
     def pack(self, tensor: Any) -> Any:
@@ -198,7 +188,7 @@ def _flops(packet: Any, args: Any, kwargs: Any, output: Any) -> float:
     return 0.0
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -208,13 +198,15 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Stand in for attention; Transformers calls it. query: [rows, heads, tokens, width]."""
-    _Walk.current.attend(Attention(query.shape[1], key.shape[1], query.shape[3], value.shape[3], sliding_window))
+    rows, heads, num_queries, width = query.shape
+    seen = Attention(heads, key.shape[1], width, value.shape[3], sliding_window)
+    Walk.current.attend(seen, rows * num_queries * key.shape[2])
     return _Attention.apply(query, key, value), None
 
 
 def walk(config: Any) -> ModelShape:
     """Return the shape of the model of a Transformers config; raise ModelError for one that makes no such model."""
-    AttentionInterface.register(WALKED, _attend)
+    AttentionInterface.register(WALKED, attend)
     problem: Exception | None = None
     # Not every family's attention can be replaced, nor every model cut.
     for attention, cuts in ((WALKED, True), (WALKED, False), ("eager", True), ("eager", False)):
@@ -321,13 +313,13 @@ class _Model:
         # A family's own attention may have a table of as many positions.
         return tokens if self._is_replaced else min(tokens, (ModelFacts(vars(self._text)).max_positions or tokens) // 2)
 
-    def _run(self, tokens: int, *, learns: bool = True) -> _Walk:
+    def _run(self, tokens: int, *, learns: bool = True) -> Walk:
         """Walk through the model with a row of tokens, with all weights learning or all frozen, as below an adapter."""
         self._model.requires_grad_(learns)
         weights = {one.untyped_storage()._cdata for one in self._model.parameters()}
         constants = {one.untyped_storage()._cdata for one in self._model.buffers()}
-        walk = _Walk(len(self._layers), weights, constants, self._num_experts)
-        _Walk.current = walk
+        walk = Walk(len(self._layers), weights, constants, self._num_experts)
+        Walk.current = walk
         decoder = parts_for_text(self._model)[0]
         decoder = decoder_of(self._model) if decoder is self._model else decoder
         hook = self._model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
@@ -498,52 +490,3 @@ def _place(name: str, inputs: int, outputs: int, hidden_size: int) -> LayerRole:
 
 def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
-
-
-def answer(text: str) -> dict[str, Any]:
-    """Return the shape of the model that a config.json describes as `shape`, or as `error` why it has none."""
-    try:
-        fields = json.loads(text)
-        _check_size(fields)
-        if (family := fields.get("model_type")) not in CONFIG_MAPPING:
-            raise ModelError(
-                f"measuring the layers of a model: model_type is {family!r}, which this Transformers does not have; "
-                "code that came with a model is not run to plan it"
-            )
-        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-            (Path(folder) / CONFIG_FILE).write_text(text)
-            return {"shape": json.loads(walk(load_config(Path(folder))).to_json())}
-    except ModelError as error:
-        return {"error": str(error)}
-    except Exception as error:  # of Transformers, about a config that it cannot read
-        reason = shortened(f"{type(error).__name__}: {error}", LONGEST_REASON)
-        return {"error": f"measuring the layers of a model from its {CONFIG_FILE}: {reason}"}
-
-
-def _check_size(fields: dict[str, Any]) -> None:
-    """Raise ModelError for a config of more layers than any model has, which would take all time and memory."""
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            _check_size(value)
-        elif name.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
-            raise ModelError(
-                f"measuring the layers of a model: {name} is {value} in its {CONFIG_FILE}, which is damaged"
-            )
-
-
-def main() -> None:
-    """Answer about the config on standard input, within limits of time and memory."""
-    num_pages = int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0])
-    limits = {
-        resource.RLIMIT_AS: num_pages * resource.getpagesize() + MEMORY_BYTES,
-        resource.RLIMIT_CPU: int(time.process_time()) + CPU_S,
-    }
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-    answers, sys.stdout = sys.stdout, sys.stderr  # where Transformers may print
-    answers.write(json.dumps(answer(sys.stdin.read())))
-
-
-if __name__ == "__main__":
-    main()

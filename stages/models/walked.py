@@ -23,12 +23,12 @@ from stages.core.redaction import shortened
 from stages.models.facts import GPT_FAMILIES, ROTARY_FAMILIES, ModelFacts
 from stages.models.shape import ModelShape
 
-PROGRAM = "stages.models.walk"
+PROGRAM = "stages.models.walk_program"
 LIMIT_S = 120.0
 LARGEST_CONFIG, LARGEST_ANSWER = 2**22, 2**20
 """Largest config.json that is walked, and largest answer that is kept, in bytes."""
 LONGEST_REASON = 300
-REVISION = 3
+REVISION = 4
 """Number of what a walk measures: answers of another are measured again."""
 
 
@@ -40,7 +40,7 @@ def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None)
     family = facts.config.get("model_type")
     if family in (*ROTARY_FAMILIES, *GPT_FAMILIES):
         return facts.shape
-    text = json.dumps(facts.config, sort_keys=True)
+    text = json.dumps({"config": facts.config, "files": facts.processor_files}, sort_keys=True)
     if len(text) > LARGEST_CONFIG:
         raise ModelError(f"measuring the layers of a {family} model: its config has {len(text)} characters")
     kept = _folder() / f"{_key(text)}.json"

@@ -106,7 +106,8 @@ def step_time(
     case = TimedCase(shape, costs, layout, workload, software or costs.program(layout, hardware), hardware)
     parts = _parts(case)
     num_devices = layout.world_size
-    flops = _model_flops(case).training([workload.sequence_length], workload.sequence_length)
+    patches = workload.pictures.of_row if workload.pictures else ()
+    flops = training_flops(shape, workload).training([workload.sequence_length], workload.sequence_length, patches)
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     return TimeEstimate(
         parts=parts,
@@ -215,11 +216,19 @@ def _head(case: TimedCase) -> PassTimes:
     return PassTimes(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.software, case.hardware)
 
 
-def _model_flops(case: TimedCase) -> ModelFlops:
-    """Return the FLOPs per token that training needs, adapters included. The head of a reward model is left out."""
-    adapter = case.workload.adapter
-    flops = adapted_flops(case.shape, adapter) if adapter else case.shape.flops()
-    return replace(flops, head_parameters=0) if case.workload.scores_documents else flops
+def training_flops(shape: ModelShape, workload: Workload) -> ModelFlops:
+    """Return the sizes that decide the FLOPs of training a model, adapters and pictures included.
+
+    The head of a reward model is left out.
+    """
+    flops = adapted_flops(shape, workload.adapter) if workload.adapter else shape.flops()
+    if not workload.adapter and not workload.learns("language_model"):
+        flops = replace(flops, frozen_layer_parameters=flops.layer_parameters, is_head_frozen=True)
+    if shape.tower and workload.pictures:
+        learning = (workload.learns("vision_tower"), workload.learns("projector"))
+        pictures = shape.tower.flops(tower_learns=learning[0], projector_learns=learning[1])
+        flops = replace(flops, pictures=pictures)
+    return replace(flops, head_parameters=0) if workload.scores_documents else flops
 
 
 def _sum(both: PassTimes) -> float:

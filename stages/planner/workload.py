@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from stages.models.shape import ModelShape
+from stages.models.tower import ModelPart
 from stages.planner.adapted import PlannedAdapter
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -38,6 +39,24 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
+class RowPictures:
+    """Pictures of packed rows, by the patches that a vision tower makes of them."""
+
+    most_patches: int
+    """Number of patches of all pictures of a row, of the row that has most."""
+    mean_patches: float
+    """Number of patches of all pictures of a row, on average."""
+    picture_patches: float
+    """Number of patches of a picture, on average."""
+
+    @property
+    def of_row(self) -> tuple[float, ...]:
+        """Number of patches of each picture of an average row, of which the last may be a part of one."""
+        whole, rest = divmod(self.mean_patches, self.picture_patches)
+        return (self.picture_patches,) * int(whole) + ((rest,) if rest else ())
+
+
+@dataclass(frozen=True)
 class Workload:
     """Work of one optimizer step (rows, precision, method, adapter), and the total tokens of a training."""
 
@@ -56,6 +75,10 @@ class Workload:
     """Optimizer; muon keeps one moment instead of two for the layers' matrices (FSDP engine only)."""
     state_bytes: StateBytes = StateBytes()
     """Bytes of weight and moments per trained parameter (FSDP engine only)."""
+    frozen: tuple[ModelPart, ...] = ()
+    """Parts of a model that sees which do not learn; the tower of one that reads text alone learns nothing either."""
+    pictures: RowPictures | None = None
+    """Pictures of the rows; None: the rows are text."""
     freezes_routers: bool = False
     """True if the routers of a mixture of experts are frozen, with neither gradients nor optimizer state."""
     even_rows: bool = True
@@ -85,8 +108,19 @@ class Workload:
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Return the trained model's shape; a reward model's tiny score head counts as tied to the embedding."""
+        """Return the trained model's shape, with its tower where rows have pictures.
+
+        A reward model's tiny score head counts as tied to the embedding.
+        """
+        if self.pictures and shape.tower:
+            shape = replace(shape, other_parameters=shape.tower.other_parameters)
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
+
+    def learns(self, part: ModelPart) -> bool:
+        """Return whether a part of the model learns: with an adapter none, of rows without pictures the text part."""
+        if self.adapter or (self.pictures is None and part != "language_model"):
+            return False
+        return part not in self.frozen
 
 
 @dataclass(frozen=True)

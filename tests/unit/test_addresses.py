@@ -30,7 +30,7 @@ COMMAND_LINES = {
     "stages.harnesses.evalscope.environment": "the Makefile",
     "stages.kinds.download.builtin.held_out": "people who write configs/tasks/addition.jsonl again",
     "stages.kinds.serve": "`lifecycle serve`",
-    "stages.models.walk": "asked about the layers of a model",
+    "stages.models.walk_program": "asked about the layers of a model",
     "stages.parallel.ranks": "launchers, in Slurm jobs that are queued too",
     "stages.rewards.code_program": "asked to run code",
     "stages.rewards.json_schema_program": "asked about JSON",

@@ -48,7 +48,10 @@ RULES = [
     (r"stages\.remote(\..*)?", {"httpx"}),
     (r"stages\.data\.template_program", set()),
     (r"stages\.data(\..*)?", DATA),
-    (r"stages\.models\.(layers|loaded_weights|start_up|stored_tensors|transformers_flops|walk)", MODELS - {"peft"}),
+    (
+        r"stages\.models\.(layers|loaded_weights|parts|start_up|stored_tensors|tower_walk|transformers_flops|walk|walk_program)",
+        MODELS - {"peft"},
+    ),
     (r"stages\.models\.tokenizer_check", {"tokenizers"}),
     (r"stages\.parallel\.(accelerator|cpu_products|devices|processes)", {"torch"}),
     (r"stages\.hubs\.builtin\.(qwen3.*|tokenizer)", {"torch", "transformers", "tokenizers"}),

@@ -1,5 +1,6 @@
 """Documents with pictures for a family's tiny model, and what plain Transformers makes of each of them alone."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_media
+from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
+from stages.models.walked import shape_of
 from tests.zoo.models import tiny_model
 from tests.zoo.processors import save_processor
 
@@ -94,6 +98,20 @@ class Documents:
         for one in reversed(self.processor.replacements(text, [image.size for image in images])):
             replaced = replaced[: one.start] + one.text + replaced[one.end :]
         return torch.tensor(self.processor._tokens(replaced))
+
+
+def tower_error(folder: Path, size: tuple[int, int]) -> float:
+    """Return by what share the planner's FLOPs of a picture differ from those that torch counts in the tower."""
+    processor, shape = MediaProcessor(folder), shape_of(ModelFacts(folder))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    features = processor.merged([processor.features([picture(size)])])
+    asked = inspect.signature(model.get_image_features).parameters
+    given = {name: features.get(name) for name in asked if name in features or asked[name].default is asked[name].empty}
+    given.pop("kwargs", None)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.get_image_features(**given)
+    assert shape.tower
+    return shape.tower.flops().forward([processor.num_patches(size)]) / counter.get_total_flops() - 1
 
 
 def load_seeing(folder: Path) -> Any:

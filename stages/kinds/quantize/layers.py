@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 
 from stages.core.errors import ModelError, RecipeError
 from stages.engines.export import Shapes, own_weight_shapes, weight_shapes
-from stages.engines.fsdp.parts import parts_of
 from stages.models.carried_weights import OLD_BUFFERS, carried_names
 from stages.models.linear_layers import EXPERTS, Projection, matches
 from stages.models.loading import build_model, head_of, load_config
+from stages.models.parts import parts_of
 from stages.serving.engine import Quantization
 
 EXPERT_SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")

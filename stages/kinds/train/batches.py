@@ -23,6 +23,7 @@ from stages.kinds.train.reference import ReferenceRows
 from stages.kinds.train.teacher import BuildEngine, TeacherRows
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import ToolPrompt
+from stages.planner.workload import RowPictures
 
 T = TypeVar("T")
 MOST_BATCHES, BATCH_TARGETS = 16, 1024
@@ -35,7 +36,8 @@ class TrainingData(Protocol):
 
     longest_document: in tokens. has_media: documents have pictures. conversations: whether the documents are chats,
     rendered by a template. tool_prompts: one example of each dataset whose chats have tools. counts: metrics about the
-    data. lengths: document lengths; None where the model itself writes the documents.
+    data. lengths: document lengths; None where the model itself writes the documents. pictures: of the rows; None for
+    text.
     """
 
     @property
@@ -52,6 +54,8 @@ class TrainingData(Protocol):
     def steps_of_epochs(self) -> int: ...
     @property
     def lengths(self) -> Lengths | None: ...
+    @property
+    def pictures(self) -> RowPictures | None: ...
 
     def with_teacher(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
         """Return the training data with the teacher's token probabilities added, if the method has a teacher.
@@ -62,7 +66,6 @@ class TrainingData(Protocol):
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> Batches:
         """Return the micro-batches of all steps up to `last_step`; the caller closes them. Collective.
-
         The engine holds the untrained model: reference log-probabilities are computed here.
         """
 

@@ -16,7 +16,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import ModelOrAdapterReference, ModelReference
 from stages.core.fields import AddedLater, NonNegativeFp32, Product
 from stages.data.config import DataConfig
-from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, MediaSettings, ModelPart
+from stages.engines.settings import AdamSettings, EngineSettings, Fp8Recipe, MediaSettings
 from stages.kinds.train.blocks import (
     BatchSize,
     Denominator,
@@ -30,6 +30,7 @@ from stages.kinds.train.blocks import (
     TrainingPrecision,
 )
 from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.models.tower import ModelPart
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
 from stages.planner.workload import ColocatedServer, Workload
 
@@ -164,6 +165,7 @@ class TrainFields(MethodFields):
             adapter=self.adapter.for_planner if self.adapter else None,
             optimizer=self.optimizer.name,
             state_bytes=self.optimizer.for_planner,
+            frozen=self.freeze,
             freezes_routers=self.moe.freeze_router,
             even_rows=self._has_even_rows,
         )

@@ -42,14 +42,16 @@ class Share:
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     """Count the tokens and FLOPs of a process's share of a global batch."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
+    patches = [number for batch in micro_batches for number in patches_of(batch)]
     num_targets = sum(int(batch.signal.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.inputs.input_ids.numel() for batch in micro_batches)
     forward_only = sum(
-        flops.forward(real_document_lengths(other), int(other.signal.has_target.sum()))
+        flops.forward(real_document_lengths(other), int(other.signal.has_target.sum()), patches_of(other))
         for batch in micro_batches
         if (other := batch.signal.mismatched)
     )
-    return Share(micro_batches, num_tokens, sum(lengths), flops.training(lengths, num_targets) + forward_only)
+    learned = flops.training(lengths, num_targets, patches)
+    return Share(micro_batches, num_tokens, sum(lengths), learned + forward_only)
 
 
 @dataclass
@@ -75,6 +77,11 @@ def real_document_lengths(batch: Batch) -> list[int]:
     # tokens by document number; padding has numbers from `count` on, and is cut off
     lengths = torch.bincount(batch.documents.ids.flatten(), minlength=batch.documents.count)
     return lengths[: batch.documents.count].tolist()
+
+
+def patches_of(batch: Batch) -> Sequence[int]:
+    """Return the number of patches of each of a batch's pictures."""
+    return batch.inputs.media.patches if batch.inputs.media else ()
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:

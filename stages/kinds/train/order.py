@@ -6,7 +6,7 @@ So an interrupted run needs no stored position, and every layout sees the same g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ class DataOrder:
     seed: int
     mixture: MixtureOrder | None = None
     """Order in which a mixture's datasets are drawn from; None for a single dataset of `num_rows` rows."""
+    cost: Callable[[int], float] | None = None
+    """Cost of a row, by which processes get rows of a global batch; None: in the order of the rows."""
 
     def global_batch(self, step: int) -> list[int]:
         """Return the row numbers of optimizer step `step`, counted from 1."""
@@ -46,6 +48,10 @@ class DataOrder:
     def micro_batches(self, step: int) -> list[list[int]]:
         """Return the row numbers of this process's share of a global batch, cut into micro-batches."""
         num_rows = self.global_batch_size // self.data_parallel_size
+        if self.cost and self.data_parallel_size > 1:
+            rows = self.global_batch(step)
+            shares = dealt([*map(self.cost, rows)], self.micro_batch_size, self.data_parallel_size)
+            return [[rows[place] for place in share] for share in shares[self.data_rank]]
         share = self.global_batch(step)[self.data_rank * num_rows :][:num_rows]
         return [share[start : start + self.micro_batch_size] for start in range(0, num_rows, self.micro_batch_size)]
 
@@ -53,6 +59,29 @@ class DataOrder:
     def slots(self) -> MixtureOrder:
         """Order in which training visits the rows of one dataset or a mixture; each step takes the next rows."""
         return self.mixture or MixtureOrder((self.num_rows,), (1.0,), self.seed)
+
+
+def dealt(costs: Sequence[float], micro_batch_size: int, num_ranks: int) -> list[list[list[int]]]:
+    """Return for each rank its micro-batches as places in `costs`, of which each rank gets as many.
+
+    Ranks wait for each other in every micro-batch, so costs are even within one: the dearest rows make the first, and
+    in each the dearest row left goes to the rank with the least so far that has room.
+    """
+    order = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
+    shares: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    stride = micro_batch_size * num_ranks
+    for begin in range(0, len(order), stride):
+        together = order[begin : begin + stride]
+        room, sums = len(together) // num_ranks, [0.0] * num_ranks
+        for share in shares:
+            share.append([])
+        for place in together:
+            rank = min(
+                (one for one in range(num_ranks) if len(shares[one][-1]) < room), key=lambda one: (sums[one], one)
+            )
+            shares[rank][-1].append(place)
+            sums[rank] += costs[place]
+    return shares
 
 
 def even_micro_batches(

@@ -34,6 +34,7 @@ from stages.planner.prediction import (
     teacher_memory_gib,
 )
 from stages.planner.search import Candidate, estimate
+from stages.planner.workload import Workload
 
 HARDWARE_VARIABLE = "LIFECYCLE_HARDWARE"
 """Environment variable that names a YAML description of the devices; default: the built-in descriptions."""
@@ -57,6 +58,8 @@ def predict_run(
     shape: ModelShape | None,
     teacher: ModelFacts | None,
     device: torch.device,
+    *,
+    workload: Workload,
 ) -> Prediction:
     """Predict memory and step time, check that memory suffices, and write `prediction.json`. Collective.
 
@@ -67,7 +70,7 @@ def predict_run(
     if shape is None or hardware is None:
         return Prediction(config.layout)
     server = config.colocated_server
-    request = SearchRequest(shape, config.workload, hardware, config.layout.world_size, server=server)
+    request = SearchRequest(shape, workload, hardware, config.layout.world_size, server=server)
     candidate = estimate(request, config.engine, config.layout)
     check_memory(request, candidate, available_gib)
     of_teacher = _check_teacher(config, teacher, request, candidate, available_gib)
@@ -75,7 +78,7 @@ def predict_run(
         _write(context.work / PREDICTION_FILE, request, candidate)
     tags = {
         "model_shape": shape.to_json(),
-        "workload": config.workload.to_json(),
+        "workload": workload.to_json(),
         "planner_hardware": hardware.name,
     }
     return Prediction(candidate.layout, {**predicted_metrics(candidate), **of_teacher}, tags)

@@ -21,7 +21,9 @@ from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked
 from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, TeacherTargets, ask_teacher
 from stages.kinds.train.watchdog import Watchdog
+from stages.models.flops import ModelFlops
 from stages.models.recorded import ToolPrompt
+from stages.planner.workload import RowPictures
 
 NOTHING_TAUGHT = TeacherTargets()
 
@@ -103,6 +105,14 @@ class RowData:
         return count_lengths({name: one.document_lengths for name, one in members.items()})
 
     @property
+    def pictures(self) -> RowPictures | None:
+        training = self.prepared.training
+        if not training.has_media:
+            return None
+        about = training.about
+        return RowPictures(about.most_patches, about.num_patches / about.num_rows, about.num_patches / about.num_media)
+
+    @property
     def _counts_by_dataset(self) -> dict[str, float]:
         """Count rows and tokens of each dataset of a mixture, and add the share that the recipe asks for."""
         training = self.prepared.training
@@ -156,6 +166,8 @@ class RowData:
         config, context, training = self.config, self.context, self.prepared.training
         micro_batch_size = config.layout.micro_batch_size
         order = self._order(engine.data_rank, engine.data_parallel_size)
+        if training.has_media:
+            order = replace(order, cost=lambda row: self._cost(row, engine.flops))
         reference = (
             ReferenceModel(engine, _start_digest(config, context), micro_batch_size, context, watchdog)
             if config.needs_reference
@@ -194,6 +206,12 @@ class RowData:
             teacher_targets=self.teaching,
         )
 
+    def _cost(self, row: int, flops: ModelFlops) -> float:
+        """Return the FLOPs of training on a row, with those of its pictures, whose sizes the prepared rows have."""
+        training = self.prepared.training
+        lengths = [len(ids) for ids, _ in training.documents(row)]
+        return flops.training(lengths, int(training.num_row_targets([row])[0]), training.patches(row))
+
     @property
     def _held_out(self) -> PackedDataset | None:
         return None if self.context.trial else self.prepared.evaluation
@@ -223,7 +241,7 @@ def _see(prepared: PreparedData, models: InputModels, *, trust_remote_code: bool
     if models.teacher:
         processor.check_sees_alike(models.teacher.folder)
     for dataset in prepared.datasets:
-        dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor))
+        dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor), processor.num_patches)
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:

@@ -38,9 +38,11 @@ from stages.kinds.train.rows import RowData
 from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
+from stages.models.flops import ModelFlops
 from stages.models.loading import check_tokenizer, model_without_weights
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
+from stages.models.shape import ModelShape
 from stages.models.start_up import start_training_quickly
 from stages.parallel.accelerator import check_precision, compute_deterministically, type_at_hand
 from stages.parallel.compiler import missing_compiler
@@ -50,6 +52,8 @@ from stages.parallel.devices import device_peak
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import describe_layout
 from stages.parallel.processes import collective_timeout, joined_processes
+from stages.planner.time import training_flops
+from stages.planner.workload import Workload
 
 if TYPE_CHECKING:
     from stages.adapters.effect import Changing
@@ -84,7 +88,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     data = _read_data(config, context, models)
     check_lengths(data.longest_document, context, models.start)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        prediction = predict_run(config, context, shape, models.teacher, device)
+        workload = replace(config.workload, pictures=data.pictures)
+        prediction = predict_run(config, context, shape, models.teacher, device, workload=workload)
         config = config.model_copy(update={"layout": prediction.layout})
         with (
             explained_out_of_memory(config, prediction.metrics.get("predicted_memory_gib")),
@@ -100,6 +105,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                 teacher_lifetime,
             )
             engine = _build_engine(config, context, models.start, device, data)
+            engine.flops = _flops(engine, shape, workload)
             forget_peak_memory(device)
             with closing(_assemble(config, context, engine, data, watchdog)) as training_run:
                 evaluation = train(training_run)
@@ -172,6 +178,11 @@ def _build_engine(
     return BUILDERS[config.engine](
         EngineInputs(model, settings, device, start, first_batches, scratch, context.milestone)
     )
+
+
+def _flops(engine: Engine, shape: ModelShape | None, workload: Workload) -> ModelFlops:
+    """Return the sizes that decide the FLOPs of training: those of a walk where one has measured the model."""
+    return training_flops(shape, workload) if shape and shape.kinds else engine.flops
 
 
 def _assemble(

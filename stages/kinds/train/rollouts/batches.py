@@ -258,6 +258,10 @@ class RolloutData:
         return None
 
     @property
+    def pictures(self) -> None:
+        return None
+
+    @property
     def steps_of_epochs(self) -> int:
         plan = self.plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round

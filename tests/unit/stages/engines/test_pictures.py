@@ -13,11 +13,12 @@ from stages.adapters.config import AdapterConfig
 from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import load_model
-from stages.engines.fsdp.parts import freeze_parts, parts_of
+from stages.engines.fsdp.parts import freeze_parts
 from stages.engines.recorded import RecordedBatch, record_log_probabilities
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.parts import parts_of
 from stages.parallel.layout import Layout
 from tests.unit.stages.kinds.merge import test_merge
 from tests.zoo.models import tiny_model

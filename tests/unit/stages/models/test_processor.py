@@ -9,6 +9,7 @@ from transformers import AutoProcessor
 
 from stages.core.errors import DataError, ModelError
 from stages.models.processor import MediaProcessor
+from stages.models.tower import num_patches, patch_side
 from tests.zoo.models import tiny_config
 from tests.zoo.pictures import picture
 from tests.zoo.processors import save_processor
@@ -37,6 +38,7 @@ def test_sizes_give_the_tokens_that_pictures_give(folder: Path) -> None:
     given = reference(text=[text], images=[[*map(picture, SIZES)]], return_tensors="pt")
     assert ids == given["input_ids"][0].tolist()
     assert sum(one in media.media_token_ids for one in ids) > len(SIZES)
+    assert sum(map(media.num_patches, SIZES)) == num_patches(given["pixel_values"].shape, patch_side(media.config))
     inserted = sum(media.num_tokens(*size) - 1 for size in SIZES)
     assert len(ids) == len(reference.tokenizer(text, add_special_tokens=False)["input_ids"]) + inserted
 

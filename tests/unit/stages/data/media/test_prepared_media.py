@@ -4,6 +4,7 @@ import json
 import os
 import re
 from base64 import b64decode, b64encode
+from itertools import chain
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from stages.data.look import Visits, look_at
 from stages.data.media.images import decode_picture
 from stages.data.prepare import prepare
 from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from tests.unit.stages.data.media.conftest import EXPANDED, NUM_TOKENS, PICTURE, encoded, noise
 from tests.unit.stages.data.reports import Reports
 
@@ -293,10 +295,13 @@ def test_truncation_never_cuts_a_picture(run, seeing_folder):
     assert "1 were left out, whose media would have been cut" in run.reports.warnings[-1]
 
 
-def test_the_cache_has_no_pixels_and_little_beside_tokens(run, tmp_path):
+def test_the_cache_has_no_pixels_and_little_beside_tokens(run, seeing_folder, tmp_path):
     rows = [{"messages": [user(f"<image>{number}"), CAT], "images": ["a.png"]} for number in range(200)]
     dataset = run(*rows).training
     assert dataset.about.num_media == 200
+    of_picture = MediaProcessor(seeing_folder).num_patches((40, 24))
+    most = max(len(list(chain(*dataset.media(row)))) for row in range(len(dataset)))
+    assert (dataset.about.num_patches, dataset.about.most_patches) == (200 * of_picture, most * of_picture)
     media_bytes = sum(path.stat().st_size for path in dataset.folder.glob("media*.bin"))
     assert media_bytes <= 200 * (64 + len("a.png"))
     (piece,) = (tmp_path / "cache/pieces").glob("*.safetensors")

@@ -1,11 +1,13 @@
 """Global batches are the same under every layout, and each epoch visits every row once."""
 
-from __future__ import annotations
+from itertools import chain
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.kinds.train.order import DataOrder, even_micro_batches
+from stages.kinds.train.order import DataOrder, dealt, even_micro_batches
 
 
 def make_order(num_rows=7, global_batch_size=4, micro_batch_size=1, data_rank=0, data_parallel_size=1, seed=0):
@@ -30,6 +32,34 @@ def test_the_shares_of_all_processes_are_the_global_batch(
     assert all(len(micro_batch) == micro_batch_size for share in shares for micro_batch in share)
     rows = [row for share in shares for micro_batch in share for row in micro_batch]
     assert rows == make_order(num_rows, global_batch_size).global_batch(step)
+
+
+@given(
+    costs=st.lists(st.floats(1, 100), min_size=24, max_size=24),
+    micro_batch_size=st.integers(1, 4),
+    num_ranks=st.sampled_from([2, 3, 4]),
+)
+def test_rows_that_are_dealt_by_cost_are_the_global_batch(costs, micro_batch_size, num_ranks):
+    shares = dealt(costs, micro_batch_size, num_ranks)
+    assert sorted(chain(*chain(*shares))) == list(range(24))
+    assert len({tuple(map(len, share)) for share in shares}) == 1
+    assert all(len(micro_batch) <= micro_batch_size for micro_batch in shares[0])
+
+
+@pytest.mark.parametrize(("tower", "tokens"), [(0.39, 1200), (0.13, 1200), (0.92, 256), (2.75, 256)])
+def test_no_process_waits_for_another_with_more_pictures(tower, tokens):
+    """Costs, in tokens of the language model, of Qwen2.5-VL-7B and Gemma 3 4B, learning and frozen; 8 processes."""
+    ratios, unsorted = [], []
+    for step in range(50):
+        rng = np.random.default_rng(step)
+        pictures = np.minimum(4096 // tokens, 1 + rng.exponential(2048 / tokens, 64).astype(int))
+        costs = 4096 + tower * tokens * pictures * (rng.random(64) < 0.5)
+        taken = [sum(costs[place] for place in chain(*share)) for share in dealt(costs, 2, 8)]
+        waited = sum(max(costs[share[number]].sum() for share in dealt(costs, 2, 8)) for number in range(4))
+        ratios += [max(taken) / np.mean(taken), waited / np.mean(taken)]
+        unsorted.append(costs.reshape(4, 8, 2).sum(2).max(1).sum() / np.mean(taken))
+    assert max(ratios) <= 1.1
+    assert np.mean(unsorted) > np.mean(ratios)
 
 
 def test_every_epoch_is_another_permutation_of_all_rows():

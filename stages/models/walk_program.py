@@ -1,0 +1,95 @@
+"""Program that measures the layers of a model, and its tower of pictures, in a process of its own, within limits.
+
+python -m stages.models.walk_program   # from standard input what `answer` takes; to standard output what it returns
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from stages.core.errors import ModelError
+from stages.core.redaction import shortened
+from stages.models.facts import CONFIG_FILE
+from stages.models.loading import load_config
+from stages.models.shape import ModelShape
+from stages.models.tower_walk import walk_tower
+from stages.models.walk import LONGEST_REASON, MOST_LAYERS, walk
+
+MEMORY_BYTES, CPU_S = 4 * 2**30, 100
+"""Memory beyond that of the libraries, and processor time, that a walk may take."""
+
+
+def answer(text: str) -> dict[str, Any]:
+    """Return the shape of a model as `shape`, or as `error` why it has none.
+
+    text: JSON of its config, as `config`, and of the contents of its processor's files by their names, as `files`.
+    """
+    try:
+        asked = json.loads(text)
+        fields = asked["config"]
+        _check_size(fields)
+        if (family := fields.get("model_type")) not in CONFIG_MAPPING:
+            raise ModelError(
+                f"measuring the layers of a model: model_type is {family!r}, which this Transformers does not have; "
+                "code that came with a model is not run to plan it"
+            )
+        with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+            for name, content in {**asked["files"], CONFIG_FILE: fields}.items():
+                (Path(folder) / Path(name).name).write_text(json.dumps(content))
+            return {"shape": json.loads(_measured(load_config(Path(folder)), Path(folder)).to_json())}
+    except ModelError as error:
+        return {"error": str(error)}
+    except Exception as error:  # of Transformers, about a config that it cannot read
+        reason = shortened(f"{type(error).__name__}: {error}", LONGEST_REASON)
+        return {"error": f"measuring the layers of a model from its {CONFIG_FILE}: {reason}"}
+
+
+def _measured(config: Any, folder: Path) -> ModelShape:
+    """Return the shape of the model of a config. folder: with the files of its image processor, if it has one."""
+    shape = walk(config)
+    try:
+        return replace(shape, tower=walk_tower(config, folder))
+    except (MemoryError, ModelError):
+        raise
+    except Exception as error:  # such as a processor that needs a package: text can be planned
+        print(f"pictures are not planned: {type(error).__name__}: {error}", file=sys.stderr)
+        return shape
+
+
+def _check_size(fields: dict[str, Any]) -> None:
+    """Raise ModelError for a config of more layers than any model has, which would take all time and memory."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            _check_size(value)
+        elif name.endswith(("layers", "n_layer")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(
+                f"measuring the layers of a model: {name} is {value} in its {CONFIG_FILE}, which is damaged"
+            )
+
+
+def main() -> None:
+    """Answer about the model on standard input, within limits of time and memory."""
+    num_pages = int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0])
+    limits = {
+        resource.RLIMIT_AS: num_pages * resource.getpagesize() + MEMORY_BYTES,
+        resource.RLIMIT_CPU: int(time.process_time()) + CPU_S,
+    }
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    answers, sys.stdout = sys.stdout, sys.stderr  # where Transformers may print
+    answers.write(json.dumps(answer(sys.stdin.read())))
+
+
+if __name__ == "__main__":
+    main()
