@@ -6,7 +6,7 @@ Parameter counts by part equal those of the Transformers model. `facts` reads th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pydantic import TypeAdapter
@@ -91,6 +91,15 @@ class ModelShape:
     def kind_of(self, layer: int) -> LayerKind | None:
         """Return the kind of a walked model's layer; None for a model of formulas."""
         return self._kind_by_layer.get(layer)
+
+    def with_another_layer(self) -> ModelShape:
+        """Return the shape of the model with one more layer, like its last one."""
+        number = self.num_layers
+        kinds = tuple(
+            replace(kind, layers=(*kind.layers, number)) if number - 1 in kind.layers else kind for kind in self.kinds
+        )
+        dense = self.dense_layers | ({number} if number - 1 in self.dense_layers else set())
+        return replace(self, num_layers=number + 1, kinds=kinds, dense_layers=dense)
 
     def is_mixture(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers

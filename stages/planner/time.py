@@ -213,7 +213,10 @@ def _forward_pass_s(case: TimedCase) -> float:
 
 
 def _head(case: TimedCase) -> PassTimes:
-    return PassTimes(0.0, 0.0) if case.workload.scores_documents else head_time(case.work, case.software, case.hardware)
+    if case.workload.scores_documents:
+        return PassTimes(0.0, 0.0)
+    once = head_time(case.work, case.software, case.hardware)
+    return once + once if case.workload.predicts_ahead else once
 
 
 def training_flops(shape: ModelShape, workload: Workload) -> ModelFlops:
@@ -228,7 +231,9 @@ def training_flops(shape: ModelShape, workload: Workload) -> ModelFlops:
         learning = (workload.learns("vision_tower"), workload.learns("projector"))
         pictures = shape.tower.flops(tower_learns=learning[0], projector_learns=learning[1])
         flops = replace(flops, pictures=pictures)
-    return replace(flops, head_parameters=0) if workload.scores_documents else flops
+    if workload.scores_documents:
+        return replace(flops, head_parameters=0)
+    return replace(flops, head_parameters=2 * flops.head_parameters) if workload.predicts_ahead else flops
 
 
 def _sum(both: PassTimes) -> float:

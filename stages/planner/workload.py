@@ -69,6 +69,8 @@ class Workload:
     """Forward passes that the training method computes beside the one that is followed by a backward pass."""
     scores_documents: bool = False
     """True if the model ends in a single score instead of logits over the vocabulary, as a reward model does."""
+    predicts_ahead: bool = False
+    """True if a layer like the last one, with the head once more, learns to predict the token after the next."""
     adapter: PlannedAdapter | None = None
     """Adapter that is trained while the base model is frozen; None: the whole model is trained."""
     optimizer: OptimizerName = "adamw"
@@ -114,6 +116,8 @@ class Workload:
         """
         if self.pictures and shape.tower:
             shape = replace(shape, other_parameters=shape.tower.other_parameters)
+        if self.predicts_ahead:
+            return shape.with_another_layer()
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
 
     def learns(self, part: ModelPart) -> bool:

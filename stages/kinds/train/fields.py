@@ -162,6 +162,7 @@ class TrainFields(MethodFields):
             self.precision,
             self.learning.passes(self.method_options),
             scores_documents=self.learning.needs_score_head,
+            predicts_ahead=self.mtp_loss_weight > 0,
             adapter=self.adapter.for_planner if self.adapter else None,
             optimizer=self.optimizer.name,
             state_bytes=self.optimizer.for_planner,

@@ -18,7 +18,11 @@ from stages.engines.fsdp.probe import packed
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.loading import load_config
+from stages.models.transformers_flops import model_flops
+from stages.models.walk import walk
 from stages.parallel.layout import Layout
+from stages.planner.workload import Workload
 from tests.mtp_models import MTP_LAYER, WEIGHTS, save_with_mtp
 from tests.train_stage import make_config
 
@@ -127,6 +131,19 @@ def test_loss_and_gradients_are_those_of_plain_torch(saved, one_process: None, t
     assert outcome.loss == pytest.approx(main.item(), rel=1e-5)
     assert outcome.measured["mtp_loss"] == pytest.approx(ahead.item(), rel=1e-5)
     assert outcome.grad_norm == pytest.approx(sum(squares).sqrt().item(), rel=1e-4)
+
+
+def test_its_cost_is_that_of_one_more_layer_and_head(saved, one_process: None, tmp_path: Path) -> None:
+    """For MFU and for the planner. The projection of both inputs is a product that no other layer has."""
+    family, folder = saved
+    larger, _ = with_one_more_layer(family, folder, tmp_path / "larger")
+    found, expected = engine_of(folder).flops, model_flops(larger)
+    assert found.layer_parameters == expected.layer_parameters + 2 * larger.config.hidden_size**2
+    assert (found.head_parameters, found.attention) == (2 * expected.head_parameters, expected.attention)
+    planned = Workload(8, 1, predicts_ahead=True).trained_shape(walk(load_config(folder)))
+    by_walk = walk(larger.config)
+    assert planned.num_parameters == by_walk.num_parameters
+    assert planned.flops().forward([8], 0) == pytest.approx(by_walk.flops().forward([8], 0))
 
 
 def test_the_layer_learns_and_is_written_under_the_names_that_it_had(saved, one_process: None, tmp_path: Path) -> None:
