@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stages.engines.documents import PackedDocuments
-from stages.models.device_kernels import keep_models_of_transformers
+from stages.models.device_kernels import has_kernels, keep_models_of_transformers
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Names of the functions by which Transformers' mixers with a gated delta rule see other tokens."""
@@ -27,7 +27,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 @cache
 def installed(device: torch.device) -> tuple[Kernel, Kernel] | None:
     """Return the kernels of a short convolution and of the gated delta rule, if a device can run them."""
-    if device.type in ("cpu", "meta"):
+    if not has_kernels(device):
         return None
     keep_models_of_transformers()
     try:

@@ -17,6 +17,11 @@ DECORATOR = "use_kernel_func_from_hub_with_fallback"
 """Name of Transformers' decorator of functions that packages replace."""
 
 
+def has_kernels(device: Any) -> bool:
+    """Return whether the packages' kernels run on a `torch.device`."""
+    return device.type not in ("cpu", "meta")
+
+
 def keep_models_of_transformers() -> None:
     """Hide the model classes of flash-linear-attention, which register themselves in Transformers' auto classes."""
     for name in ("fla.layers", "fla.models"):
@@ -44,7 +49,7 @@ def _by_device(function: Any) -> Callable[..., Any]:
     @wraps(plain)
     def chosen(*arguments: Any, **options: Any) -> Any:
         states = next(one for one in (*arguments, *options.values()) if hasattr(one, "device"))
-        if states.device.type not in ("cpu", "meta"):
+        if has_kernels(states.device):
             return function(*arguments, **options)
         return plain(*arguments, **{name: value for name, value in options.items() if name in known})
 

@@ -12,8 +12,11 @@ from torch import nn
 from stages.models.flops import AttentionWork, ModelFlops
 
 
-def model_flops(model: Any) -> ModelFlops:
-    """Return the sizes that decide a Transformers model's FLOPs, from its global parameter shapes and its config."""
+def model_flops(model: Any, *, predicts_ahead: bool = False) -> ModelFlops:
+    """Return the sizes that decide a Transformers model's FLOPs, from its global parameter shapes and its config.
+
+    predicts_ahead: a module with one more layer predicts the token after the next, by the same head.
+    """
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -25,8 +28,9 @@ def model_flops(model: Any) -> ModelFlops:
             seen = parameter.numel() * (expert_share if ".experts." in name else 1.0)
             layer_parameters += seen
             frozen_parameters += 0.0 if parameter.requires_grad else seen
-    attention = _attention_work(config)
-    return ModelFlops(layer_parameters, head.numel(), attention, frozen_parameters, not head.requires_grad)
+    attention = _attention_work(config, predicts_ahead)
+    head_parameters = head.numel() * (1 + predicts_ahead)
+    return ModelFlops(layer_parameters, head_parameters, attention, frozen_parameters, not head.requires_grad)
 
 
 def _routed_share(config: Any) -> float:
@@ -36,12 +40,13 @@ def _routed_share(config: Any) -> float:
     return config.num_experts_per_tok / num_experts if num_experts else 1.0
 
 
-def _attention_work(config: Any) -> tuple[AttentionWork, ...]:
+def _attention_work(config: Any, predicts_ahead: bool) -> tuple[AttentionWork, ...]:
     if not getattr(config, "num_attention_heads", None):  # Mamba keeps a state, whose operations are not counted
         return ()
     num_layers = config.num_hidden_layers
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [every_layer] * num_layers
+    layer_types = [*layer_types, *layer_types[-1:]] if predicts_ahead else layer_types
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_width = getattr(config, "qk_head_dim", None) or head_width
     value_width = getattr(config, "v_head_dim", None) or head_width

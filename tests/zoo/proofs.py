@@ -31,12 +31,13 @@ from stages.models.facts import ModelFacts
 from stages.models.loading import class_with_head, load_config
 from stages.models.processor import reads_media
 from stages.parallel.layout import Layout
+from tests.zoo.media import MEDIA_FAMILIES
 from tests.zoo.models import FAMILIES, tiny_model
 from tests.zoo.planning import planner
 from tests.zoo.processors import PROCESSORS, save_processor
 from tests.zoo.quantizing import METHOD_COLUMNS
 from tests.zoo.serving import SERVED, served
-from tests.zoo.table import RECORD, YES, recorded, sentence
+from tests.zoo.table import RECORD, UNTRIED, YES, recorded, sentence
 from tests.zoo.tokenizer import save_tokenizer
 
 LEARNING_RATE = 1e-3
@@ -64,10 +65,19 @@ def adapter(folder: Path) -> str:
     return _trained(folder, options, lambda target: PeftModel.from_pretrained(load(folder), target).eval())
 
 
+def pictures(folder: Path) -> str:
+    """Train one step on documents with pictures; return how they are laid out, `packed` or `rows`, or what differs."""
+    from tests.zoo.test_pictures import pictures as trained  # imports this module
+
+    save_processor(ModelFacts(folder).config["model_type"], folder)
+    return trained(folder)
+
+
 COLUMNS: dict[str, Callable[[Path], str]] = {
     "documents": documents,
     "exported": exported,
     "adapter": adapter,
+    "pictures": pictures,
     "planner": planner,
     **METHOD_COLUMNS,
 }
@@ -79,9 +89,12 @@ def load(folder: Path) -> Any:
 
 
 def result(column: str, folder: Path) -> str:
-    """Return what a family's model gave in a column: `yes` or its kind, or why not."""
-    sees = column in METHOD_COLUMNS and reads_media(folder)
-    if column != "planner" and not sees and class_with_head(load_config(folder), "tokens") is None:
+    """Return what a family's model gave in a column: `yes` or its kind, or why not; `UNTRIED` for one without eyes."""
+    config = load_config(folder)
+    if column == "pictures" and config.model_type not in MEDIA_FAMILIES:
+        return UNTRIED
+    sees = column == "pictures" or (column in METHOD_COLUMNS and reads_media(folder))
+    if column != "planner" and not sees and class_with_head(config, "tokens") is None:
         return "not read as a language model: Transformers' AutoModelForCausalLM does not know it"
     try:
         return COLUMNS[column](folder)

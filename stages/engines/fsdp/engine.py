@@ -115,7 +115,7 @@ class FsdpEngine:
             self._model, self._score_head = with_score_head(self._model, self._folder, settings.seed)
         drop_weights(self._model, read_later)  # to `meta`: each process reads the rows of its shards once it has them
         # After adapter and head, and before base weights are quantized: codes have other shapes than their matrices.
-        self.flops = model_flops(self._model.causal_lm)
+        self.flops = model_flops(self._model.causal_lm, predicts_ahead=settings.mtp_loss_weight > 0)
         if settings.adapter:
             from stages.adapters.lora import store_base
             from stages.adapters.lora_linear import fuse_products

@@ -230,6 +230,11 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
     engine = config.engine
     yield from adapter_errors(engine, config.adapter) if config.adapter else ()
     yield from _adamw_errors(config) if config.optimizer.name == "adamw" else _other_optimizer_errors(config)
+    if isinstance(config.layout, Layout) and config.layout.compile and not config.data.packing:
+        yield (
+            "`layout.compile` does not go with `data.packing: false`, whose rows have lengths of their own: layers "
+            "would be compiled again for each; remove either"
+        )
     if config.moe.freeze_router and config.adapter:
         yield (
             "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "

@@ -98,6 +98,11 @@ def test_steps_are_even_that_are_packed_and_not_compiled(fields, are_even):
     assert make_config(**fields).has_even_steps is are_even
 
 
+def test_rows_of_all_lengths_are_not_compiled():
+    with pytest.raises(ValueError, match=r"`layout\.compile` does not go with `data\.packing: false`"):
+        make_config(data={"dataset": "problems", "packing": False}, layout={"compile": True})
+
+
 def test_what_goes_on_while_stacks_are_written_was_only_slow(tmp_path, monkeypatch):
     writing, goes_on, judged = threading.Event(), threading.Event(), threading.Event()
     give_up = Watchdog._give_up
