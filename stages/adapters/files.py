@@ -35,7 +35,10 @@ PATTERNS_LIMIT_S = 20.0
 """Time limit in seconds for matching all patterns of a config (EVA: one per layer) with all layer names."""
 INNER = ".base_layer"
 """Suffix that PEFT adds to a module's name where several adapters wrap its parameters, once for each inner adapter."""
-COMPANIONS = ("tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on")
+COMPANIONS = (
+    "tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on", "processor_config",
+    "preprocessor_config",
+)  # fmt: skip
 UNKNOWN = {"bias": "none", "lora_bias": False}
 """Fields of PEFT's config that merging does not support, each with the only value that merging accepts."""
 
@@ -89,7 +92,7 @@ def write_adapter(
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy a model's or adapter's tokenizer, chat template and `trained_on.json` to another folder."""
+    """Copy a model's or adapter's tokenizer, processor, chat template and `trained_on.json` to another folder."""
     for path in source.iterdir():
         if path.is_file() and path.name.startswith(COMPANIONS):
             shutil.copyfile(path, folder / path.name)

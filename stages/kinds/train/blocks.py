@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import Execution
 from stages.core.fields import HELD_IN_FP32, NonNegativeFp32, Seconds, StrictModel
@@ -116,6 +116,24 @@ class PartLearningRates(StrictModel):
     def named(self) -> dict[ModelPart, float]:
         """Learning rates of the parts that have one of their own."""
         return {part: rate for part, rate in self if rate is not None}  # type: ignore[misc]
+
+
+class PictureBounds(StrictModel):
+    """Config block of the sizes to which pictures are scaled, written into the exported processor; default: its own."""
+
+    min_pixels: PositiveInt | None = Field(None, description="Least pixels of a picture; smaller ones grow.")
+    max_pixels: PositiveInt | None = Field(None, description="Most pixels of a picture; larger ones shrink.")
+
+    @model_validator(mode="after")
+    def _smallest_is_not_above_largest(self) -> Self:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"`min_pixels: {self.min_pixels}` is more than `max_pixels: {self.max_pixels}`")
+        return self
+
+    @property
+    def named(self) -> dict[str, int]:
+        """Bounds that the recipe sets."""
+        return {name: pixels for name, pixels in self if pixels is not None}
 
 
 class TrainExecution(Execution):

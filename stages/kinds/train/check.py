@@ -30,9 +30,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]
     config = TrainConfig.model_validate(stage_input.config)
     with TemporaryDirectory() as room:
         try:
-            models = InputModels.of(config, stage_input.inputs).with_added_tokens(config, Path(room), weights=False)
+            models = InputModels.of(config, stage_input.inputs).as_started(config, Path(room), weights=False)
         except LifecycleError as error:
-            yield "data.add_tokens", error
+            yield "media" if config.media.named and not config.data.add_tokens else "data.add_tokens", error
             return
         yield from problems_of(config, stage_input, models)
 

@@ -11,6 +11,7 @@ from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.kinds.train.added_tokens import with_added_tokens
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.picture_bounds import with_picture_bounds
 from stages.models.facts import LEARNED_POSITIONS, ModelFacts
 from stages.models.model_folder import check_unquantized, code_not_run
 from stages.models.shape import ModelShape
@@ -33,12 +34,14 @@ class InputModels:
         start, teacher = inputs[config.base or config.model], config.teacher and inputs[config.teacher]
         return cls(ModelFacts(start / "model"), ModelFacts(teacher / "model") if teacher else None)
 
-    def with_added_tokens(self, config: TrainConfig, room: Path, *, weights: bool = True) -> InputModels:
-        """Return the models with the tokens that the recipe adds; raises as `added_tokens.with_added_tokens` does."""
-        start = with_added_tokens(
-            self.start, config.data.add_tokens, room, trust_remote_code=config.trust_remote_code, weights=weights
-        )
-        return replace(self, start=start)
+    def as_started(self, config: TrainConfig, room: Path, *, weights: bool = True) -> InputModels:
+        """Return the models with the tokens that the recipe adds, and its bounds of pictures, in folders of `room`.
+
+        Raises as `with_added_tokens` and `with_picture_bounds` do.
+        """
+        trusted = config.trust_remote_code
+        start = with_added_tokens(self.start, config.data.add_tokens, room, trust_remote_code=trusted, weights=weights)
+        return replace(self, start=with_picture_bounds(start, config.media, room, trust_remote_code=trusted))
 
 
 def check_lengths(longest: int, context: StageContext, facts: ModelFacts) -> None:

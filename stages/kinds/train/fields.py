@@ -24,6 +24,7 @@ from stages.kinds.train.blocks import (
     MoeConfig,
     OptimizerConfig,
     PartLearningRates,
+    PictureBounds,
     Rate,
     Seed,
     TrainExecution,
@@ -78,6 +79,7 @@ class TrainFields(MethodFields):
         "(also the merger of towers like Qwen's), language_model. Default: all learn.",
     )
     part_learning_rates: Annotated[PartLearningRates, AddedLater()] = PartLearningRates()
+    media: Annotated[PictureBounds, AddedLater()] = PictureBounds()
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="Shape of the learning rate over the steps after the warm-up."
     )

@@ -21,7 +21,7 @@ def look(stage_input: StageInput, num_rows: int, scratch: Path) -> DataLook:
     Raises as `prepare_mixture` and `checked_prompts` do.
     """
     config = TrainConfig.model_validate(stage_input.config)
-    model = InputModels.of(config, stage_input.inputs).with_added_tokens(config, scratch, weights=False).start
+    model = InputModels.of(config, stage_input.inputs).as_started(config, scratch, weights=False).start
     if config.rollouts:
         folder = stage_input.inputs[config.data.dataset_stage] / "data"
         return look_at_prompts(checked_prompts(config, config.rollouts, folder, model), model.folder, num_rows)

@@ -63,6 +63,8 @@ class RowData:
                 f"`{field}` names parts of a model that sees, and the rows have no pictures, so that only its language "
                 f"model learns; remove `{field}`, or add rows with pictures"
             )
+        if config.media.named and not prepared.has_media:
+            raise DataError("`media` bounds pictures, and the rows have none; remove it, or add rows with pictures")
         if prepared.has_media:
             if problems := "; ".join(picture_errors(config)):
                 raise DataError(f"the rows have pictures: {problems}")

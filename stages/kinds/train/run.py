@@ -71,7 +71,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     """
     models = InputModels.of(config, context.inputs)
     config = config.model_copy(update={"data": config.data_from(context.inputs[config.model])})
-    models = models.with_added_tokens(config, context.scratch)
+    models = models.as_started(config, context.scratch)
     device_type = _check_machine(config)
     for unusual in [*check_model_folder(models.start), *check_tokenizer(models.start)]:
         context.warn(unusual)

@@ -14,10 +14,15 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from stages.core.errors import DataError, ModelError
 from stages.data.media.images import decode_picture
 from stages.data.messages import in_parts
+from stages.engines.export import weight_shapes
 from stages.kinds.train import run as training
+from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.checks import picture_errors
+from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from tests.train_stage import make_config, make_context
 from tests.unit.stages.data.media.conftest import config_fields, encoded, noise, write_processor
+from tests.zoo import pictures
 from tests.zoo.models import tiny_model
 
 NAMES = ("a.png", "b.png", "a.png", None)
@@ -182,3 +187,14 @@ def test_a_resumed_training_ends_with_the_bits_of_an_uninterrupted_one_and_froze
     stored = FileSystemReader(checkpoints / "step-2").read_metadata().state_dict_metadata
     assert any("projector" in name for name in stored)
     assert not any("vision_tower" in name for name in stored), "neither weights nor moments of what is frozen"
+
+
+def test_pictures_are_scaled_as_the_recipe_bounds_them(tmp_path, inputs):
+    start = ModelFacts(pictures.save_family("qwen2_5_vl", tmp_path / "qwen" / "model"))
+    models, config = InputModels(start), make_config("sft", data=DATA, media={"max_pixels": 64 * 64})
+    bounded = models.as_started(config, tmp_path / "room").start
+    # patches of 8 × 8 pixels, of which 2 × 2 are a token
+    assert [MediaProcessor(one.folder).num_tokens(128, 128) for one in (start, bounded)] == [64, 16]
+    assert weight_shapes(bounded.folder) == weight_shapes(start.folder)
+    with pytest.raises(ModelError, match=r"Gemma3ImageProcessor of .* does not scale pictures to a number of pixels"):
+        InputModels(ModelFacts(inputs["base"] / "model")).as_started(config, tmp_path / "room")
