@@ -209,7 +209,9 @@ def check_adapter(server: Server, name: str, folder: Path) -> None:
     check_server(client, server.engine.smoke_log_probabilities)
     spec = server.spec.model_copy(update={"adapters": {**server.spec.adapters, name: folder}})
     context_tokens = server.engine.context_tokens(client, spec)
-    agreements = compare_with_records(client, spec, [name], context_tokens, print_timed, _idle_name(server.spec))
+    agreements = compare_with_records(
+        client, spec, [name], context_tokens, print_timed, _idle_name(server.spec), address=server.address
+    )
     for one in agreements.values():
         print_timed(
             f"{name} differs from what training recorded by {one.from_training.most:.2g} nats per token at most"

@@ -260,8 +260,21 @@ class Temperature(click.FloatRange):
     help="Largest number of tokens in an answer; default: what fits into the context.",
 )
 @click.option("--system", help="System message that begins each conversation.")
+@click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Picture before the first question of each conversation; may be given several times.",
+)
 def chat(
-    artifact: str, beside: str | None, temperature: float | None, max_tokens: int | None, system: str | None
+    artifact: str,
+    beside: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+    system: str | None,
+    images: tuple[Path, ...],
 ) -> None:
     """Talk to a model in the terminal: an artifact, a serve stage's model, or a champion.
 
@@ -271,6 +284,7 @@ def chat(
     options = ["--chat"]
     for name, value in (("temperature", temperature), ("max-tokens", max_tokens), ("system", system)):
         options += [] if value is None else [f"--{name}={value}"]
+    options += [f"--image={image}" for image in images]
     served = _what_to_serve(artifact, is_trial=True)
     if beside is not None:
         second = _what_to_serve(beside, is_trial=True)

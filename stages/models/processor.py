@@ -114,6 +114,24 @@ class MediaProcessor:
         texts = self._replaced(tuple(sizes)) if sizes else ()
         return tuple(Replacement(*place.span(), one) for place, one in zip(places, texts, strict=True))
 
+    def collapsed(self, token_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Return a document's tokens with one placeholder in place of what the processor wrote for each picture.
+
+        sizes: of its pictures, as of `replacements`. None if these tokens are not the processor's for such a document.
+        """
+        text: str = self._processor.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        short, end = "", 0
+        for written in self._replaced(tuple(sizes)) if sizes else ():
+            begin = text.find(written, end)
+            if begin < 0:
+                return None
+            short += text[end:begin] + self.placeholder
+            end = begin + len(written)
+        short += text[end:]
+        # Not every sequence of tokens is what its text becomes: the whole must come out again.
+        is_whole = short.count(self.placeholder) == len(sizes) and self._tokens(text) == list(token_ids)
+        return self._tokens(short) if is_whole else None
+
     def features(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """Return the model's inputs of one document's pictures, in order; nothing for none. Images are in RGB."""
         if not images:

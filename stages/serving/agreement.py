@@ -12,13 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import ServerError
+from stages.core.errors import ModelError, ServerError
 from stages.core.lines import counted
 from stages.core.redaction import quoted
+from stages.data.media.images import PictureError, from_data_address, inspect_picture
 from stages.data.messages import THOUGHTS, with_calls_as
+from stages.models.processor import MediaProcessor
 from stages.models.recorded import (
     RECORD,
     Differences,
@@ -29,8 +32,9 @@ from stages.models.recorded import (
     read_record,
     read_tool_prompts,
 )
+from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
-from stages.serving.engine import Engine, LaunchSpec
+from stages.serving.engine import Engine, LaunchSpec, SeenDocument
 from stages.serving.registry import engine_of
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
@@ -61,12 +65,15 @@ def compare_with_records(
     context_tokens: int,
     warn: Callable[[str], None],
     base_name: str | None = None,
+    *,
+    address: EngineAddress | None = None,
 ) -> dict[str, Agreement]:
     """Compare served models with the predictions that their training recorded, if any; return them by model name.
 
     client: of the server of `spec`. names: models of the server to compare. base_name: model that adapters are compared
     with; default: their base. warn: gets the reason if no document is compared; those that do not fit into
-    `context_tokens` are left out. Raises ServerError for unlisted models, and adapters without effect.
+    `context_tokens` are left out. address: of the engine itself, without which documents with pictures are left out.
+    Raises ServerError for unlisted models, adapters without effect, and pictures that become other tokens.
     """
     listed = client.model_names()
     if missing := sorted(set(names) - set(listed)):
@@ -83,12 +90,71 @@ def compare_with_records(
     for name in recorded:
         records = read_record(spec.folders[name].parent)
         documents = [record for record in records if record.num_targets and len(record.tokens) < context_tokens]
-        if documents:
-            agreement = _compare(client, spec, name, documents, base_name or spec.own_name)
+        asked = _Asked.of(spec, documents, address, warn)
+        if documents := list(asked.documents):
+            agreement = _compare(client, spec, name, asked, base_name or spec.own_name)
             prompts = read_tool_prompts(spec.folders[name].parent)
             differing = _differing_tool_prompts(client, spec, name, prompts, context_tokens, warn)
             agreements[name] = replace(agreement, differing_tool_prompts=differing)
     return agreements
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Recorded documents that a server is asked for, and how: those with pictures at the engine's own address."""
+
+    engine: Engine
+    address: EngineAddress | None
+    documents: Sequence[RecordedDocument]
+    seen: Mapping[int, SeenDocument]
+    """Documents with pictures, by their places among all."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: LaunchSpec,
+        documents: Sequence[RecordedDocument],
+        address: EngineAddress | None,
+        warn: Callable[[str], None],
+    ) -> _Asked:
+        """Return the documents that can be asked for; `warn` gets the reason if some cannot."""
+        engine, of_text = engine_of(spec.engine), [one for one in documents if not one.pictures]
+        with_pictures = [one for one in documents if one.pictures]
+        if not with_pictures or address is None:
+            return cls(engine, address, of_text, {})
+        kept = [(one, _seen(one, spec)) for one in with_pictures if len(one.pictures) <= spec.max_images]
+        found = [(one, seen) for one, seen in kept if seen]
+        if len(found) < len(with_pictures):
+            warn(
+                f"{len(with_pictures) - len(found)} of {counted(len(with_pictures), 'recorded document')} with "
+                f"pictures cannot be compared: more than {spec.max_images} pictures (`serving.max_images`), or tokens "
+                "that no text has"
+            )
+        seen = {len(of_text) + place: seen for place, (_, seen) in enumerate(found)}
+        return cls(engine, address, [*of_text, *(one for one, _ in found)], seen)
+
+    def predictions(self, client: Client) -> list[Predicted]:
+        """Ask the server for its predictions of the tokens that training learned in each document."""
+        of_text = [one.tokens for place, one in enumerate(self.documents) if place not in self.seen]
+        rows = self.engine.predictions(client, of_text) if of_text else []
+        if self.address and self.seen:
+            rows = [*rows, *self.engine.seeing_predictions(self.address, client, list(self.seen.values()))]
+        return [_of_targets(row, one) for row, one in zip(rows, self.documents, strict=True)]
+
+
+def _seen(document: RecordedDocument, spec: LaunchSpec) -> SeenDocument | None:
+    processor = _processor_of(spec.model, spec.serving.trust_remote_code)
+    try:
+        found = [inspect_picture(from_data_address(address), by_header=True) for address in document.pictures]
+    except PictureError as error:
+        raise ModelError(f"a picture that training recorded {error}; train the stage again with --force") from error
+    prompt = processor.collapsed(document.tokens, [(size.width, size.height) for size in found])
+    return SeenDocument(document.tokens, prompt, document.pictures) if prompt else None
+
+
+@lru_cache(1)
+def _processor_of(model: Path, trust_remote_code: bool) -> MediaProcessor:
+    return MediaProcessor(model, trust_remote_code=trust_remote_code)
 
 
 def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> dict[str, float]:
@@ -100,15 +166,13 @@ def agreement_metrics(agreements: Mapping[str, Agreement], served_name: str) -> 
     return metrics
 
 
-def _compare(
-    client: Client, spec: LaunchSpec, name: str, documents: Sequence[RecordedDocument], base_name: str
-) -> Agreement:
-    engine = engine_of(spec.engine)
-    served = _predictions(engine, replace(client, model=name), documents)
+def _compare(client: Client, spec: LaunchSpec, name: str, asked: _Asked, base_name: str) -> Agreement:
+    documents = asked.documents
+    served = asked.predictions(replace(client, model=name))
     from_training = differences(served, documents)
     if name not in spec.adapters:
         return Agreement(len(documents), from_training)
-    base = _predictions(engine, replace(client, model=base_name), documents)
+    base = asked.predictions(replace(client, model=base_name))
     # ln p of each document's targets together: with the adapter, and without.
     totals = [[math.fsum(predicted.log_probabilities) for predicted in side] for side in (served, base)]
     distances = [abs(with_adapter - without) for with_adapter, without in zip(*totals, strict=True)]
@@ -202,12 +266,6 @@ def _first_difference(model_folder: Path, learned: list[int], served: list[int])
         quoted(tokenizer.decode(tokens[first : first + SHOWN_TOKENS]), SHOWN_CHARACTERS) for tokens in (learned, served)
     ]
     return f"from token {first + 1} on it learned {texts[0]}, and is asked {texts[1]}"
-
-
-def _predictions(engine: Engine, client: Client, documents: Sequence[RecordedDocument]) -> list[Predicted]:
-    """Ask the server for its predictions of the tokens that training learned in each recorded document."""
-    rows = engine.predictions(client, [one.tokens for one in documents])
-    return [_of_targets(row, one) for row, one in zip(rows, documents, strict=True)]
 
 
 def _of_targets(row: Predicted, document: RecordedDocument) -> Predicted:

@@ -122,7 +122,7 @@ class Client:
             raise ServerError(f"{self.url} answered to {len(choices)} of {len(rows)} prompts")
         return [choice.reported(self.url) for choice in choices]
 
-    def chat(self, messages: list[dict[str, str]], **options: Any) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> Iterator[str]:
         """Yield the answer to a chat in pieces as the server streams them; `options` are fields of OpenAI's request."""
         request = {"model": self.model, "messages": messages, "stream": True, **options}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)

@@ -54,7 +54,11 @@ class Endpoint:
 
     def _compare(self, context_tokens: int) -> None:
         name = self.spec.served_name
-        agreements = compare_with_records(self.client, self.spec, [name], context_tokens, self.context.warn)
+        # A serve stage has compared documents with pictures already, and only its process reaches the engine.
+        address = self.server.address if self.server else None
+        agreements = compare_with_records(
+            self.client, self.spec, [name], context_tokens, self.context.warn, address=address
+        )
         if agreements:
             self.context.log_metrics(0, agreement_metrics(agreements, name))
 

@@ -169,6 +169,18 @@ class UncheckedOptions:
 LATER = UncheckedOptions("is asked when it runs")
 
 
+@dataclass(frozen=True)
+class SeenDocument:
+    """Document with pictures. tokens: of the trainer; prompt: the same, with a placeholder for each picture's tokens.
+
+    pictures: `data:` addresses, in order.
+    """
+
+    tokens: list[int]
+    prompt: list[int]
+    pictures: list[str]
+
+
 WeightFiles = Literal["safetensors", "gguf"]
 
 
@@ -286,6 +298,14 @@ class Engine(Protocol):
         """Return the server's ln p of each given token but the first, and the likeliest token at its position.
 
         The likeliest tokens are left out if the engine gives no token ids.
+        """
+
+    def seeing_predictions(
+        self, address: EngineAddress, client: Client, documents: Sequence[SeenDocument]
+    ) -> list[Predicted]:
+        """Return the engine's predictions, as `predictions` does, of documents with pictures.
+
+        Raises ServerError if the engine refuses one, or reads a picture as other tokens than the trainer.
         """
 
     def generate_load(
@@ -443,6 +463,9 @@ class FixedWeights:
 
     def _refuse_reloads(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
+
+    def seeing_predictions(self, *_: object) -> NoReturn:
+        raise ModelError(f"{self.title} serves no model that sees; vllm does")
 
     check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
     weight_transfer = connected = _refuse_reloads

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
 from stages.core.lines import print_line, print_timed, starting_lines
-from stages.kinds.serve.chat import Conversation, chat, sampling_of
+from stages.kinds.serve.chat import Conversation, chat, read_picture, sampling_of
 from stages.kinds.serve.run import guard
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig, Speculation
@@ -75,6 +75,14 @@ def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="largest number of tokens in each answer of --chat")
     parser.add_argument("--system", help="system message at the beginning of each conversation of --chat")
     parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="picture before the first question of each conversation of --chat; may be given several times",
+    )
+    parser.add_argument(
         "--serving",
         help="server settings as the JSON of a recipe's `serving` block; without them, "
         "the server starts fast for a short trial",
@@ -90,6 +98,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         (server_arguments, *_read(server_arguments, arguments.chat, 1 + len(second)))
         for server_arguments in (arguments, *second)
     ]
+    images = _read_images(arguments.image, [spec for _, spec, _ in launches])
     labels = _labels([server_arguments for server_arguments, *_ in launches])
     with contextlib.ExitStack() as stack:
         servers = [
@@ -97,7 +106,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             for label, (server_arguments, spec, execution) in zip(labels, launches, strict=True)
         ]
         if arguments.chat:
-            chat([_conversation(*pair, arguments) for pair in zip(servers, labels, strict=True)])
+            chat([_conversation(*pair, arguments, images) for pair in zip(servers, labels, strict=True)])
             return
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {servers[0].api_key}", flush=True)
@@ -113,9 +122,8 @@ def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, versi
         print_timed(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()
-        compare_with_records(
-            server.client, spec, spec.folders, server.engine.context_tokens(server.client, spec), print_timed
-        )
+        context_tokens = server.engine.context_tokens(server.client, spec)
+        compare_with_records(server.client, spec, spec.folders, context_tokens, print_timed, address=server.address)
         names = sorted(spec.folders, key=lambda name: name != spec.served_name)
         print_line(f"serving {', '.join(names)} at {server.url}/v1")
         yield server
@@ -129,11 +137,24 @@ def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
     return [f"{name}-{one.version or number}" for number, (name, one) in enumerate(zip(names, servers, strict=True), 1)]
 
 
-def _conversation(server: Server, label: str, arguments: argparse.Namespace) -> Conversation:
+def _read_images(files: Sequence[Path], specs: Sequence[LaunchSpec]) -> list[str]:
+    """Return pictures as `data:` addresses. Raises RecipeError for a model that takes fewer; as `read_picture`."""
+    for spec in specs if files else ():
+        if len(files) > spec.max_images:
+            raise RecipeError(
+                f"--image: {spec.model} reads text alone; choose a model with a processor of pictures"
+                if not spec.max_images
+                else f"--image: found {len(files)}, and {spec.model} takes {spec.max_images} in a request "
+                "(`serving.max_images`); give fewer"
+            )
+    return [read_picture(file) for file in files]
+
+
+def _conversation(server: Server, label: str, arguments: argparse.Namespace, images: Sequence[str]) -> Conversation:
     options, phrase = sampling_of(server.spec.model, arguments.temperature)
     print_timed(f"{label} answers {phrase}")
     limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
-    return Conversation(server.client, label, {**options, **limit}, arguments.system)
+    return Conversation(server.client, label, {**options, **limit}, arguments.system, images)
 
 
 def _read(arguments: argparse.Namespace, is_chat: bool, num_servers: int) -> tuple[LaunchSpec, ServeExecution]:

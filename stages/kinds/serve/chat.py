@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import ServerError
+from stages.core.errors import DataError, ServerError
 from stages.core.files import read_json_object
 from stages.core.lines import visible
+from stages.data.media.images import MAX_BYTES, PictureError, as_data_address, inspect_picture
 from stages.serving.client import Client
 
 NEW = "/new"
@@ -25,14 +26,16 @@ PROMPT = "> "
 class Conversation:
     """Conversation of the terminal chat with one served model.
 
-    label: name shown where there are two models. options: sampling parameters. system: first message, or None.
+    label: name shown where there are two models. options: sampling parameters. system: first message, or None. images:
+    `data:` addresses of the pictures that stand before the first question.
     """
 
     client: Client
     label: str
     options: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    images: Sequence[str] = ()
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.begin()
@@ -42,7 +45,7 @@ class Conversation:
 
     def ask(self, question: str) -> None:
         """Send a question and print the answer as it arrives; one that the server rejects is removed again."""
-        self.messages.append({"role": "user", "content": question})
+        self.messages.append({"role": "user", "content": self._content(question)})
         parts: list[str] = []
         try:
             for part in self.client.chat(self.messages, **self.options):
@@ -55,6 +58,24 @@ class Conversation:
         else:
             self.messages.append({"role": "assistant", "content": "".join(parts)})
             print(flush=True)
+
+    def _content(self, question: str) -> str | list[dict[str, Any]]:
+        if not self.images or any(message["role"] == "user" for message in self.messages):
+            return question
+        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in self.images]
+        return [*pictures, {"type": "text", "text": question}]
+
+
+def read_picture(path: Path) -> str:
+    """Return a picture's file as a `data:` address. Raises DataError for one that a dataset's row could not have."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        inspect_picture(data)
+        return as_data_address(data)
+    except (OSError, PictureError) as error:
+        what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        raise DataError(f"the picture {path} {what}") from error
 
 
 def chat(conversations: Sequence[Conversation]) -> None:

@@ -68,7 +68,9 @@ def _bring_up(server: Server, config: ServeConfig, context: StageContext) -> dic
     context.doing("checking its answers")
     server.check()
     context_tokens = server.engine.context_tokens(server.client, server.spec)
-    agreements = compare_with_records(server.client, server.spec, server.spec.folders, context_tokens, context.warn)
+    agreements = compare_with_records(
+        server.client, server.spec, server.spec.folders, context_tokens, context.warn, address=server.address
+    )
     for name, agreement in agreements.items():
         context.milestone(
             f"{name} differs from what training recorded by {agreement.from_training.most:.2g} nats per token at most "

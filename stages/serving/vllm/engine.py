@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
@@ -33,6 +33,7 @@ from stages.serving.engine import (
     LaunchSpec,
     LoadResult,
     Quantization,
+    SeenDocument,
     SleepingPart,
     UncheckedOptions,
     WeightConnection,
@@ -277,6 +278,13 @@ class Vllm:
 
     def predictions(self, client: Client, rows: list[list[int]]) -> list[Predicted]:
         return client.predictions(rows)
+
+    def seeing_predictions(
+        self, address: EngineAddress, client: Client, documents: Sequence[SeenDocument]
+    ) -> list[Predicted]:
+        from stages.serving.vllm.pictures import predictions
+
+        return predictions(address, client, documents)
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

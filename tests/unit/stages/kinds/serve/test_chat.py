@@ -18,6 +18,7 @@ from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, started_server
 from tests.hub_repository import model_files
 from tests.tiny_engine import TinyEngine
+from tests.unit.stages.data.media.odd_pictures import odd_pictures
 
 
 @pytest.fixture
@@ -117,6 +118,22 @@ def test_each_question_is_answered_by_both_models(tiny_engine, model, tmp_path, 
     assert {file.name for file in (tmp_path / "home" / "servers").iterdir()} == {
         *("model.log", "other.log", "sft-1.log", "sft-2.log")
     }
+
+
+def test_pictures_are_checked_before_a_server_starts(model, talk, capsys, tmp_path) -> None:
+    picture, page = tmp_path / "one.png", tmp_path / "page.html"
+    picture.write_bytes(odd_pictures()["one pixel"])
+    page.write_text("<html>")
+
+    def refusal(*options: str) -> str:
+        with pytest.raises(SystemExit):
+            talk("1?", *options)
+        return capsys.readouterr().err
+
+    assert "reads text alone" in refusal(f"--image={picture}")
+    (model / "preprocessor_config.json").write_text("{}")
+    assert "is no picture that can be opened" in refusal(f"--image={page}")
+    assert "takes 1 in a request" in refusal(*[f"--image={picture}"] * 2, '--serving={"max_images": 1}')
 
 
 @pytest.mark.parametrize(
