@@ -200,7 +200,8 @@ class DocumentTokenizer:
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
         """Return a prompt's text and token ids, which end where the model's answer begins; raise as `render`.
 
-        A plain text's prompt follows the special tokens that begin a text.
+        A plain text's prompt follows the special tokens that begin a text. The ids of media are the processor's, while
+        the text has their placeholders.
         """
         if isinstance(document, PlainText):
             text = self._content.shield(self._unframed(document).prompt)
@@ -209,7 +210,10 @@ class DocumentTokenizer:
             text = self.template.render_text(self._shielded(document), add_generation_prompt=True)
             begin = ()
         self._check_growth(text)
-        return self._content.unshielded(text), [*begin, *self._content.encode(text)[0]]
+        whole = text
+        if isinstance(document, Conversation) and document.media:
+            whole = expanded(Rendered(text, ()), document, self.processor).text
+        return self._content.unshielded(text), [*begin, *self._content.encode(whole)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
         """Return a sample prompt with tools and its token ids in training, to compare with a server's.

@@ -39,7 +39,8 @@ class GenerationConfig(StrictModel):
 class Evaluation:
     """Request to a harness for an evaluation, as the recipe states it.
 
-    limit: samples of each task; None for all. num_fewshot, seed: None leaves them to task and harness.
+    limit: samples of each task; None for all. num_fewshot, seed: None leaves them to task and harness. max_images: most
+    pictures in a question that the server takes, 0 for a model that reads text alone; None if not known yet.
     """
 
     harness: str
@@ -53,6 +54,7 @@ class Evaluation:
     concurrent_requests: int = 1
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     judge: RatingConfig | None = None
+    max_images: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ class Harness(Protocol):
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""
+
+    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
+        """Return the tasks whose questions have pictures, as far as that is known before they run."""
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         """Install missing packages, check the tasks, and set environment variables, before libraries are imported.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,6 +65,9 @@ class QuestionSetHarness(Harness, Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
+    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
+        return []
+
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
         self.prepare(evaluation, cache)
         return None
@@ -93,6 +96,15 @@ def asked_hashes(prompt: Prompt) -> dict[str, str]:
         "prompt": question_text(prompt.document),
         "target": prompt.reference or "",
     }
+    return _hashes(texts)
+
+
+def hashes(asked: Mapping[str, Any]) -> dict[str, str]:
+    """Return hashes of JSON values in the form of a sample's: `doc` becomes `doc_hash`."""
+    return _hashes({name: json.dumps(value, sort_keys=True, default=str) for name, value in asked.items()})
+
+
+def _hashes(texts: Mapping[str, str]) -> dict[str, str]:
     return {f"{name}_hash": hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import numpy as np
@@ -18,14 +19,15 @@ from pydantic import ValidationError
 from stages.core.errors import ServerError, TransientError
 from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
-from stages.remote.http import Expected, RetryBackoff, ask_aiohttp, busy_from_status, busy_from_transport
+from stages.remote.http import AnswerModel, Expected, RetryBackoff, ask_aiohttp, busy_from_status, busy_from_transport
 from stages.rollouts.options import SamplingOptions
-from stages.serving.client import COMPLETIONS, Choice, Choices, Client, answer_bytes
+from stages.serving.client import CHAT, COMPLETIONS, ChatAnswer, Choice, Choices, Client, answer_bytes
 
 Request = dict[str, Any]
 """Body of an HTTP request for completions, to `/v1/completions`."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
+Shape = TypeVar("Shape", bound=AnswerModel)
 
 
 def ask_all(
@@ -40,15 +42,34 @@ def ask_all(
     requests: pairs of any identifying value and a body. Raises ServerError for a request that is refused,
     TransientError when the server is gone, or gives no answer at all for `stall_s` seconds.
     """
-    asyncio.run(_ask_all(client, requests, concurrent, keep, stall_s))
+    asyncio.run(_ask_all(client, requests, concurrent, keep, _Route(COMPLETIONS, Answer, stall_s)))
+
+
+def ask_chats(
+    client: Client,
+    requests: Iterable[tuple[Job, Request]],
+    concurrent: int,
+    keep: Callable[[Job, Request, ChatAnswer], None],
+) -> None:
+    """Send chats, as `ask_all`; a body is taken from `requests` when it is sent, so that few are in memory at once."""
+    asyncio.run(_ask_all(client, requests, concurrent, keep, _Route(CHAT, ChatAnswer)))
+
+
+@dataclass(frozen=True)
+class _Route(Generic[Shape]):
+    """Path of a server, with the form of its answers. stall_s: as of `ask_all`."""
+
+    path: str
+    shape: type[Shape]
+    stall_s: float | None = None
 
 
 async def _ask_all(
     client: Client,
     requests: Iterable[tuple[Job, Request]],
     concurrent: int,
-    keep: Callable[[Job, Request, Answer], None],
-    stall_s: float | None,
+    keep: Callable[[Job, Request, Shape], None],
+    route: _Route[Shape],
 ) -> None:
     # one iterator for all workers: each takes the next request when it is free
     remaining = iter(requests)
@@ -60,8 +81,8 @@ async def _ask_all(
         async def work() -> None:
             nonlocal num_answers
             for job, request in remaining:
-                expected = client.expected(COMPLETIONS, answer_bytes(request))
-                keep(job, request, await _answer(http, expected, client.url + COMPLETIONS, request))
+                expected = client.expected(route.path, answer_bytes(request))
+                keep(job, request, await _answer(http, expected, route.shape, request))
                 num_answers += 1
 
         workers = [asyncio.create_task(work()) for _ in range(concurrent)]
@@ -70,11 +91,11 @@ async def _ask_all(
             while running:
                 before = num_answers
                 # The time limit is for the next answer of any worker, not for all: see `before`.
-                ended, running = await asyncio.wait(workers, timeout=stall_s, return_when=asyncio.FIRST_EXCEPTION)
+                ended, running = await asyncio.wait(workers, timeout=route.stall_s, return_when=asyncio.FIRST_EXCEPTION)
                 for worker in ended:
                     worker.result()  # raises what ended it
                 if running and num_answers == before:
-                    raise TransientError(f"{client.url} gave no answer for {stall_s:g} s")
+                    raise TransientError(f"{client.url} gave no answer for {route.stall_s:g} s")
         finally:
             for worker in workers:
                 worker.cancel()
@@ -82,15 +103,15 @@ async def _ask_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(http: aiohttp.ClientSession, expected: Expected, url: str, request: Request) -> Answer:
-    """Send one completion request, and repeat it a few times while the server is busy or does not answer."""
+async def _answer(http: aiohttp.ClientSession, expected: Expected, shape: type[Shape], request: Request) -> Shape:
+    """Send one request, and repeat it a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
-            answer = await ask_aiohttp(http, expected, "POST", url, json=request)
+            answer = await ask_aiohttp(http, expected, "POST", expected.server, json=request)
             busy = busy_from_status(answer.status, answer.headers)
             if busy is None:
-                return answer.parsed(Choices[Choice])
+                return answer.parsed(shape)
         except (aiohttp.ClientError, OSError) as error:
             busy = busy_from_transport(error)
         # in a thread: it sleeps, and the other workers go on

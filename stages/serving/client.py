@@ -272,7 +272,14 @@ class ChatChoice(AnswerModel):
     """Choice in the server's answer to a chat: the message and, if requested, its log-probabilities."""
 
     message: Message
+    finish_reason: str | None = None
     logprobs: ChatLogProbs | None = None
+
+
+class ChatAnswer(Choices[ChatChoice]):
+    """Answer to a chat; vLLM adds the prompt's token ids where the request has `return_token_ids`."""
+
+    prompt_token_ids: list[Count] | None = None
 
 
 class ChatPrompt(AnswerModel):

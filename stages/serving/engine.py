@@ -116,7 +116,7 @@ class LaunchSpec(StrictModel):
     @cached_property
     def max_images(self) -> int:
         """Largest number of pictures in one request; 0 for a model that reads text alone."""
-        return (self.serving.max_images or DEFAULT_MAX_IMAGES) if reads_media(self.model) else 0
+        return max_images_of(self.model, self.serving)
 
     def asking(self, name: str) -> LaunchSpec:
         """Return a copy of the launch spec whose default name in requests is `name`, of the model or of an adapter."""
@@ -182,6 +182,11 @@ class SeenDocument:
 
 
 WeightFiles = Literal["safetensors", "gguf"]
+
+
+def max_images_of(model: Path, serving: ServingConfig) -> int:
+    """Return the largest number of pictures in one request; 0 for a model folder that reads text alone."""
+    return (serving.max_images or DEFAULT_MAX_IMAGES) if reads_media(model) else 0
 
 
 @dataclass(frozen=True)

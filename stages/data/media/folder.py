@@ -84,7 +84,14 @@ class MediaFolder:
             raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
 
     def load_image(self, reference: MediaReference) -> Image:
-        """Return the decoded picture, RGB. Raises DataError if it is gone, or has changed since the rows were read."""
+        """Return the decoded picture, RGB. Raises DataError as `encoded` does."""
+        try:
+            return decode_picture(self.encoded(reference))
+        except PictureError as error:
+            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+
+    def encoded(self, reference: MediaReference) -> bytes:
+        """Return the bytes of a medium. Raises DataError if it is gone, or has changed since the rows were read."""
         try:
             if is_embedded(reference.path):
                 data = read_embedded(self.root, reference.path, reference.sha256)
@@ -97,10 +104,7 @@ class MediaFolder:
                 f"the picture {reference.path} of {self.root} has changed since its row was read; put it back, or "
                 "download the dataset again"
             )
-        try:
-            return decode_picture(data)
-        except PictureError as error:
-            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+        return data
 
     def _reference(self, kind: MediaKind, path: str, data: bytes) -> MediaReference:
         size = inspect_picture(data, by_header=self.by_header)

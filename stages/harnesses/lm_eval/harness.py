@@ -20,6 +20,7 @@ from stages.harnesses.lm_eval.tasks import (
     check_trusted,
     log_likelihood_tasks,
     may_give,
+    picture_tasks,
     resolve_hub_datasets,
     select_tasks,
 )
@@ -64,6 +65,9 @@ class LmEval:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return log_likelihood_tasks(evaluation.tasks, evaluation.task_folder)
 
+    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
+        return picture_tasks(evaluation.tasks, evaluation.task_folder)
+
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         selection = _selection(evaluation)
         os.environ.setdefault("HF_DATASETS_CACHE", str(cache / DATASETS))
@@ -106,6 +110,11 @@ class LmEval:
         model = scoring.LmEvalModel(await_model(), evaluation)
         answers = context.scratch / f"answers-{context.version}"
         results = scoring.evaluate_tasks(model, tasks, evaluation, answers, report)
+        if model.num_asked_otherwise:
+            context.warn(
+                f"the server made other tokens of {model.num_asked_otherwise} questions with pictures than training "
+                "would: of special tokens in their texts, or by another chat template; their scores may be too low"
+            )
         if model.num_truncated:
             context.warn(
                 f"{model.num_truncated} of {model.num_asked} prompts were cut at their beginning to fit into "

@@ -21,9 +21,11 @@ from stages.data.config import DEFAULT_DATE
 from stages.data.templates import ChatTemplate
 from stages.data.tokenizer import DocumentTokenizer
 from stages.harnesses.harness import Evaluation
+from stages.harnesses.lm_eval.picture_tasks import ChatText, show_pictures
 from stages.harnesses.lm_eval.scoring import MAX_SHOWN, load_tasks, named_mistakes, render_prompt
 from stages.harnesses.lm_eval.tasks import TaskSelection, metrics_of_tasks
 from stages.harnesses.scores import score_metrics
+from stages.models.processor import reads_media
 from stages.models.recorded import noted_date
 
 NUM_SAMPLES = 100
@@ -37,6 +39,7 @@ class MadeUpModel(LM):
     """Fake model with one answer to every question, to test tasks; refuses requests that no server would take."""
 
     tokenizer_name = "none"
+    MULTIMODAL = True
 
     def __init__(self, template: ChatTemplate | None) -> None:
         """Create the fake model. template: chat template of the model to evaluate; None if it is not known yet."""
@@ -45,8 +48,10 @@ class MadeUpModel(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self._template is None:
-            return "\n".join(message["content"] for message in chat_history)
-        return render_prompt(self._template, chat_history, add_generation_prompt=add_generation_prompt)
+            text = "\n".join(message["content"] for message in chat_history)
+        else:
+            text = render_prompt(self._template, chat_history, add_generation_prompt=add_generation_prompt)
+        return ChatText.of(text, chat_history, continues=not add_generation_prompt)
 
     def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
         _check_texts((request.task_name, text) for request in requests for text in request.args[:2])
@@ -85,8 +90,11 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
                         f"the task {name}: the `aggregation` of its metric {metric} is not known; lm-eval has "
                         f"{', '.join(sorted(aggregation_registry))}"
                     )
+        tokenizer = _tokenizer_of(model) if model and evaluation.apply_chat_template else None
+        encode = tokenizer.encode_prompt if tokenizer and model and reads_media(model) else None  # adapters have none
+        show_pictures(loaded["tasks"], evaluation, lambda: encode)
         results = evaluate(
-            lm=MadeUpModel(_template_of(model) if model and evaluation.apply_chat_template else None),
+            lm=MadeUpModel(tokenizer.template if tokenizer else None),
             task_dict=loaded,
             limit=min(NUM_SAMPLES, evaluation.limit or NUM_SAMPLES),
             bootstrap_iters=0,
@@ -97,10 +105,10 @@ def rehearse(selection: TaskSelection, evaluation: Evaluation, model: Path | Non
         raise EvaluationError(f"the tasks {', '.join(selection.names)} give no score; name metrics in `metric_list`")
 
 
-def _template_of(model: Path) -> ChatTemplate | None:
-    """Return the model's chat template; None for a tokenizer with its own Python code, which only the server runs."""
+def _tokenizer_of(model: Path) -> DocumentTokenizer | None:
+    """Return the model's tokenizer; None for one with its own Python code, which only the server runs."""
     try:
-        return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE).template
+        return DocumentTokenizer(model, None, "all", template_date=noted_date(model) or DEFAULT_DATE)
     except ModelError:
         return None
 

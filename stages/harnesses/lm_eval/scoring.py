@@ -35,11 +35,15 @@ from stages.core.redaction import shortened
 from stages.data.config import DEFAULT_DATE
 from stages.data.messages import Conversation, RowError
 from stages.data.templates import ChatTemplate, load_chat_template
-from stages.data.tokenizer import SpecialTokens
+from stages.data.tokenizer import DocumentTokenizer, SpecialTokens
 from stages.harnesses.harness import Evaluation, TaskItem
+from stages.harnesses.lm_eval.picture_tasks import ChatText, PictureQuestion, keep_encoded, sample_of, show_pictures
 from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
+from stages.harnesses.pictures import QuestionPictures
 from stages.models.recorded import noted_date
+from stages.rollouts.asking import ask_chats
+from stages.serving.client import ChatAnswer
 from stages.serving.served_models import ServedModel
 
 MAX_TRIES = 3
@@ -60,13 +64,15 @@ class LmEvalModel(LocalCompletionsAPI):
     """Served model in the form of an lm-eval model, which sends lm-eval's requests to the server.
 
     Prompts are sent as token ids, so that they arrive as the tokenizer here made them. A server that takes none gets
-    texts, and answers are cut here where a task ends them, as it may do so elsewhere, or nowhere.
+    texts, and answers are cut here where a task ends them, as it may do so elsewhere, or nowhere. Questions with
+    pictures are sent as chats, whose tokens the server makes: they are compared with ours.
     """
 
     add_bos_token: bool
+    pictures: QuestionPictures | None = None
 
     def __init__(self, model: ServedModel, evaluation: Evaluation):
-        client = model.client
+        client = self.client = model.client
         self.context_tokens = model.context_tokens
         super().__init__(
             base_url=f"{client.url}/v1/completions",
@@ -87,6 +93,7 @@ class LmEvalModel(LocalCompletionsAPI):
         self.num_asked = 0
         self.num_truncated = 0
         self.num_cut = 0
+        self.num_asked_otherwise = 0
         backend = getattr(self.tokenizer, "backend_tokenizer", None)  # those without one encode all as text themselves
         self.content = SpecialTokens(backend, "text") if backend and model.takes_tokens else None
         self.template_date = noted_date(model.folder) or DEFAULT_DATE
@@ -98,7 +105,8 @@ class LmEvalModel(LocalCompletionsAPI):
         Raises EvaluationError for messages that the template refuses, DataError for one that is bad or does not end.
         """
         shielded = self.content.shield(chat_history) if self.content else chat_history
-        return render_prompt(self.template, shielded, add_generation_prompt=add_generation_prompt)
+        text = render_prompt(self.template, shielded, add_generation_prompt=add_generation_prompt)
+        return ChatText.of(text, chat_history, continues=not add_generation_prompt)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -120,10 +128,67 @@ class LmEvalModel(LocalCompletionsAPI):
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         self.num_asked += len(requests)
-        for prompt, options_of_task in (request.args[:2] for request in requests):
+        answers: dict[int, str] = {}
+        seeing = [number for number, one in enumerate(requests) if isinstance(one.args[0], PictureQuestion)]
+        if seeing:
+            answers |= zip(seeing, self._answers_to_chats([requests[number] for number in seeing]), strict=True)
+        if texts := [number for number in range(len(requests)) if number not in answers]:
+            asked = [requests[number] for number in texts]
+            answers |= zip(texts, self._answers_to_texts(asked, **options), strict=True)
+        return [answers[number] for number in range(len(requests))]
+
+    def _answers_to_texts(self, requests: list[Any], **options: Any) -> list[str]:
+        for prompt, options_of_task in (request.args for request in requests):
             self._count_if_truncated(prompt, options_of_task.get("max_gen_toks", self._max_gen_toks))
         answers: list[str] = super().generate_until(requests, **options)
         return [self.cut(answer, request.args[1]) for answer, request in zip(answers, requests, strict=True)]
+
+    def _answers_to_chats(self, requests: list[Any]) -> list[str]:
+        """Return the answers to questions with pictures, of which only those on their way are in memory.
+
+        Raises EvaluationError for a question without room for its answer: a picture cannot be cut.
+        """
+        for request in requests:
+            self._check_room(request)
+        answers: dict[int, str] = {}
+
+        def keep(number: int, _: dict[str, Any], answer: ChatAnswer) -> None:
+            question, choice = requests[number].args[0], answer.choices[0]
+            answers[number] = choice.message.content or ""
+            self.num_cut += choice.finish_reason == "length"
+            self.num_asked_otherwise += answer.prompt_token_ids not in (None, question.token_ids)
+            self.cache_hook.add_partial("generate_until", requests[number].args, answers[number])
+
+        asked = ((number, self._chat(*request.args[:2])) for number, request in enumerate(requests))
+        ask_chats(self.client, asked, self._concurrent, keep)
+        return [answers[number] for number in range(len(requests))]
+
+    def _chat(self, question: PictureQuestion, options_of_task: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the request that asks a question with pictures."""
+        assert self.pictures
+        options = super()._create_payload([], generate=True, gen_kwargs={**options_of_task}, seed=self._seed)
+        del options["prompt"]
+        if question.continues:
+            options |= {"add_generation_prompt": False, "continue_final_message": True}
+        messages = self.pictures.messages(question.conversation)
+        return {**options, "messages": messages, "return_token_ids": True}
+
+    def _check_room(self, request: Any) -> None:
+        question, options = request.args[:2]
+        needed = len(question.token_ids or ()) + options.get("max_gen_toks", self._max_gen_toks)
+        if needed > self.context_tokens:
+            raise EvaluationError(
+                f"sample {request.doc_id} of the task {request.task_name} takes up to {needed} tokens with its "
+                f"pictures and its answer, but the server takes {self.context_tokens}; raise serving.max_model_len"
+            )
+
+    def encode_chat(self, conversation: Conversation) -> tuple[str, list[int]]:
+        """Return text and token ids of a question with pictures, as `DocumentTokenizer.encode_prompt`."""
+        return self._tokenizer_of_chats.encode_prompt(conversation)
+
+    @cached_property
+    def _tokenizer_of_chats(self) -> DocumentTokenizer:
+        return DocumentTokenizer(self.folder, None, "assistant", template_date=self.template_date)
 
     def parse_generations(self, outputs: Any, **options: Any) -> list[str]:
         """Return generated texts, and count those at their token limit, where the server takes stop texts."""
@@ -268,6 +333,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
         if own is None or (own != 0 and evaluation.num_fewshot is not None):
             task.set_config(key="num_fewshot", value=evaluation.num_fewshot or 0)
         task.set_fewshot_seed(seed=_seed(evaluation, DEFAULT_OTHER_SEED))
+        keep_encoded(task)
     return loaded
 
 
@@ -303,6 +369,7 @@ def evaluate_tasks(
     each answer. Raises EvaluationError if a task leaves no room for a prompt; errors of the connection pass through.
     """
     _check_room(model, tasks)
+    model.pictures = show_pictures(tasks["tasks"], evaluation, lambda: model.encode_chat)
     # `evaluate` leaves the global generators to its caller: lm-eval's own `simple_evaluate` would seed them.
     random.seed(_seed(evaluation, DEFAULT_RANDOM_SEED))
     np.random.seed(_seed(evaluation, DEFAULT_OTHER_SEED))
@@ -318,6 +385,7 @@ def evaluate_tasks(
         )
     finally:
         keeping.dbdict.close()
+    results["samples"] = {task: [*map(sample_of, rows)] for task, rows in results["samples"].items()}
     return results
 
 
@@ -354,7 +422,7 @@ def _item(name: str, number: int, task: Any, document: dict[str, Any]) -> TaskIt
     choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
     question, answers = _chosen(task.doc_to_text(document), choices), task.doc_to_target(document)
     answers = [_chosen(answer, choices) for answer in (answers if isinstance(answers, list) else [answers])]
-    texts = list(strings_in(document))
+    texts = [text for text in strings_in(document) if not text.startswith("data:")]  # pixels
     within = [text for text in texts if text.strip() and text in question]
     questions = dict.fromkeys([question, *(f"{question} {answer}" for answer in answers), *within])
     return TaskItem(name, number, tuple(questions), tuple(texts))

@@ -1,0 +1,25 @@
+"""Chats with pictures in the form of OpenAI's API, in which servers of models that see take them, and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stages.data.media_reference import MediaReference
+from stages.data.messages import Conversation
+
+
+def openai_messages(conversation: Conversation, address: Callable[[MediaReference], str]) -> list[dict[str, Any]]:
+    """Return a conversation's messages, each picture in its place. address: returns a medium's `data:` address."""
+    addresses = map(address, conversation.media)
+    return [
+        {**message, "content": [*_parts(message["content"], addresses)]}
+        if isinstance(message["content"], list)
+        else {**message}
+        for message in conversation.messages
+    ]
+
+
+def _parts(content: list[dict[str, Any]], addresses: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for part in content:
+        yield part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": next(addresses)}}

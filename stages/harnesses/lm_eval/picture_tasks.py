@@ -1,0 +1,199 @@
+"""Tasks of lm-eval with pictures (`doc_to_image`): each stands where the question has `<image>`, or else before it.
+
+lm-eval itself would put all pictures first, leave out those beyond one, and send `<image>` as words. Here it gets a
+prompt that knows its conversation, and digests in place of pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from stages.core.errors import EvaluationError
+from stages.data.files import RowLocation
+from stages.data.media.rows import with_media
+from stages.data.messages import Conversation, Message, RowError
+from stages.harnesses.harness import Evaluation
+from stages.harnesses.lm_eval.tasks import GENERATES
+from stages.harnesses.pictures import (
+    MEDIA,
+    TEXT_ALONE,
+    QuestionPictures,
+    check_question,
+    recorded_media,
+    without_pixels,
+)
+from stages.harnesses.question_sets import hashes
+
+
+class ChatText(str):
+    """Text of a rendered chat, which knows its messages. continues: whether the answer has begun in the last one."""
+
+    messages: list[Message]
+    continues: bool
+
+    @classmethod
+    def of(cls, text: str, messages: list[Message], *, continues: bool) -> ChatText:
+        chat = cls(text)
+        chat.messages, chat.continues = messages, continues
+        return chat
+
+
+class PictureQuestion(str):
+    """Rendered question of a task with pictures. token_ids: as training makes them; None before the model is there."""
+
+    conversation: Conversation
+    continues: bool
+    token_ids: list[int] | None
+
+    @classmethod
+    def of(cls, conversation: Conversation, encode: Encode | None, *, continues: bool) -> PictureQuestion:
+        """Render a question. Raises RowError for what the template refuses, or with placeholders in its text."""
+        text, token_ids = encode(conversation) if encode else (str(conversation.messages), None)
+        question = cls(text)
+        question.conversation, question.continues, question.token_ids = conversation, continues, token_ids
+        return question
+
+
+Encode = Callable[[Conversation], tuple[str, list[int]]]
+"""Function that returns a conversation's text and token ids, as `DocumentTokenizer.encode_prompt`."""
+
+
+def keep_encoded(task: Any) -> None:
+    """Let a task's rows hold pictures as encoded bytes or paths: `datasets` would decode them without our bounds."""
+    for split, rows in task.dataset.items():
+        for name, feature in (getattr(rows, "features", None) or {}).items():
+            if (encoded := _encoded(feature)) is not feature:
+                rows = rows.cast_column(name, encoded)
+        task.dataset[split] = rows
+
+
+def _encoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.Image) and feature.decode:
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List) and (encoded := _encoded(feature.feature)) is not feature.feature:
+        return datasets.List(encoded, feature.length)
+    return feature
+
+
+def show_pictures(
+    tasks: Mapping[str, Any], evaluation: Evaluation, get_encode: Callable[[], Encode | None]
+) -> QuestionPictures | None:
+    """Let tasks with pictures ask `PictureQuestion`s; return the source of their pictures, None if no task has any.
+
+    get_encode: gives the tokenizer of prompts, where there are pictures. Raises EvaluationError for tasks that cannot
+    be asked so; they raise it themselves, naming the sample, for pictures that do not match their text, or are refused.
+    """
+    if sounding := [name for name, task in tasks.items() if task.get_config("doc_to_audio")]:
+        raise EvaluationError(f"the task {sounding[0]} asks with sound, which is not evaluated yet; leave it out")
+    seeing = {name: task for name, task in tasks.items() if task.get_config("doc_to_image")}
+    if not seeing:
+        return None
+    for name, task in seeing.items():
+        _check(name, task, evaluation)
+    files = {name: [*_data_files(task, evaluation.task_folder)] for name, task in seeing.items()}
+    pictures = QuestionPictures(evaluation.task_folder, [path for paths in files.values() for path in paths])
+    encode = get_encode()
+    for name, task in seeing.items():
+        own = files[name][0] if len(files[name]) == 1 else None
+        task.construct_requests = _SeeingTask(name, task, evaluation, pictures, encode, own).construct_requests
+    return pictures
+
+
+def _check(name: str, task: Any, evaluation: Evaluation) -> None:
+    if evaluation.max_images == 0:
+        raise EvaluationError(f"the task {name} {TEXT_ALONE}")
+    if task.OUTPUT_TYPE != GENERATES:
+        raise EvaluationError(
+            f"the task {name} compares log-likelihoods (`output_type: {task.OUTPUT_TYPE}`), and servers give none for "
+            f"questions with pictures; say `output_type: {GENERATES}`, and let the model write its choice"
+        )
+    if num_shots := task.get_config("num_fewshot"):
+        raise EvaluationError(
+            f"the task {name} has pictures and {num_shots} few-shot examples, whose pictures lm-eval leaves out; say "
+            "`num_fewshot: 0` in the task"
+        )
+    if not evaluation.apply_chat_template:
+        raise EvaluationError(
+            f"the task {name} has pictures, which only a chat has a place for, and the model is asked in plain text: "
+            "it was trained so, has no chat template, or the recipe says `apply_chat_template: false`"
+        )
+
+
+def _data_files(task: Any, folder: Path | None) -> Iterator[Path]:
+    """Yield the data files of the split that is evaluated, if they are in the task folder."""
+    named = (task.get_config("dataset_kwargs") or {}).get("data_files")
+    split = task.get_config("test_split") or task.get_config("validation_split")
+    named = named.get(split, ()) if isinstance(named, dict) else named
+    for name in [named] if isinstance(named, str) else named or ():
+        if folder and (folder / name).is_file():
+            yield folder / name
+
+
+@dataclass
+class _SeeingTask:
+    """Task of lm-eval whose requests show pictures. file: in the task folder, with all rows; None if not known."""
+
+    name: str
+    task: Any
+    evaluation: Evaluation
+    pictures: QuestionPictures
+    encode: Encode | None
+    file: Path | None
+
+    def __post_init__(self) -> None:
+        self._construct, self._doc_to_image = self.task.construct_requests, self.task.doc_to_image
+
+    def construct_requests(self, doc: Mapping[str, Any], ctx: ChatText, **given: Any) -> Any:
+        """Construct lm-eval's request of a document as it does itself, with its question and the pictures' digests."""
+        question = self._question(ctx, given["metadata"][1], self.task.doc_to_image(doc))
+        self.task.doc_to_image = lambda _: [one.sha256 for one in question.conversation.media]
+        try:
+            return self._construct(doc=doc, ctx=question, **given)
+        finally:
+            self.task.doc_to_image = self._doc_to_image
+
+    def _question(self, chat: ChatText, number: int, cells: Any) -> PictureQuestion:
+        where = f"sample {number} of the task {self.name}"
+        row = None
+        if self.file and self.evaluation.task_folder:
+            row = RowLocation(self.file.relative_to(self.evaluation.task_folder).as_posix(), number + 1)
+        try:
+            (asked,) = with_media((Conversation(chat.messages),), {"images": [*_flat(cells)]}, self.pictures, row)
+            assert isinstance(asked, Conversation)
+            check_question(asked, self.evaluation.max_images)
+            return PictureQuestion.of(asked, self.encode, continues=chat.continues)
+        except RowError as error:
+            raise EvaluationError(f"{where} {error}") from error
+
+
+def _flat(cells: Any) -> Iterator[Any]:
+    """Yield what `doc_to_image` gives for a document: one picture, several, or columns of several; None is none."""
+    if isinstance(cells, list | tuple):
+        for cell in cells:
+            yield from _flat(cell)
+    elif cells is not None:
+        yield cells
+
+
+def sample_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample of lm-eval with references to its pictures, of which no pixel is kept.
+
+    What was asked is hashed with the pictures' content, so that samples with other pictures are not paired.
+    """
+    question, *options = row["arguments"][0]
+    if not isinstance(question, PictureQuestion):
+        return row
+    media, document = question.conversation.media, without_pixels(row["doc"])
+    asked = [str(question), *(one.sha256 for one in media)]
+    return {
+        **row,
+        "doc": document,
+        "arguments": [[str(question), *options[:1]]],
+        MEDIA: recorded_media(question.conversation),
+        **hashes({"doc": document, "prompt": asked}),
+    }

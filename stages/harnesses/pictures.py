@@ -1,0 +1,120 @@
+"""Pictures of an evaluation's questions: found and checked as those of training, sent inside of requests, never stored.
+
+Samples keep references (`media`: path in the task folder, digest, size), and digests where a row held pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stages.core.errors import DataError
+from stages.data.files import RowLocation
+from stages.data.media.embedded import embedded_bytes
+from stages.data.media.folder import MediaFolder
+from stages.data.media.images import PictureError, as_data_address
+from stages.data.media.requests import openai_messages
+from stages.data.media.rows import TAG
+from stages.data.media_reference import MediaKind, MediaReference
+from stages.data.messages import Conversation, RowError, texts_of
+
+MEDIA = "media"
+"""Field of a sample with the references of its pictures, in their order."""
+TEXT_ALONE = (
+    "has pictures, and the model reads text alone (its folder has no processor of pictures); evaluate a model that "
+    "sees, or leave the task out"
+)
+
+
+class QuestionPictures:
+    """Source of the pictures of questions; implements `MediaSource`.
+
+    Those inside of a row are read there again when they are sent, or kept if the row cannot be found.
+    """
+
+    def __init__(self, folder: Path | None, files: Sequence[Path] = ()) -> None:
+        """Look for pictures in a task folder and beside its files; without one, rows must hold their bytes."""
+        self._folder = MediaFolder.of(folder or Path("/dev/null"), files)
+        self._kept: dict[str, bytes] = {}
+
+    def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference:
+        """Return a picture's reference; raise RowError as `MediaFolder.reference`. source: as there, or a PIL image."""
+        source = _encoded(source)
+        reference = self._folder.reference(kind, source, row)
+        data = embedded_bytes(source)
+        if data is None or (row and self._is_there(reference)):
+            return reference
+        # A task may choose among the rows of its file, or change their order.
+        self._kept[reference.sha256] = data
+        return replace(reference, path="")
+
+    def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return a conversation in the form of OpenAI's API. Raises DataError for a picture that is gone."""
+        return openai_messages(conversation, self._address)
+
+    def _is_there(self, reference: MediaReference) -> bool:
+        try:
+            return bool(self._folder.encoded(reference))
+        except DataError:
+            return False
+
+    def _address(self, reference: MediaReference) -> str:
+        data = self._kept.get(reference.sha256) if not reference.path else None
+        try:
+            return as_data_address(self._folder.encoded(reference) if data is None else data)
+        except PictureError as error:
+            raise DataError(f"the picture {reference.path} of {self._folder.root} {error}") from error
+
+
+def check_question(asked: Conversation, max_images: int | None) -> None:
+    """Raise RowError for a tag without a picture, or more pictures than a server takes (None: not known yet)."""
+    num_images = len(asked.media)
+    tags = (TAG.search(text) for message in asked.messages for text in texts_of(message))
+    if left := next((tag[0] for tag in tags if tag), None):
+        raise RowError(f"has `{left}` in its text, and no such medium; expected one for each, or no tag")
+    if max_images is None or num_images <= max_images:
+        return
+    if not max_images:
+        raise RowError(TEXT_ALONE)
+    raise RowError(
+        f"has {num_images} pictures, and the server takes at most {max_images} in one request; raise "
+        "`serving.max_images`"
+    )
+
+
+def recorded_media(conversation: Conversation) -> list[dict[str, Any]]:
+    """Return the references of a question's pictures as a sample keeps them."""
+    return [{**vars(one)} for one in conversation.media]
+
+
+def without_pixels(value: Any) -> Any:
+    """Return a sample's value with a digest, `sha256:…`, in place of each picture that it holds."""
+    value = _encoded(value)
+    if isinstance(value, dict):
+        return {name: without_pixels(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_pixels(one) for one in value]
+    if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
+        data = value if isinstance(value, bytes) else value.encode()
+        return f"sha256:{hashlib.sha256(_bytes_in(value) or data).hexdigest()}"
+    return value
+
+
+def _bytes_in(value: object) -> bytes | None:
+    try:
+        return embedded_bytes(value)
+    except PictureError:
+        return None
+
+
+def _encoded(source: object) -> object:
+    """Return the bytes of a picture that PIL holds, as PNG; anything else as it is."""
+    if not hasattr(source, "save") or not hasattr(source, "getbands"):
+        return source
+    out = io.BytesIO()
+    source.save(out, "PNG")
+    return {"bytes": out.getvalue(), "path": None}
