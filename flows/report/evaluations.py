@@ -8,11 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from flows.ledger.record import RefreshRecord, StageEntry
-from flows.report.model import Answer, AnsweredQuestion, AnswersToTask, Promotion, Score, ScoreDifference
+from flows.report.model import (
+    Answer,
+    AnsweredQuestion,
+    AnswersToTask,
+    Promotion,
+    QuestionPicture,
+    Score,
+    ScoreDifference,
+)
+from stages.core.contract import StageInput
+from stages.core.errors import DataError
 from stages.core.files import read_json_lines
 from stages.core.intervals import score_interval
 from stages.core.lines import visible
 from stages.core.redaction import redact, shortened
+from stages.data.media.folder import MediaFolder
+from stages.data.media.images import thumbnail
+from stages.data.media_reference import MediaReference
+from stages.harnesses.pictures import MEDIA
 from stages.harnesses.scores import answer_and_expected, sample_prompt, samples_by_score
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
 from stages.kinds.registry import makes
@@ -21,6 +35,8 @@ ERROR = "_stderr"
 DIFFERENCE = "_difference"
 MOST_QUESTIONS = 10
 """Most sample questions that a report shows, over all tasks together."""
+MOST_PICTURES = 4
+"""Most pictures of one question that a report shows."""
 SHOWN_CHARACTERS = 1000
 ELLIPSIS = "… "
 
@@ -105,11 +121,21 @@ def _answers_to(task: str, files: Mapping[str, Path], most: int) -> AnswersToTas
     common = set.intersection(*({*rows} for rows in samples.values()))
     *_, last = samples.values()
     questions = [key for key in last if key in common] or [*last]
+    folder = _task_folder(files[[*samples][-1]].parents[1])
     return AnswersToTask(
         task=task,
         stages=tuple(samples),
-        questions=tuple(_question(last[key], [rows.get(key) for rows in samples.values()]) for key in questions[:most]),
+        questions=tuple(
+            _question(last[key], [rows.get(key) for rows in samples.values()], folder) for key in questions[:most]
+        ),
     )
+
+
+def _task_folder(evaluation: Path) -> Path | None:
+    """Return the folder of an evaluation's tasks, with the pictures of its questions; None if none is recorded."""
+    recorded = StageInput.read_or_none(evaluation / "config.json")
+    named = recorded.config.get("task_folder") if recorded else None
+    return Path(named) if isinstance(named, str) else None
 
 
 def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -122,13 +148,32 @@ def _samples(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return rows
 
 
-def _question(row: dict[str, Any], answered: list[dict[str, Any] | None]) -> AnsweredQuestion:
+def _question(row: dict[str, Any], answered: list[dict[str, Any] | None], task_folder: Path | None) -> AnsweredQuestion:
     return AnsweredQuestion(
         number=str(row["doc_id"]),
         asked=_end(sample_prompt(row)),
         expected=_shown(answer_and_expected(row)[1]),
         answers=tuple(_answer(one) if one else None for one in answered),
+        pictures=tuple(_pictures(row, task_folder)),
     )
+
+
+def _pictures(row: dict[str, Any], task_folder: Path | None) -> Iterator[QuestionPicture]:
+    """Yield a question's pictures, from where they lay when it was asked; those gone, or others now, are said."""
+    found = row.get(MEDIA)
+    references = found if isinstance(found, list) else []
+    for number, one in enumerate(references[:MOST_PICTURES], 1):
+        try:
+            reference = MediaReference(**one)
+            if task_folder is None or not reference.path:
+                raise DataError(f"picture {number} of the question is kept nowhere but in the data of its task")
+            image = MediaFolder.of(task_folder, ()).load_image(reference)
+        except (DataError, ValueError, TypeError, OSError) as error:
+            yield QuestionPicture(said=_shown(f"picture {number} cannot be shown: {error}"), thumbnail=None)
+        else:
+            yield QuestionPicture(said=f"picture {number}: {reference.path}", thumbnail=thumbnail(image))
+    if len(references) > MOST_PICTURES:
+        yield QuestionPicture(said=f"and {len(references) - MOST_PICTURES} more pictures", thumbnail=None)
 
 
 def _answer(row: dict[str, Any]) -> Answer:

@@ -122,6 +122,13 @@ class Answer(StrictModel):
     scores: str
 
 
+class QuestionPicture(StrictModel):
+    """Picture of a sample question. thumbnail: `data:` address; None, with the reason in `said`, where it is gone."""
+
+    said: str
+    thumbnail: str | None
+
+
 class AnsweredQuestion(StrictModel):
     """Sample question with every model's answer, in the order of evaluations; None where it was not asked."""
 
@@ -129,6 +136,7 @@ class AnsweredQuestion(StrictModel):
     asked: str
     expected: str
     answers: tuple[Answer | None, ...]
+    pictures: tuple[QuestionPicture, ...] = ()
 
 
 class AnswersToTask(StrictModel):

@@ -1,12 +1,17 @@
 """The HTML report in a real browser shows the recorded numbers, escapes hostile text, and can be used by keyboard."""
 
+import hashlib
+import json
+
 import pytest
+from PIL import Image
 
 from flows.champion.differing import compare, side_of_refresh
 from flows.report.page import comparison_page, page, write_report
 from flows.report.reading import read_report
 from tests.chromium import opened, started
 from tests.unit.flows.report.conftest import HOSTILE, LAYOUTS, LENGTHS, METRICS
+from tests.unit.stages.data.media.conftest import encoded
 
 MOST_BYTES = 2_000_000
 
@@ -142,6 +147,37 @@ def test_hostile_text_is_shown_and_not_run(night, store, browser):
     with opened(browser, file) as (shown, seen):
         assert HOSTILE in shown.inner_text("#failures ~ pre")
         assert shown.locator("img").count() == 0
+    assert seen.errors == []
+
+
+def test_questions_have_their_pictures_or_say_where_they_are_gone(night, store, browser, tmp_path):
+    record = night.refresh()
+    folder, artifact = tmp_path / "tasks", record.stages["scores"].artifact
+    folder.mkdir()
+    (folder / "red.png").write_bytes(encoded(Image.new("RGB", (400, 200), "red")))
+    digest = hashlib.sha256((folder / "red.png").read_bytes()).hexdigest()
+    medium = {"kind": "image", "path": "red.png", "sha256": digest, "width": 400, "height": 200}
+    media = [medium, {**medium, "path": "../red.png"}, {**medium, "sha256": "0" * 64}, {"path": HOSTILE}]
+    config = {"kind": "evaluate", "name": "scores", "version": "0" * 12, "inputs": {}, "cache": str(tmp_path)}
+    (artifact / "config.json").write_text(json.dumps({**config, "config": {"task_folder": str(folder)}}))
+    rows = [
+        {"doc_id": number, "arguments": [["Which?", {}]], "resps": [[said]], "target": "red", "media": media}
+        for number, said in enumerate(("red", "blue"))
+    ]
+    (artifact / "samples").mkdir()
+    (artifact / "samples" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_report(record, store.index())
+    assert file.stat().st_size < MOST_BYTES
+    with opened(browser, file) as (shown, seen):
+        drawn = shown.eval_on_selector_all("td img, th img", "all => all.map(e => [e.naturalWidth, e.naturalHeight])")
+        assert drawn == [[128, 64]] * 2
+        said = shown.inner_text(".answers")
+        assert "leads out of the dataset's folder" in said and "has changed" in said and "picture 4 cannot be" in said
+    assert seen.errors == []
+    folder.rename(tmp_path / "moved")
+    with opened(browser, write_report(record, store.index())) as (shown, seen):
+        assert shown.locator("img").count() == 0
+        assert shown.inner_text(".answers").count("picture 1 cannot be shown: the picture red.png of ") == 2
     assert seen.errors == []
 
 
