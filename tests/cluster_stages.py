@@ -1,7 +1,5 @@
 """Recipe for tests of cluster launchers: an SFT stage on a downloaded model and dataset, in a store of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

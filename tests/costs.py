@@ -3,8 +3,6 @@
 Counted are the worker and the processes that it has waited for, not servers that outlive the file.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import time

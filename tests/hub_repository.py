@@ -1,7 +1,5 @@
 """Repositories of the stand-in for a model hub: branches, commits, and the files of a typical model."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 

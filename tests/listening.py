@@ -1,7 +1,5 @@
 """Addresses on which processes listen, read from /proc: for tests that servers are unreachable from other machines."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 `flows/compare/README.md` shows it; a test checks that page and real logs against it.
 """
 
-from __future__ import annotations
-
 from stages.kinds.train.methods.registry import METHODS, metric_meanings
 from stages.parallel.layout import ENGINES
 

@@ -1,7 +1,5 @@
 """Uploads to the stand-in for a model hub by ModelScope's API: large files by sha256, commits."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

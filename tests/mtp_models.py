@@ -1,7 +1,5 @@
 """Tiny models whose files hold a layer of multi-token prediction (MTP), which Transformers does not load."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ had the model, imports included. Aims: twice TRL's speed, 0.8 of its memory. Wit
 do little but multiply matrices, and the same ones, so that the ratio of speeds falls towards one.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -3,8 +3,6 @@
 `python tests/benchmarks/curate.py [NUM_ROWS]` (default 20,000) prints rows, seconds, peak memory, recall and precision.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -4,8 +4,6 @@
 a process of its own; memory is flat when the last lines show about the same.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random

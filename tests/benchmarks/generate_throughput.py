@@ -5,8 +5,6 @@ and requests at a time, greedy, in turns, of which each goes first in every othe
 bound is 0.9.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

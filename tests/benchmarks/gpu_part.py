@@ -6,8 +6,6 @@ All tokens of the rows are learned from, as the planner has it. A plain loop tra
 bf16 products), with the same AdamW, and recomputes what our engine recomputes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

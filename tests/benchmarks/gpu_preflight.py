@@ -4,8 +4,6 @@ Run: `gpu_preflight.py RESULT DEVICE MODELS`.
 RESULT has the status `ready`, or `stopped` with the sentence that says what to do; and what was found and measured.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -6,8 +6,6 @@ ratio, over rounds of alternating runs with one thread a process, of the time fr
 beginning of its first step, imports included.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -5,8 +5,6 @@ Megatron on the quickstart's model and data, tokenized before; one process, and 
 bound is 15 s.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -5,8 +5,6 @@ One process, the same model, batch, precision and AdamW on both sides, alternati
 Prints the median of the rounds' ratios. Aim: at least 1.0.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -8,8 +8,6 @@ python tests/benchmarks/planner_accuracy.py --leave-one-out  # fit on all source
 python tests/benchmarks/planner_accuracy.py --tables *.csv   # by other tables of published runs (see published_runs.py)
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -8,8 +8,6 @@ step, which other programs of the machine disturb least. `--hardware`: what `lif
 built-in description counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

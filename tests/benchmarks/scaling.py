@@ -7,8 +7,6 @@ clock and cache depend on what the other does, so the single process is also run
 ("busy"): what is lost against that is what the parallelism costs.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

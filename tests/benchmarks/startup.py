@@ -5,8 +5,6 @@ The quickstart's model and data, tokenized before, one process. Prints the media
 and the imports that take longest.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

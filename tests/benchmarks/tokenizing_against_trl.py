@@ -6,8 +6,6 @@ time is that of `load_dataset` and `SFTTrainer`. Both have prepared ten rows bef
 Ours hashes the file and checks every row besides.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

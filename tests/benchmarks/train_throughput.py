@@ -6,8 +6,6 @@ process each, alternating. Prints the median of the rounds' ratios, and the shar
 that our model FLOPs make. Aim: twice TRL's speed, at least 1.5 times; half of the matrix rate.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -3,8 +3,6 @@
 With a rank, PEFT's LoRA of all linear layers learns. `workload.run_trl` starts it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

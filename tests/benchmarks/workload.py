@@ -1,7 +1,5 @@
 """Workload of the training benchmarks: a Qwen3 model of five million parameters or more, and chats of uneven length."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

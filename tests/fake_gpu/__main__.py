@@ -3,8 +3,6 @@
 python -m tests.fake_gpu [MODEL ENGINE NUM_LAYERS MICRO_BATCHES FIELD=VALUE …]
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model folders with the names and shapes of a real model's weights but without their bytes: the files are sparse."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 from pathlib import Path

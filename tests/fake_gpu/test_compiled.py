@@ -1,7 +1,5 @@
 """Inductor's code of attention and layers: compiled once for all documents, and of few kernels."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron training survives a killed or hanging rank and a truncated checkpoint, and reports a lack of memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

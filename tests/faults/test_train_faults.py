@@ -1,7 +1,5 @@
 """Training that is killed resumes at its last checkpoint, and training that cannot work fails before slow steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Accelerator for the GPU tests, or the CPU with `TESTS_GPU_ON=cpu`, on which they prove only the tests themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

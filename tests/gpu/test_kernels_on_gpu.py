@@ -2,8 +2,6 @@
 along the sequence (by flash-linear-attention, where it is installed).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron on GPUs has the same losses as FSDP2, in fp32 and bf16, on one device and on two with NCCL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 log 2, and pictures give the losses of a CPU.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

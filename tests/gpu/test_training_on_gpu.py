@@ -1,7 +1,5 @@
 """The train stage learns on GPUs in bf16 with FSDP2 on NCCL, and options that save memory change no result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

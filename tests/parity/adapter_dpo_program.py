@@ -7,8 +7,6 @@ and `cases`: name → fields of a TrainConfig. A case leaves `output/NAME.json` 
 `output/NAME.gradients.safetensors` (of the first step, clipped) and the adapter in `output/NAME/`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

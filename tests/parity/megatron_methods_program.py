@@ -1,7 +1,5 @@
 """Test program that trains a few steps by several methods on the Megatron engine; `ranks.py` forks its ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

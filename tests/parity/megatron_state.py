@@ -1,7 +1,5 @@
 """Helper that runs `megatron_state_program.py` (loading, exporting, resuming) on a folder of models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

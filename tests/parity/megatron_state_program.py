@@ -11,8 +11,6 @@ The spec names `models` and `output` (folders) and what is to be done, any of
     misfit        [model, checkpoint]: the error of restoring what another model has saved → `output/misfit.txt`
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -8,8 +8,6 @@ neither is what reading the model took.
 `FIELDS` are those of a TrainConfig, as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

@@ -6,8 +6,6 @@ Each folder's model is trained whole and with frozen parts, with and without rec
 loss and norm of the gradients of each step, by case.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import product

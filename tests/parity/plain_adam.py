@@ -1,7 +1,5 @@
 """AdamW parameter groups as Transformers' `Trainer` makes them, for comparisons with plain Transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -7,8 +7,6 @@ The spec names `models` (name → folder), `config` (fields of a TrainConfig) an
 `shard_bytes` of its weights, and `gathered_bytes` that the compared twin still holds, or `error`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """DPO of an adapter under FSDP2 equals TRL's with PEFT in fp32. The reference is the base model without the adapter."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Adapters trained with FSDP2 equal those that PEFT trains in a plain Transformers loop in fp32, files included."""
 
-from __future__ import annotations
-
 import copy
 import json
 

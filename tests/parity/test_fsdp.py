@@ -1,7 +1,5 @@
 """Training with FSDP2 under every layout equals plain Transformers on the same documents, one by one, in fp32."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
