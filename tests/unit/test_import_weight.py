@@ -65,8 +65,8 @@ RULES = [
     (r"stages\.rollouts(\..*)?", {*DATA, "aiohttp"}),
     (r"stages\.harnesses\.judge\.rating", {"aiohttp", "numpy", "tokenizers"}),
     (
-        r"stages\.harnesses\.lm_eval\.(rehearsal|scoring)",
-        {"lm_eval", "datasets", "httpx", "huggingface_hub", "numpy", "tokenizers"},
+        r"stages\.harnesses\.lm_eval\.(picture_tasks|rehearsal|scoring)",
+        {"aiohttp", "lm_eval", "datasets", "httpx", "huggingface_hub", "numpy", "tokenizers"},
     ),
     (r"stages\.engines\.(settings|\w+\.families)", set()),
     (r"stages\.engines\.megatron\..*", {*MODELS, "megatron"}),
