@@ -206,6 +206,11 @@ class PackedDataset:
         """
         self._see, self._num_patches = see, num_patches
 
+    @property
+    def media_digests(self) -> frozenset[str]:
+        """Digests of all media, by which a record names them without holding them."""
+        return frozenset(one.sha256 for one in of_records(b"" if self._media is None else self._media.tobytes()))
+
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         """Return the media of each document of a packed row, in the order of the documents."""
         if self._media is None or self._media_starts is None:

@@ -73,6 +73,10 @@ class MixedDataset(PackedDataset):
         number, own = self._place(row)
         return self._list[number].margins(own)
 
+    @property
+    def media_digests(self) -> frozenset[str]:
+        return frozenset().union(*(one.media_digests for one in self._list))
+
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         number, own = self._place(row)
         return self._list[number].media(own)

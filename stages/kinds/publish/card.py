@@ -48,7 +48,8 @@ SETTINGS = (
 )
 """Settings that a model card shows, in this order; all others, such as judges' addresses, are not published."""
 MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", "evaluation_loss")
-COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens"}
+COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens", "num_media": "pictures"}
+TAGS = ("layout", "device_name", "different_media", "media_sha256")
 LOSSES = (
     "kl_nats_per_token",
     "kl_from_training_nats_per_token",
@@ -238,7 +239,7 @@ def _step(made: LineageArtifact) -> StepRow:
     if config.get("steps"):
         del config["epochs"]  # `steps` overrides them
     settings = [f"{name} {config[name]}" for name in SETTINGS if isinstance(config.get(name), str | int | float)]
-    tags = [f"{name} {made.result.tags[name]}" for name in ("layout", "device_name") if name in made.result.tags]
+    tags = [f"{name} {made.result.tags[name]}" for name in TAGS if name in made.result.tags]
     measured = [f"{name} {made.result.metrics[name]:.6g}" for name in MEASURED if name in made.result.metrics]
     return StepRow(made.label, made.record.kind, (*settings, *tags), tuple(measured))
 

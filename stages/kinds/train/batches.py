@@ -36,8 +36,8 @@ class TrainingData(Protocol):
 
     longest_document: in tokens. has_media: documents have pictures. conversations: whether the documents are chats,
     rendered by a template. tool_prompts: one example of each dataset whose chats have tools. counts: metrics about the
-    data. lengths: document lengths; None where the model itself writes the documents. pictures: of the rows; None for
-    text.
+    data. tags: what names the data, such as a digest of all pictures. lengths: document lengths; None where the model
+    itself writes the documents. pictures: of the rows; None for text.
     """
 
     @property
@@ -50,6 +50,8 @@ class TrainingData(Protocol):
     def tool_prompts(self) -> Sequence[ToolPrompt]: ...
     @property
     def counts(self) -> dict[str, float]: ...
+    @property
+    def tags(self) -> dict[str, str]: ...
     @property
     def steps_of_epochs(self) -> int: ...
     @property

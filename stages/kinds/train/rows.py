@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -99,6 +100,14 @@ class RowData:
             **({} if training.padding_fraction is None else {"padding_fraction": training.padding_fraction}),
             **self._counts_by_dataset,
         }
+
+    @property
+    def tags(self) -> dict[str, str]:
+        digests = sorted(self.prepared.training.media_digests)
+        if not digests:
+            return {}
+        content = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        return {"media_sha256": content, "different_media": str(len(digests))}
 
     @property
     def lengths(self) -> Lengths:

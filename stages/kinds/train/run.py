@@ -302,6 +302,7 @@ def _result(
         "device": engine.device.type,
         **engine.tags,
         **prediction.tags,
+        **data.tags,
     }
     if peak:
         tags |= {

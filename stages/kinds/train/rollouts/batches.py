@@ -262,6 +262,10 @@ class RolloutData:
         return None
 
     @property
+    def tags(self) -> dict[str, str]:
+        return {}
+
+    @property
     def steps_of_epochs(self) -> int:
         plan = self.plan
         return math.ceil(self.config.epochs * len(self.prompts) / plan.prompts_per_round) * plan.steps_per_round

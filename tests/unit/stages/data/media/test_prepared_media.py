@@ -298,7 +298,7 @@ def test_truncation_never_cuts_a_picture(run, seeing_folder):
 def test_the_cache_has_no_pixels_and_little_beside_tokens(run, seeing_folder, tmp_path):
     rows = [{"messages": [user(f"<image>{number}"), CAT], "images": ["a.png"]} for number in range(200)]
     dataset = run(*rows).training
-    assert dataset.about.num_media == 200
+    assert dataset.about.num_media == 200 and len(dataset.media_digests) == 1
     of_picture = MediaProcessor(seeing_folder).num_patches((40, 24))
     most = max(len(list(chain(*dataset.media(row)))) for row in range(len(dataset)))
     assert (dataset.about.num_patches, dataset.about.most_patches) == (200 * of_picture, most * of_picture)
