@@ -58,17 +58,6 @@ CAPABILITIES = (
         "data: formats, chat templates, packing, mixtures",
         ("tests/unit/stages/data", "tests/pipeline/test_mixture.py", "tests/pipeline/test_pretrain.py"),
     ),
-    Capability(
-        "models that see: rows with pictures, training, adapters",
-        (
-            "tests/unit/stages/data/media",
-            "tests/unit/stages/engines/test_pictures.py",
-            "tests/parity/test_pictures.py",
-            "tests/parity/test_pictures_equal_trl.py",
-            "tests/pipeline/test_quickstart_vision.py",
-        ),
-        not_run="published models that see; pictures on a GPU; video and sound",
-    ),
     Capability("curation", ("tests/unit/stages/kinds/curate", "tests/pipeline/test_curate.py")),
     Capability(
         "FSDP2: sharding, replicas, offload, recompute",
@@ -90,8 +79,12 @@ CAPABILITIES = (
     ),
     Capability(
         "methods: SFT, DPO and relatives, KTO, reward, distill",
-        ("tests/parity/test_methods.py", "tests/pipeline/test_methods.py", "tests/pipeline/test_train.py"),
+        (
+            *("tests/parity/test_methods.py", "tests/pipeline/test_methods.py", "tests/pipeline/test_train.py"),
+            *("tests/parity/test_pictures_equal_trl.py", "tests/pipeline/test_quickstart_vision.py"),
+        ),
         ("tests/gpu/test_methods_on_gpu.py",),
+        "rows with pictures on a GPU, and published models that see",
     ),
     Capability(
         "GRPO with vLLM and synchronised weights",

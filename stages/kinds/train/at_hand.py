@@ -80,17 +80,18 @@ def first_problems(
         except (LifecycleError, SafetensorError, OSError):  # `model_findings` has it
             pass
     for place, part in config.data.parts.items():
-        folder = find_dataset(part.dataset_stage)
+        folder, has_media = find_dataset(part.dataset_stage), False
         for field, split in (("dataset", part.split), ("evaluation_split", part.evaluation_split)):
             if folder and split:
                 try:
                     root, files = _files(folder, split)
-                    if check_first_rows(root, files, part, config.learning.rows, _reader(config, part)):
-                        yield from media_problems(config, f"{place}{field}")
+                    has_media |= check_first_rows(root, files, part, config.learning.rows, _reader(config, part))
                 except DataError as error:
                     yield f"data.{place}{field}: {error}"
                 except LifecycleError:  # the download reports it
                     return
+        if has_media:
+            yield from media_problems(config, f"{place}dataset")
 
 
 def _reader(config: TrainFields, part: DataConfig) -> Callable[[object], object] | None:
