@@ -1,12 +1,14 @@
 """Plugin for pytest that writes each test file's CPU and wall time to `build/suite.json` and prints the slowest.
 
-Counted are the worker and the processes that it has waited for, not servers that outlive the file.
+Counted are the worker and all processes below it, also those that live on, from which others are forked; but not those
+that detach themselves, as a lifecycle home's servers do.
 """
 
 import json
-import resource
+import os
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,23 +17,38 @@ ROOT = Path(__file__).parents[1]
 WRITTEN = ROOT / "build" / "suite.json"
 NUM_SHOWN = 15
 COSTS = pytest.StashKey[dict[str, list[float]]]()
+BEGUN = pytest.StashKey[list[float]]()
+"""Times at which the test file that runs began."""
 
 
 def spent_s() -> list[float]:
-    """Return the CPU seconds used by this process and its ended children, and the wall clock time in seconds."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return [sum(one.ru_utime + one.ru_stime for one in used), time.monotonic()]
+    """Return the CPU seconds used by this process and all below it, and the wall clock time in seconds."""
+    return [_used_s(os.getpid()), time.monotonic()]
+
+
+def _used_s(pid: int) -> float:
+    """Return the CPU seconds of a process, of the children that it has waited for, and of its living descendants."""
+    used_s = 0.0
+    with suppress(OSError):  # it has ended since
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        used_s += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            used_s += sum(_used_s(int(child)) for child in (thread / "children").read_text().split())
+    return used_s
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    costs = item.session.stash.setdefault(COSTS, defaultdict(lambda: [0.0, 0.0]))
-    before = spent_s()
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
+    stash = item.session.stash
+    if BEGUN not in stash:
+        stash[BEGUN] = spent_s()
     try:
         return (yield)
     finally:
-        file = costs[str(item.path.relative_to(ROOT))]
-        file[:] = [cost + after - start for cost, after, start in zip(file, spent_s(), before, strict=True)]
+        if nextitem is None or nextitem.path != item.path:
+            file = stash.setdefault(COSTS, defaultdict(lambda: [0.0, 0.0]))[str(item.path.relative_to(ROOT))]
+            file[:] = [cost + after - start for cost, after, start in zip(file, spent_s(), stash[BEGUN], strict=True)]
+            del stash[BEGUN]
 
 
 @pytest.hookimpl(optionalhook=True)
