@@ -185,11 +185,14 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
     assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 
 
+@pytest.mark.nightly
 def test_a_webhook_is_told_of_an_end_whose_event_died_with_prefects_server(worker_home, receiver, monkeypatch):
     """A webhook is notified once of a refresh's end, even if Prefect's server dies before it emits the event.
 
     A state in its database is then left without event. The next server notifies once. The one after it does not, though
     Prefect drops what was notified after some minutes.
+
+    `make test`: the tests before and after this, of a death without event and of a server that died in between.
     """
     port, received = receiver
     monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
