@@ -26,6 +26,8 @@ class TowerBytes:
     """Bytes that all layers of a tower keep that learns."""
     inputs: float
     """Bytes of the inputs of these layers, which are all that recomputed ones keep."""
+    results: float
+    """Bytes of the results of products in these layers, which selective recomputation keeps, too."""
     outside: float
     """Bytes that the rest of the tower, and the projector, keep where both learn."""
     projector: float

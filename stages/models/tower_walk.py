@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface
@@ -161,6 +161,12 @@ class _Tower:
             kept_fp32=self._kept(largest, 2 * inputs),
         )
 
+    @property
+    def _results(self) -> int:
+        """Number of values, of a patch, that products in the tower's layers give."""
+        modules = (one for layer in self._layers for one in layer.modules())
+        return sum(one.out_features for one in modules if isinstance(one, nn.Linear))
+
     def _num_others(self) -> int:
         """Return the number of the model's parameters outside the layers of text, the embedding and the head."""
         model = self._model
@@ -176,6 +182,7 @@ class _Tower:
         return TowerBytes(
             layers=whole.kept_in_layers / picture.num_patches,
             inputs=inputs,
+            results=self._results * next(iter(self._tower)).element_size(),
             outside=whole.kept_outside / picture.num_patches,
             projector=(projector.kept_in_layers + projector.kept_outside) / picture.num_patches,
         )

@@ -18,6 +18,7 @@ from stages.planner.compute import LayerTime, LayerWork, PassTimes
 from stages.planner.hardware import Hardware
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters
+from stages.planner.towers import frozen_parts
 from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 
@@ -70,6 +71,7 @@ class StepCase:
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
         # Routers count among the dense parameters, and only mixture layers have one.
         frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
+        frozen += frozen_parts(self.shape, self.workload).total
         return replace(learning, dense=learning.dense - frozen)
 
 
@@ -119,8 +121,8 @@ class SearchRequest:
         return RunConstraints(-(-self.num_gpus // per_node), per_node, self.workload.sequence_length, rows)
 
 
-Computation = Literal["forward", "head", "layer", "nothing"]
-"""Computation at a moment of a step: forward, the head backward, a layer backward, or none any more."""
+Computation = Literal["forward", "head", "layer", "tower", "nothing"]
+"""Computation at a moment of a step: forward, the head backward, a layer or the tower backward, or none any more."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from stages.planner.costs import Moment, StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
+from stages.planner.towers import picture_bytes
 from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 GIB = 2**30
@@ -172,15 +173,19 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
     held_gib = efficiency.runtime_gib + sum(degree > 1 for degree in degrees) * efficiency.communicator_gib
     by_moment = []
+    pictures = picture_bytes(case.shape, layout, case.workload, learns=learns)
     moments = case.engine.moments(case, stage)
     gradients, arriving = max(one.gradients for one in moments), max(one.arriving for one in moments)
     for moment in moments:
         if not learns and moment.computes not in ("forward", "head"):
             continue
         states = (weights, moment.gradients * learns, optimizer * learns)
+        # Before the layers of text run, the tower does.
+        sees = moment.computes == "tower" or (moment.computes == "forward" and moment.idle_layers == stage.num_layers)
         passing = (
-            per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns,
-            workspace * (moment.computes == ("layer" if learns else "forward")),
+            per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
+            + pictures.kept * (moment.computes != "nothing"),
+            workspace * (moment.computes == ("layer" if learns else "forward")) + pictures.workspace * sees,
             logits if moment.computes == "head" else kept_logits * (moment.computes != "forward"),
             messages + moment.buffers + moment.arriving,
         )
@@ -235,7 +240,7 @@ def _head(case: StepCase, learns: bool) -> float:
     logits = case.tokens * case.shape.vocab_size / case.layout.tp
     inputs, size = case.tokens * head_inputs_per_token(case), case.workload.compute_bytes
     adapter = case.workload.adapter
-    is_trained = learns and (adapter is None or adapter.saves("lm_head"))
+    is_trained = learns and (adapter.saves("lm_head") if adapter else case.workload.learns("language_model"))
     gradient = size * case.shape.embedding_parameters / case.layout.tp if is_trained else 0.0
     if case.software.chunked_logits:
         return inputs + (8 if learns else 6) * min(logits, LOGITS_CHUNK) + gradient

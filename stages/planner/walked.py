@@ -20,7 +20,7 @@ def kept_in_layer(shape: ModelShape, workload: Workload, software: ProgramTraits
     def kept(kind: LayerKind) -> float:
         measured = kind.kept(size)
         by_scores = measured.by_scores * workload.sequence_length
-        if workload.adapter:
+        if not workload.learns("language_model"):
             return measured.frozen + by_scores
         if software.fused_elementwise and not kind.state_products:
             return min(measured.trained, size * _fused(kind, shape.hidden_size)) + by_scores

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
+
+from tests.zoo.processors import save_processor
 
 QWEN3 = {
     "vocab_size": 151936,
@@ -95,20 +97,82 @@ WALKED: dict[str, dict[str, Any]] = {
 }
 """Layer sizes of models whose layers are measured by a walk, by family, which is also the model's name."""
 MODELS |= {family: (family, sizes) for family, sizes in WALKED.items()}
+SIGLIP = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "image_size": 896,
+    "patch_size": 14,
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "image_size": 336,
+    "patch_size": 14,
+}
+SEEING: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3-4b": (
+        "gemma3",
+        {
+            "text_config": {
+                "vocab_size": 262208,
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "num_hidden_layers": 34,
+            },
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 256,
+            "image_token_index": 50,
+            "boi_token_index": 52,
+            "eoi_token_index": 53,
+        },
+    ),
+    "llava-7b": (
+        "llava",
+        {
+            "text_config": {
+                "model_type": "llama",
+                "vocab_size": 32064,
+                "hidden_size": 4096,
+                "intermediate_size": 11008,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": CLIP,
+            "image_token_index": 50,
+            "vision_feature_layer": -2,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Model family and sizes of published models that see."""
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
     """Write a published model's config, with `num_layers` if given, and an empty weight file; return the folder."""
-    family, sizes = MODELS[name]
-    sizes = {**sizes, "num_hidden_layers": num_layers or sizes["num_hidden_layers"]}
-    config = AutoConfig.for_model(family, **sizes, dtype="bfloat16")
     folder.mkdir(parents=True)
+    family, sizes = SEEING[name] if name in SEEING else MODELS[name]
+    shown = {"num_hidden_layers": num_layers} if num_layers else {}
+    if name in SEEING:
+        _write_processor(folder, family, sizes["vision_config"])
+        sizes = {**sizes, **{part: {**sizes[part], **shown} for part in ("text_config", "vision_config")}}
+    else:
+        sizes = {**sizes, **shown}
+    config = AutoConfig.for_model(family, **sizes, dtype="bfloat16")
     config.save_pretrained(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = (AutoModelForImageTextToText if name in SEEING else AutoModelForCausalLM).from_config(config)
     weights = revert_weight_conversion(model, dict(model.state_dict()))
     if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
+        weights = {key: weight for key, weight in weights.items() if not key.endswith("lm_head.weight")}
     header, end = {}, 0
     for key, weight in weights.items():
         begin, end = end, end + 2 * prod(weight.shape)
@@ -118,3 +182,15 @@ def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     return folder
+
+
+def _write_processor(folder: Path, family: str, tower: dict[str, Any]) -> None:
+    """Write the zoo's processor of a family, for pictures of a published tower's size."""
+    processor, side = save_processor(family, folder), tower["image_size"]
+    square = {"height": side, "width": side}
+    if family == "gemma3":
+        processor.image_processor.size, processor.image_seq_length = square, 256
+    else:
+        processor.image_processor.size, processor.image_processor.crop_size = {"shortest_edge": side}, square
+        processor.patch_size = tower["patch_size"]
+    processor.save_pretrained(folder)

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from stages.data.batch import Batch, Documents
+from stages.engines.media import with_media
 from stages.engines.registry import BUILDERS, EngineInputs
+from stages.engines.settings import MediaSettings
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from stages.models.shape import ModelShape
 from stages.models.walked import shape_of
 from stages.parallel.layout import EngineName, Layout
@@ -25,6 +29,7 @@ from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB
 from stages.planner.search import estimate
 from stages.planner.time import step_traffic
+from stages.planner.workload import RowPictures
 from tests.fake_gpu.devices import DEVICE, fake_gpus, megatron_on_fake_gpus
 from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
@@ -58,6 +63,8 @@ class Case:
     """Number of documents of equal length packed into each row."""
     sequence_length: int = 4096
     rank: int = 0
+    pictures: int = 0
+    """Number of pictures in each row, which is one document then."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of the train stage's config, such as `adapter` and `precision`."""
 
@@ -129,12 +136,20 @@ def run(case: Case, folder: Path) -> Report:
     facts = ModelFacts(write_model(folder, case.model, case.num_layers))
     shape = shape_of(facts)
     num_ranks, hardware = config.layout.world_size, replace(HARDWARE["h100-80gb"], efficiency=EXACT)
-    request = SearchRequest(shape, config.workload, hardware, num_ranks)
+    workload, media = config.workload, None
+    batch = _batch(config.layout.micro_batch_size, case)
+    if case.pictures:
+        batch = _with_pictures(batch, facts.folder, case)
+        assert batch.inputs.media
+        patches = sum(batch.inputs.media.patches) // len(batch.inputs.input_ids)
+        workload = replace(workload, pictures=RowPictures(patches, patches, patches / case.pictures))
+        media = MediaSettings(config.freeze)
+    request = SearchRequest(shape, workload, hardware, num_ranks)
     predicted = estimate(request, case.engine, config.layout)
     config = config.model_copy(update={"layout": predicted.layout})
-    batch = _batch(config.layout.micro_batch_size, case)
     with fake_gpus(num_ranks, case.rank), ENGINES[case.engine](), Recorder() as recorder:
-        inputs = EngineInputs(facts, config.engine_settings, DEVICE, None, lambda _: [], folder, lambda _: None)
+        settings = replace(config.engine_settings, media=media)
+        inputs = EngineInputs(facts, settings, DEVICE, None, lambda _: [], folder, lambda _: None)
         engine = BUILDERS[case.engine](inputs)
         # Else documents would be padded rows, which have other kernels and take more memory.
         assert engine.tags.get("documents", "packed") == "packed", engine.tags["probe"]
@@ -156,7 +171,7 @@ def run(case: Case, folder: Path) -> Report:
         forward_kernels=dict(recorder.forward_kernels),
         num_waits=recorder.num_waits,
         predicted_gib=dict(parts),
-        predicted_traffic=step_traffic(shape, case.engine, config.layout, config.workload, stage_index=stage),
+        predicted_traffic=step_traffic(shape, case.engine, config.layout, workload, stage_index=stage),
     )
 
 
@@ -167,6 +182,17 @@ def _batch(num_rows: int, case: Case) -> Batch:
     numbers = torch.arange(num_rows * case.documents).repeat_interleave(length).view(num_rows, -1)
     documents = Documents(numbers, num_rows * case.documents, [length] * (num_rows * case.documents))
     return Batch.of(ids, ids, ids, documents)
+
+
+def _with_pictures(batch: Batch, folder: Path, case: Case) -> Batch:
+    """Return the batch with pictures at the beginning of each row."""
+    processor = MediaProcessor(folder)
+    size = (640, 480)
+    tokens = torch.tensor(case.pictures * processor.token_ids(size))
+    ids = batch.inputs.input_ids.clone()
+    ids[:, : len(tokens)] = tokens
+    pictures = [[Image.new("RGB", size)] * case.pictures for _ in ids]
+    return with_media(replace(batch, inputs=replace(batch.inputs, input_ids=ids)), pictures, processor)
 
 
 def _fsdp_states(engine: Any) -> dict[str, Iterable[Tensor]]:
@@ -225,6 +251,10 @@ CASES = {
     "one GPU, micro-batches": Case("qwen3-0.6b", {}, micro_batches=2, sequence_length=512),
     "head and embedding of one weight": Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "full"}),
     "short rows": Case("qwen3-8b", {"dp_shard": 8}, sequence_length=256),
+    "pictures": Case("gemma3-4b", {}, pictures=8),
+    "pictures, frozen tower": Case("gemma3-4b", {"dp_shard": 8}, pictures=8, options={"freeze": ["vision_tower"]}),
+    "pictures, full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, pictures=6),
+    "pictures, tower alone": Case("llava-7b", {"dp_shard": 8}, pictures=6, options={"freeze": ["language_model"]}),
     "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(

@@ -17,6 +17,7 @@ from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
+from stages.planner.towers import frozen_parts, layers_of_tower
 from stages.planner.workload import ProgramTraits
 
 
@@ -110,6 +111,8 @@ class FsdpCosts(EngineCosts):
             moments.append(Moment("layer", shards, held + passing, next_layers * layer.gathered, done))
         # The embedding is gathered for a backward pass that does not need it; then both are reduced, the root first.
         shards = sums or shard * num_layers * layer.learning
+        if case.workload.pictures:
+            moments.append(Moment("tower", shards, root.gathered + waiting * root.learning + kept, 0.0, num_layers))
         buffers = root.gathered + waiting * root.learning + reduced * layer.learning + embedding.gathered
         moments.append(Moment("nothing", shards, buffers, gathers_ahead * embedding.gathered, num_layers))
         shards = sums or gradients - shard * embedding.learning
@@ -210,15 +213,21 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     Modules that learn beside an adapter count with the head and the embedding first, as they usually are these.
     """
     shape, layout, adapter, size = case.shape, case.layout, case.workload.adapter, case.workload.compute_bytes
-    outside = outside_parameters(shape, stage, layout.tp)
-    in_root = stage.has_head * (shape.head_parameters + shape.other_parameters) / layout.tp
+    # A tower's layers are groups like those of text, and as a rule smaller.
+    in_tower, frozen = layers_of_tower(shape), frozen_parts(shape, case.workload)
+    outside = outside_parameters(shape, stage, layout.tp) - in_tower
+    in_root = stage.has_head * (shape.head_parameters + shape.other_parameters - in_tower) / layout.tp
     if shape.tied_embeddings or not case.software.separate_embedding:
         in_root = outside
-    saved = outside if adapter is None else saved_parameters(shape, adapter)
+    if adapter:
+        saved: float = saved_parameters(shape, adapter)
+    else:
+        saved = shape.other_parameters - in_tower - frozen.others if frozen.text else outside - frozen.others
     root_learns, outside_learns = min(saved, in_root), min(saved, outside)
-    layer_learns = (case.trained(stage).total - outside_learns) / stage.num_layers
+    of_layers = case.trained(stage).total - (0.0 if adapter else in_tower - frozen.tower_layers)
+    layer_learns = (of_layers - outside_learns) / stage.num_layers
     if adapter is None:
-        held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+        held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total - in_tower
         gathered = size * (held - outside) / stage.num_layers
     else:
         gathered = gathered_layer_bytes(shape, adapter, size)
