@@ -22,6 +22,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch, Documents
+from stages.data.media.images import as_png_address
+from stages.data.media.prompts import PicturePrompt
 from stages.data.media_reference import MediaReference, of_records
 from stages.models.recorded import ToolPrompt
 
@@ -39,6 +41,8 @@ ARRAYS: dict[str, type[np.generic]] = {
 }
 BLOCK_DOCUMENTS = 1 << 20
 """Number of documents whose lengths are computed at a time, a limit that bounds the memory used."""
+MOST_PICTURE_BYTES = 16 << 20
+"""Largest number of bytes of the pictures of all prompts that are recorded, as `data:` addresses."""
 LABELS = "labels"
 MEDIA, MEDIA_STARTS = "media", "media_starts"
 MARGINS = "margins"
@@ -49,8 +53,8 @@ class Description(StrictModel):
 
     conversations: whether a chat template rendered the documents. num_good: of labelled answers. bytes_per_token: UTF-8
     bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
-    with tools per dataset that has them. num_patches: of all pictures, as a vision tower takes them. most_patches: of
-    the pictures of one row.
+    with tools per dataset that has them. picture_prompts: the first ones with pictures. num_patches: of all pictures, as
+    a vision tower takes them. most_patches: of the pictures of one row.
     """
 
     sequence_length: PositiveInt
@@ -69,6 +73,7 @@ class Description(StrictModel):
     has_margins: bool = False
     bytes_per_token: PositiveFloat | None = None
     tool_prompts: tuple[ToolPrompt, ...] = ()
+    picture_prompts: tuple[PicturePrompt, ...] = ()
     num_media: NonNegativeInt = 0
     num_patches: NonNegativeInt = 0
     most_patches: NonNegativeInt = 0
@@ -225,6 +230,17 @@ class PackedDataset:
     def pictures(self, row: int) -> list[list[Image]]:
         """Return the decoded pictures of each document of a packed row. Raises DataError if one has changed."""
         return [[self._image(one) for one in media] for media in self.media(row)]
+
+    @property
+    def prompts(self) -> tuple[ToolPrompt, ...]:
+        """Prompts with tools or pictures, of few bytes in all. Raises DataError if a picture has changed."""
+        prompts, left = list(self.about.tool_prompts), MOST_PICTURE_BYTES
+        for one in self.about.picture_prompts:
+            pictures = [as_png_address(self._image(media)) for media in one.media]
+            if (num_bytes := sum(map(len, pictures))) <= left:
+                left -= num_bytes
+                prompts.append(one.prompt.model_copy(update={"pictures": pictures}))
+        return tuple(prompts)
 
     def _image(self, reference: MediaReference) -> Image:
         assert self._media_folder, "opened without the folder of its media"

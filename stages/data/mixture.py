@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stages.core.cache import content_key
 from stages.data.dataset import Description, PackedDataset, Row, row_order
 from stages.data.media_reference import MediaReference
+from stages.models.recorded import ToolPrompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,6 +89,10 @@ class MixedDataset(PackedDataset):
     def _row(self, row: int) -> Row:
         number, own = self._place(row)
         return self._list[number]._row(own)
+
+    @property
+    def prompts(self) -> tuple[ToolPrompt, ...]:
+        return tuple(prompt for one in self._list for prompt in one.prompts)
 
     def _place(self, row: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._first_rows, row, side="right")) - 1

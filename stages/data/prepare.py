@@ -40,6 +40,7 @@ from stages.data.dataset import (
 from stages.data.files import Portion, RowLocation, find_files, name_of, portions
 from stages.data.formats import RowReader
 from stages.data.media.folder import MediaFolder
+from stages.data.media.prompts import MOST_PROMPTS, PicturePrompt
 from stages.data.media_reference import of_records
 from stages.data.mixture import joined
 from stages.data.row_fields import IgnoredFields
@@ -264,6 +265,7 @@ class _Run:
         self._num_source_rows = 0
         self._num_tokenized_rows = 0
         self._tool_prompts: tuple[ToolPrompt, ...] = ()
+        self._picture_prompts: tuple[PicturePrompt, ...] = ()
 
     def write(self) -> None:
         units = (piece.units for piece in self._counted())
@@ -296,6 +298,7 @@ class _Run:
                 bytes_per_token=self._num_text_bytes / self._num_text_tokens if self._config.packing == "cut" else None,
                 warnings=warnings,
                 tool_prompts=self._tool_prompts,
+                picture_prompts=self._picture_prompts,
             )
         )
 
@@ -318,6 +321,7 @@ class _Run:
             self._unread.counts += Counter(notes.unread)
             self._notes = self._notes.then(notes.tokenizer)
             self._tool_prompts = self._tool_prompts or ((notes.tool_prompt,) if notes.tool_prompt else ())
+            self._picture_prompts = (*self._picture_prompts, *notes.picture_prompts)[:MOST_PROMPTS]
             yield piece
 
     @property

@@ -216,16 +216,18 @@ class DocumentTokenizer:
         return self._content.unshielded(text), [*begin, *self._content.encode(whole)[0]]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
-        """Return a sample prompt with tools and its token ids in training, to compare with a server's.
+        """Return a sample prompt with tools or media and its token ids in training, to compare with a server's.
 
-        None for what no server renders to the same tokens: special tokens within texts, today's date; and for media.
-        Raises as `render`.
+        None for what no server renders to the same tokens: special tokens within texts, and today's date. Raises as
+        `render`.
         """
-        if question.media or self._shielded(question) is not question:
+        if self._shielded(question) is not question:
             return None
         text = self.template.render_text(question, add_generation_prompt=True)
         if self.template.wrote_date:
             return None
+        if question.media:
+            text = expanded(Rendered(text, ()), question, self.processor).text
         num_tokens = len(self._content.encode(text)[0])
         return ToolPrompt(
             messages=question.messages,

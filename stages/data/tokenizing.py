@@ -28,6 +28,7 @@ from stages.data.config import DataConfig, RowKind
 from stages.data.files import BadRow, FilePart, Portion, Row, RowLocation
 from stages.data.formats import RowReader
 from stages.data.media.folder import MediaFolder
+from stages.data.media.prompts import MOST_PROMPTS, PicturePrompt
 from stages.data.messages import Conversation, Document, RowError
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import RowDigests
@@ -201,7 +202,7 @@ class PartTokenizer:
                     if isinstance(units, RowError):
                         raise units
                     is_good, margin = self._reader.label(row.content), self._reader.margin(row.content)
-                    self._found.tool_prompt = self._found.tool_prompt or self._tool_prompt(documents[0], units[-1][0])
+                    self._note_prompt(documents[0], units[-1][0])
                     # Counted from the part's beginning, so that the piece is also right where the part lies elsewhere.
                     self._found.rows.add(row.place.number - part.num_before, documents, is_good)
                     yield row.place, units, is_good, margin
@@ -221,13 +222,20 @@ class PartTokenizer:
             return error
         return documents
 
-    def _tool_prompt(self, document: Document, rendered: Rendered) -> ToolPrompt | None:
-        """Return a sample prompt with tools, to check that a server renders it equally; None without tools."""
-        if not isinstance(document, Conversation) or not document.tools or rendered.is_shielded:
-            return None
-        turns = document.learned_turns
+    def _note_prompt(self, document: Document, rendered: Rendered) -> None:
+        """Keep the first prompts with tools or with pictures, to check that a server renders them equally."""
+        if not isinstance(document, Conversation) or rendered.is_shielded or not document.learned_turns:
+            return
+        has_room = len(self._found.picture_prompts) < MOST_PROMPTS
+        if not (has_room if document.media else document.tools and not self._found.tool_prompt):
+            return
+        question = document.before(document.learned_turns[-1])
         (learned,) = self.tokenizer.encode([rendered])
-        return self.tokenizer.tool_prompt(document.before(turns[-1]), learned.ids.tolist()) if turns else None
+        prompt = self.tokenizer.tool_prompt(question, learned.ids.tolist())
+        if prompt and question.media:
+            self._found.picture_prompts.append(PicturePrompt(prompt=prompt, media=question.media))
+        elif prompt:
+            self._found.tool_prompt = prompt
 
     def _fit(self, units: list[Unit], place: RowLocation) -> None:
         """Add a row's units (documents or pairs), shortened or dropped if too long; one that teaches nothing is bad."""
@@ -264,6 +272,7 @@ class PartTokenizer:
             remarkable=piece.rows.remarkable,
             tokenizer=self.tokenizer.take_notes(),
             tool_prompt=piece.tool_prompt,
+            picture_prompts=tuple(piece.picture_prompts),
         )
         is_labelled = self._task.rows == "labelled"
         units = Units.of(
@@ -290,6 +299,7 @@ class _Found:
     num_text_tokens: int = 0
     num_text_bytes: int = 0
     tool_prompt: ToolPrompt | None = None
+    picture_prompts: list[PicturePrompt] = field(default_factory=list)
 
 
 def over_long_of(config: DataConfig) -> OverlongPolicy:
@@ -338,6 +348,7 @@ class TokenizationNotes(StrictModel):
     remarkable: dict[str, tuple[int, int, str]]
     tokenizer: TokenizerNotes
     tool_prompt: ToolPrompt | None = None
+    picture_prompts: tuple[PicturePrompt, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ nothing on a CPU and by an unknown amount elsewhere.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
+from stages.data.media.images import as_png_address
 from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
@@ -54,13 +53,6 @@ def pictures_of(document: RecordedDocument) -> list[Image]:
         raise ModelError(f"a picture that training recorded {error}; train the stage again with --force") from error
 
 
-def _as_address(picture: Image) -> str:
-    """Return a picture as a `data:` address of a PNG file, which loses nothing."""
-    out = io.BytesIO()
-    picture.save(out, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-
-
 def record_log_probabilities(
     engine: Engine, recorded: RecordedBatch, folder: Path, tool_prompts: Sequence[ToolPrompt] = ()
 ) -> dict[str, float]:
@@ -75,7 +67,7 @@ def record_log_probabilities(
         documents: list[RecordedDocument] = []
         num_bytes = 0
         for number in range(min(batch.documents.count, MOST_DOCUMENTS)):
-            pictures = [_as_address(one) for one in recorded.pictures[number]] if recorded.pictures else []
+            pictures = [as_png_address(one) for one in recorded.pictures[number]] if recorded.pictures else []
             num_bytes += sum(map(len, pictures))
             if documents and num_bytes > MOST_BYTES:
                 break

@@ -16,11 +16,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from stages.core.errors import ModelError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
 
 RECORD = "log_probabilities.json"
+TOOL_PROMPTS, PICTURE_PROMPTS = "differing_tool_prompts", "differing_picture_prompts"
+"""Metrics that count the recorded prompts which a server renders to other tokens."""
 RESOLUTION_NATS = 1e-6
 """Smallest distance of a log-probability from 0, in nats, that is no rounding; nearer ones count as this far."""
 
@@ -75,16 +79,17 @@ class RecordedDocument:
 
 
 class ToolPrompt(StrictModel):
-    """Prompt with tools and its tokens in training; servers must render the prompt to the same tokens.
+    """Prompt with tools or pictures and its tokens in training; servers must render the prompt to the same tokens.
 
     messages: end with a question or a tool's answer. tools, variables: as the template got them. token_ids: up to the
-    answer.
+    answer. pictures: `data:` addresses for the messages' parts of type `image`, in order.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
     token_ids: list[int]
+    pictures: list[str] = Field(default_factory=list)
 
 
 def read_record(artifact: Path) -> list[RecordedDocument]:

@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from stages.core.errors import ModelError, ServerError
 from stages.core.lines import counted
 from stages.core.redaction import quoted
 from stages.data.media.images import PictureError, from_data_address, inspect_picture
-from stages.data.messages import THOUGHTS, with_calls_as
 from stages.models.processor import MediaProcessor
 from stages.models.recorded import (
+    PICTURE_PROMPTS,
     RECORD,
+    TOOL_PROMPTS,
     Differences,
     Predicted,
     RecordedDocument,
@@ -35,6 +35,7 @@ from stages.models.recorded import (
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.engine import Engine, LaunchSpec, SeenDocument
+from stages.serving.recorded_chats import messages_of
 from stages.serving.registry import engine_of
 
 SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
@@ -44,18 +45,20 @@ SHOWN_TOKENS, SHOWN_CHARACTERS = 24, 100
 class Agreement:
     """Differences of a served model's predictions from training's record.
 
-    differing_tool_prompts: number of prompts with tools that the server renders to other tokens;or None.
+    differing_tool_prompts, differing_picture_prompts: number of prompts that the server renders to other tokens; None
+    if there are none.
     """
 
     num_documents: int
     from_training: Differences
     differing_tool_prompts: int | None = None
+    differing_picture_prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the differences between server and training as MLflow metrics, by metric name."""
-        differing = self.differing_tool_prompts
-        prompts = {} if differing is None else {"differing_tool_prompts": float(differing)}
-        return {**self.from_training.metrics(), **prompts}
+        prompts = {TOOL_PROMPTS: self.differing_tool_prompts, PICTURE_PROMPTS: self.differing_picture_prompts}
+        counts = {name: float(number) for name, number in prompts.items() if number is not None}
+        return {**self.from_training.metrics(), **counts}
 
 
 def compare_with_records(
@@ -94,8 +97,15 @@ def compare_with_records(
         if documents := list(asked.documents):
             agreement = _compare(client, spec, name, asked, base_name or spec.own_name)
             prompts = read_tool_prompts(spec.folders[name].parent)
-            differing = _differing_tool_prompts(client, spec, name, prompts, context_tokens, warn)
-            agreements[name] = replace(agreement, differing_tool_prompts=differing)
+            with_tools, with_pictures = (
+                _differing_prompts(
+                    client, spec, name, [one for one in prompts if bool(one.pictures) is seen], context_tokens, warn
+                )
+                for seen in (False, True)
+            )
+            agreements[name] = replace(
+                agreement, differing_tool_prompts=with_tools, differing_picture_prompts=with_pictures
+            )
     return agreements
 
 
@@ -188,7 +198,7 @@ def _compare(client: Client, spec: LaunchSpec, name: str, asked: _Asked, base_na
     return Agreement(len(documents), from_training)
 
 
-def _differing_tool_prompts(
+def _differing_prompts(
     client: Client,
     spec: LaunchSpec,
     name: str,
@@ -196,16 +206,21 @@ def _differing_tool_prompts(
     context_tokens: int,
     warn: Callable[[str], None],
 ) -> int | None:
-    """Count recorded prompts with tools that the server tokenizes differently; None if none could be compared."""
-    engine, compared = engine_of(spec.engine), [prompt for prompt in prompts if len(prompt.token_ids) < context_tokens]
+    """Count recorded prompts that the server tokenizes differently; None if none could be compared."""
+    engine, kind = engine_of(spec.engine), "pictures" if any(prompt.pictures for prompt in prompts) else "tools"
+    compared = [
+        prompt
+        for prompt in prompts
+        if len(prompt.token_ids) < context_tokens and len(prompt.pictures) <= spec.max_images
+    ]
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
             cause = (
-                f"they do not fit into its {context_tokens} tokens"
+                f"they do not fit into its {context_tokens} tokens, or have more pictures than it takes"
                 if not compared
                 else "it does not return their tokens"
             )
-            warn(f"{name}: {engine.title} was not asked how it renders prompts with tools, since {cause}")
+            warn(f"{name}: {engine.title} was not asked how it renders prompts with {kind}, since {cause}")
         return None
     problems = [
         problem for prompt in compared if (problem := _rendered_otherwise(replace(client, model=name), spec, prompt))
@@ -217,42 +232,22 @@ def _differing_tool_prompts(
 
 def _rendered_otherwise(client: Client, spec: LaunchSpec, prompt: ToolPrompt) -> str | None:
     """Return a warning if the server turns a recorded prompt into other token ids than training did, else None."""
+    kind = "pictures" if prompt.pictures else "tools"
     try:
         served = client.prompt_tokens(
-            _as_client_sends(prompt.messages),
-            tools=prompt.tools,
-            tool_choice="none",
+            messages_of(prompt),
+            **({"tools": prompt.tools, "tool_choice": "none"} if prompt.tools else {}),
             chat_template_kwargs=prompt.variables,
         )
     except ServerError as error:
-        return f"refuses a prompt with tools that it was trained with: {error}"
+        return f"refuses a prompt with {kind} that it was trained with: {error}"
     if served == prompt.token_ids:
         return None
     return (
-        "renders a prompt with tools to other tokens than it was trained with: "
+        f"renders a prompt with {kind} to other tokens than it was trained with: "
         f"{_first_difference(spec.model, prompt.token_ids, served)}. So it gets prompts unlike "
         "those of its training; compare the served chat template, and its arguments, with the training's"
     )
-
-
-def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert chat messages from the form that chat templates take to the form of OpenAI's requests.
-
-    Arguments of tool calls become JSON text, thoughts the field `reasoning`; calls and answers get missing ids.
-    """
-    sent, unanswered = [], []
-    for number, message in enumerate(messages):
-        fields = {"reasoning" if field in THOUGHTS else field: value for field, value in message.items()}
-        if "tool_calls" in message:
-            fields = with_calls_as(fields, True, False)
-            fields["tool_calls"] = [
-                {"id": f"call-{number}-{place}", **call} for place, call in enumerate(fields["tool_calls"])
-            ]
-            unanswered = [call["id"] for call in fields["tool_calls"]]
-        elif message["role"] == "tool" and unanswered:
-            fields.setdefault("tool_call_id", unanswered.pop(0))  # tools answer in the order of the calls
-        sent.append(fields)
-    return sent
 
 
 def _first_difference(model_folder: Path, learned: list[int], served: list[int]) -> str:

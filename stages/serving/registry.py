@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
+from stages.core.files import read_json_object
 from stages.models.model_folder import holds_gguf
-from stages.models.processor import reads_media
+from stages.models.processor import FILES, reads_media
 from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
@@ -53,14 +54,22 @@ def check_weight_files(model: Path, engine: Engine) -> None:
         raise ModelError(f"serving {model}: it holds {found}, and {engine.title} serves {expected}; {_advice(found)}")
 
 
-def check_sees(model: Path, engine: Engine) -> None:
-    """Raise ModelError if a model folder holds a processor of pictures, which the engine would leave out."""
+def check_sees(model: Path, engine: Engine, adapters: Mapping[str, Path] = MappingProxyType({})) -> None:
+    """Raise ModelError if an engine would leave out a model's processor, or an adapter was trained with another."""
     if reads_media(model) and not engine.capabilities.pictures:
         able = " or ".join(other.title for other in ENGINES.values() if other.capabilities.pictures)
         raise ModelError(
             f"serving {model}: the model sees, and with {engine.title} its pictures are not compared with what was "
             f"trained; serve it with {able}"
         )
+    for name, folder in adapters.items():
+        for file in FILES:
+            own, base = folder / file, model / file
+            if own.is_file() and (not base.is_file() or read_json_object(own) != read_json_object(base)):
+                raise ModelError(
+                    f"serving the adapter {name} on {model}: it was trained with another {file}, such as other bounds "
+                    "of pixels, and one server has one; serve what a stage of `kind: merge` makes of it"
+                )
 
 
 def with_engine(serving: ServingConfig | None, model: str, stages: Mapping[str, StageConfig]) -> ServingConfig | None:

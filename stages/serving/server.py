@@ -141,7 +141,7 @@ def started_server(
     check_model_folder(spec.facts)
     engine = engine_of(spec.engine)
     check_weight_files(spec.model, engine)
-    check_sees(spec.model, engine)
+    check_sees(spec.model, engine, spec.adapters)
     if spec.adapters:
         engine.check_adapters(spec)
     program = engine.find_program()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,21 @@ def generate_load(
     folder: Path,
     path: str = "/v1/completions",
     asked: Callable[[list[int]], Request] = lambda prompt: {"prompt": prompt},
+    chats: Sequence[Request] = (),
 ) -> list[LoadResult]:
     """Measure latency and throughput at each concurrency, with random token ids as prompts; write `benchmark.json`.
 
-    path, asked: route and request fields by which the server takes a prompt of token ids.
+    path, asked: route and request fields by which the server takes a prompt of token ids. chats: request fields of
+    conversations that are asked, in turn, instead of random prompts.
     """
     options: Request = {"max_tokens": benchmark.output_tokens, "temperature": 0, "ignore_eos": True}
     options |= {"stream": True, "stream_options": {"include_usage": True}}
 
+    turns = itertools.cycle(chats)
+
     def request(numbers: random.Random) -> Request:
+        if chats:
+            return {"model": client.model, **next(turns), **options}
         prompt = [numbers.randrange(vocabulary) for _ in range(benchmark.input_tokens)]
         return {"model": client.model, **asked(prompt), **options}
 

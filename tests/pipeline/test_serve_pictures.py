@@ -19,9 +19,9 @@ from stages.data.media.images import PictureError, as_data_address, decode_pictu
 from stages.hubs.builtin import qwen3_vl
 from stages.kinds.serve.chat import Conversation, chat, read_picture
 from stages.models.processor import MediaProcessor
-from stages.models.recorded import Predicted, RecordedDocument, write_record
+from stages.models.recorded import Predicted, RecordedDocument, ToolPrompt, write_record
 from stages.serving.agreement import compare_with_records
-from stages.serving.config import ServeExecution, ServingConfig
+from stages.serving.config import BenchmarkConfig, ServeExecution, ServingConfig
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import Server, started_server
 from tests.serving import SERVING
@@ -60,6 +60,15 @@ class Model:
         )
         pictures = [as_data_address(png(image)) for image in images]
         return RecordedDocument(ids, targets, 0.0, pictures=pictures).recording(predicted)
+
+    def prompt(self, images: list[Image.Image]) -> ToolPrompt:
+        """Return the record of a prompt with pictures, as training would leave it."""
+        text = QUESTION.format(SHOWN * len(images), "").removesuffix("<|im_end|>\n")
+        (ids,) = self.processor._processor(text=[text], images=[images], add_special_tokens=False)["input_ids"]
+        parts = [*({"type": "image"} for _ in images), {"type": "text", "text": "What number is drawn?"}]
+        pictures = [as_data_address(png(image)) for image in images]
+        asked = [{"role": "user", "content": parts}]
+        return ToolPrompt(messages=asked, tools=[], variables={}, token_ids=ids, pictures=pictures)
 
     @torch.no_grad()
     def log_probabilities(self, ids: list[int], images: list[Image.Image]) -> torch.Tensor:
@@ -101,7 +110,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             seen.document([picture(size, number) for size in sizes], f"{number}{number}")
             for number, sizes in enumerate(SIZES)
         ]
-        write_record(root / name, documents, "float32")
+        write_record(root / name, documents, "float32", [seen.prompt([picture(SIZES[0][0])])])
     return root
 
 
@@ -128,6 +137,7 @@ def test_documents_with_pictures_are_read_as_in_training(server: Server):
     assert {name: agreement.num_documents for name, agreement in found.items()} == {"sft": 3, "dpo": 3}
     assert max(agreement.from_training.most for agreement in found.values()) <= LARGEST_DIFFERENCE
     assert all(agreement.from_training.same_greedy == 1 for agreement in found.values())
+    assert {agreement.differing_picture_prompts for agreement in found.values()} == {0}
     assert not warnings
 
     without = compare_with_records(server.client, server.spec, ["sft"], 256, warnings.append)
@@ -146,6 +156,20 @@ def test_pictures_of_another_size_or_number_are_not_compared(server: Server, tmp
         warnings: list[str] = []
         compared = compare_with_records(server.client, spec, ["sft"], 256, warnings.append, address=server.address)
         assert not compared and "cannot be compared" in warnings[0], name
+
+
+def test_a_prompt_that_is_read_otherwise_is_counted(server: Server, tmp_path: Path):
+    seen = Model(server.spec.model, MediaProcessor(server.spec.model), load(server.spec.model))
+    asked = seen.prompt([picture((32, 16))])
+    other = asked.model_copy(update={"pictures": [as_data_address(png(picture((64, 40))))]})
+    (tmp_path / "model").symlink_to(server.spec.model)
+    spec = server.spec.model_copy(update={"model": tmp_path / "model", "adapters": {}})
+    write_record(tmp_path, [seen.document([], "1")], "float32", [asked, other])
+    warnings: list[str] = []
+    found = compare_with_records(server.client, spec, ["sft"], 256, warnings.append, address=server.address)["sft"]
+    assert found.metrics()["differing_picture_prompts"] == 1
+    assert "differing_tool_prompts" not in found.metrics()
+    assert "renders a prompt with pictures to other tokens" in warnings[0]
 
 
 def test_odd_pictures_are_seen_as_decoded_here(server: Server):
@@ -185,3 +209,9 @@ def test_a_chat_shows_pictures_of_files(server: Server, tmp_path: Path, monkeypa
     chat([conversation])
     assert not capsys.readouterr().err
     assert [type(message["content"]) for message in conversation.messages] == [list, str, str, str]
+
+
+def test_the_load_has_pictures(server: Server, tmp_path: Path):
+    benchmark = BenchmarkConfig(concurrencies=(1, 2), requests_per_concurrency=2, input_tokens=16, output_tokens=4)
+    loads = server.engine.generate_load(server.client, server.spec, benchmark, tmp_path)
+    assert [(load.num_requests, load.num_failed, load.num_output_tokens) for load in loads] == [(2, 0, 8), (4, 0, 16)]

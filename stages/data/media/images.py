@@ -100,8 +100,13 @@ def as_data_address(data: bytes) -> str:
     image = _opened(data)
     if not image.mode.startswith(DEEP):
         return _address(image.format or "", data)
+    return as_png_address(decode_picture(data))
+
+
+def as_png_address(image: Image) -> str:
+    """Return a decoded picture as a `data:` address of a PNG file, which loses nothing."""
     out = io.BytesIO()
-    decode_picture(data).save(out, "PNG")
+    image.save(out, "PNG")
     return _address("PNG", out.getvalue())
 
 

@@ -31,6 +31,7 @@ from stages.kinds.promote.verdict import (
     markdown,
 )
 from stages.models.model_folder import files_with_weights
+from stages.models.recorded import PICTURE_PROMPTS
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
 MIB = 2**20
@@ -138,6 +139,7 @@ def _measurements(
         kl_nats_per_token=made.get("kl_nats_per_token"),
         max_abs_logprob_difference=max(from_training, default=None),
         output_tokens_per_s=max(throughputs, default=None),
+        differing_picture_prompts=served.get(f"{PICTURE_PROMPTS}{_end_of_names(config, context)}"),
     )
 
 

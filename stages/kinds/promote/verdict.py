@@ -46,6 +46,7 @@ class Measurements:
     kl_nats_per_token: float | None = None
     max_abs_logprob_difference: float | None = None
     output_tokens_per_s: float | None = None
+    differing_picture_prompts: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ def _win_rate_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate
 
 
 def _cost_gates(gates: GatesConfig, measured: Measurements) -> Iterator[Gate]:
+    # No recipe asks for it: a model that gets other prompts than in training is another one than was evaluated.
+    if measured.differing_picture_prompts is not None:
+        yield Gate("differing_picture_prompts", measured.differing_picture_prompts, 0.0, least=False)
     for name, value, bound, least in (
         ("kl_nats_per_token", measured.kl_nats_per_token, gates.max_kl_nats_per_token, False),
         (

@@ -86,7 +86,7 @@ class RowData:
 
     @property
     def tool_prompts(self) -> tuple[ToolPrompt, ...]:
-        return self.prepared.training.about.tool_prompts
+        return self.prepared.training.prompts
 
     @property
     def counts(self) -> dict[str, float]:

@@ -289,7 +289,17 @@ class Vllm:
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
-        """Run `vllm bench serve` at each concurrency, which writes `benchmark.json` and `.log`; raise ServerError."""
+        """Run `vllm bench serve` at each concurrency, which writes `benchmark.json` and `.log`; raise ServerError.
+
+        A model that was trained on pictures is asked its recorded conversations with pictures, by our own load.
+        """
+        if spec.max_images:
+            from stages.serving.client import CHAT
+            from stages.serving.recorded_chats import chats_with_pictures
+            from stages.serving.streamed_load import generate_load
+
+            if chats := chats_with_pictures(spec.folders[spec.served_name].parent, spec.max_images):
+                return generate_load(client, 0, benchmark, folder, CHAT, chats=chats)
         arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
         results = _run_load_generator(client, arguments, folder)
         return [

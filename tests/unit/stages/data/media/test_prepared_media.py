@@ -16,7 +16,7 @@ from flows.cli.data_views import caption, data_page
 from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.look import Visits, look_at
-from stages.data.media.images import decode_picture
+from stages.data.media.images import decode_picture, from_data_address
 from stages.data.prepare import prepare
 from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
@@ -268,6 +268,24 @@ def test_tokens_are_those_of_the_processor_and_pictures_are_never_learned(run, s
         assert not (loss & of_pictures).any()
         learned = processor.tokenizer.decode(tokens[loss])
         assert learned == "first<|im_end|>second<|im_end|>" if train_on == "assistant" else "one " in learned
+
+
+def test_prompts_with_pictures_are_kept_for_the_server_to_read(run, tmp_path):
+    """The first 8, each with the tokens up to its last answer; a picture is read when the prompt is recorded."""
+    turns = [user([IMAGE, text("one?")]), assistant("first"), user("and?"), CAT]
+    rows = [{"messages": turns, "images": ["a.png"]}, *({"messages": [user(f"{n}?"), CAT]} for n in range(9))]
+    dataset = run(*rows, *rows[:1] * 9).training
+    assert len(dataset.prompts) == 8
+    prompt = dataset.prompts[0]
+    ((tokens, _),) = dataset.documents(0)[:1]
+    assert prompt.token_ids == tokens[: len(prompt.token_ids)].tolist()
+    assert len(tokens) - len(prompt.token_ids) == len("a cat") + 2  # the end of the turn, and of the line
+    assert [message["content"] for message in prompt.messages] == [turns[0]["content"], "first", "and?"]
+    (address,) = prompt.pictures
+    assert decode_picture(from_data_address(address)).tobytes() == noise(seed=0).tobytes()
+    (tmp_path / "data" / "a.png").write_bytes(encoded(noise(seed=7)))
+    with pytest.raises(DataError, match="has changed"):
+        _ = dataset.prompts
 
 
 def test_both_answers_of_a_pair_and_labelled_answers_have_the_pictures(run, seeing_folder):

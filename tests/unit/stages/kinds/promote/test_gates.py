@@ -53,6 +53,11 @@ def test_what_came_of_training_may_differ_by_so_much():
         missed(measured(), max_abs_logprob_difference=0.01)
 
 
+def test_other_prompts_with_pictures_than_in_training_are_never_promoted():
+    assert missed(measured(differing_picture_prompts=1.0)) == {"differing_picture_prompts": 1.0}
+    assert missed(measured(differing_picture_prompts=0.0)) == {}
+
+
 def test_what_is_no_number_passes_no_gate():
     assert math.isnan(missed(measured(kl_nats_per_token=math.nan), max_kl_nats_per_token=0.05)["kl_nats_per_token"])
 

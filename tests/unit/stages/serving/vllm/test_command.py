@@ -70,6 +70,13 @@ def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -
     for name, engine in ENGINES.items():
         with nullcontext() if name == "vllm" else pytest.raises(ModelError, match="serve it with vLLM"):
             check_sees(tmp_path, engine)
+    (tmp_path / "adapter").mkdir()
+    own = tmp_path / "adapter" / "preprocessor_config.json"
+    own.write_text("{ }")
+    check_sees(tmp_path, ENGINES["vllm"], {"tuned": own.parent})
+    own.write_text('{"max_pixels": 1}')
+    with pytest.raises(ModelError, match=r"adapter tuned .* such as other bounds of pixels"):
+        check_sees(tmp_path, ENGINES["vllm"], {"tuned": own.parent})
 
 
 def test_a_trial_compiles_nothing_on_a_cpu() -> None:
