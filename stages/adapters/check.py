@@ -18,9 +18,9 @@ from stages.core.errors import ModelError
 from stages.models.loading import Head, model_without_weights
 
 
-def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path) -> None:
-    """Raise ModelError unless the adapter fits a model. folder: of a model whose files have the same weight names."""
-    add_adapter(causal_lm, config, seed=0, has_weights=False)
+def check_adapter(causal_lm: Any, config: AdapterConfig, folder: Path, *, sees: bool = False) -> None:
+    """Raise ModelError unless the adapter fits a model. folder: of its files. sees: as `add_adapter` has it."""
+    add_adapter(causal_lm, config, seed=0, has_weights=False, sees=sees)
     check_mergeable(changed_weights(causal_lm), folder)
     if config.base_precision in ("nf4", "int8"):
         quantizable_layers(causal_lm, config.base_precision)

@@ -7,6 +7,7 @@ hold each expert, and gate and up, by themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,50 @@ def stored_names(causal_lm: Any, parameter: str, shape: tuple[int, ...]) -> list
     return list(revert_weight_conversion(causal_lm, {parameter: torch.empty(shape, device="meta")}))
 
 
-Changing = Mapping[str, Adapter | ChangedParameters]
-"""Source of each weight's change in a merge, by name in files: the adapter, or experts' `ChangedParameters`."""
+@dataclass(frozen=True)
+class RenamedWeights:
+    """Changes of an adapter to weights that have other names in a model's files than in Transformers' model."""
+
+    adapter: Adapter
+    loaded: Mapping[str, str]
+    """Name of each weight in Transformers' model, by its name in the files."""
+
+    @classmethod
+    def of(cls, adapter: Adapter, causal_lm: Any) -> RenamedWeights:
+        """Return the changes of an adapter's linear layers and whole modules to the weights in the model's files.
+
+        Raises ModelError for a layer that the files do not hold as one weight.
+        """
+        loaded: dict[str, str] = {}
+        for name in sorted(adapter.weights):
+            stored = stored_names(causal_lm, name, tuple(adapter.shape_of(name)))
+            if len(stored) != 1:
+                raise ModelError(
+                    f"merging {name}: the model's files hold it as {', '.join(stored[:NUM_NAMED])}, and only whole "
+                    "weights are merged; train an adapter without it (`exclude_modules`)"
+                )
+            loaded[stored[0]] = name
+        return cls(adapter, loaded)
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight of the base's files with the adapter's change, fp32; ModelError for another shape."""
+        return self.adapter.merged(self.loaded[name], weight)
 
 
-def changing(adapter: Adapter, parameters: ChangedParameters | None) -> Changing:
-    """Return the source of each weight's change in a merge. parameters: None if only linear layers change."""
-    of_parameters: Changing = dict.fromkeys(parameters.layers, parameters) if parameters else {}
-    return {**of_parameters, **dict.fromkeys(adapter.weights, adapter)}
+Changing = Mapping[str, Adapter | ChangedParameters | RenamedWeights]
+"""Source of each weight's change in a merge, by its name in files."""
+
+
+def changing(adapter: Adapter, causal_lm: Any | None = None) -> Changing:
+    """Return the source of each weight's change in a merge.
+
+    causal_lm: Transformers' model, with or without weights; None if only linear layers change, and files call them as
+    the model does.
+    """
+    if causal_lm is None:
+        return dict.fromkeys(adapter.weights, adapter)
+    parameters, renamed = ChangedParameters(adapter, causal_lm), RenamedWeights.of(adapter, causal_lm)
+    return {**dict.fromkeys(parameters.layers, parameters), **dict.fromkeys(renamed.loaded, renamed)}
 
 
 def merged_weight(changes: Changing, name: str, weight: Tensor) -> Tensor:

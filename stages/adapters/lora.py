@@ -26,7 +26,7 @@ from stages.adapters.config import AdapterConfig, BasePrecision
 from stages.adapters.effect import stored_names
 from stages.adapters.files import INNER, NUM_NAMED, read_adapter
 from stages.adapters.quantized import quantize_base
-from stages.adapters.targets import PeftTargets, check_layers, peft_targets, targets_of_ranks
+from stages.adapters.targets import PeftTargets, check_layers, is_pattern, peft_targets, targets_of_ranks
 from stages.core.errors import ModelError
 from stages.models.loaded_weights import dtype_of_weights
 from stages.models.start_up import hide_torchao_from_adapters
@@ -75,7 +75,7 @@ def add_adapter(
     for name, direction in (directions or {}).items():
         if len(direction):
             causal_lm.get_submodule(name).lora_A[ADAPTER_NAME].weight.data.copy_(direction)
-    _check(causal_lm, config)
+    _check(causal_lm, config, may_be_in_towers=sees and is_pattern(config))
     _let_saved_modules_learn(causal_lm, config)
     return lora
 
@@ -187,15 +187,13 @@ def num_experts_of_factors(causal_lm: nn.Module) -> dict[str, int]:
 
 def changed_weights(causal_lm: nn.Module) -> list[str]:
     """Return the names of all weights that merging changes, as in the model's files."""
-    learning = [name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad]
-    saved = [name for name in learning if ".lora_" not in name]
+    learning = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
     layers, parameters = adapted_layers(causal_lm), adapted_parameters(causal_lm)
-    stored = [
-        in_files
-        for layer, name in parameters.items()
-        for in_files in stored_names(causal_lm, name, tuple(_weight_of(layers[layer]).shape))
+    changed = {parameters.get(layer, f"{layer}.weight"): _weight_of(module) for layer, module in layers.items()}
+    changed |= {name: one for name, one in learning.items() if ".lora_" not in name}
+    return [
+        in_files for name, weight in changed.items() for in_files in stored_names(causal_lm, name, tuple(weight.shape))
     ]
-    return [*(f"{name}.weight" for name in layers if name not in parameters), *stored, *saved]
 
 
 def factors_of(causal_lm: nn.Module) -> dict[str, Tensor]:
@@ -242,15 +240,16 @@ def _let_saved_modules_learn(causal_lm: Any, config: AdapterConfig) -> None:
         causal_lm.set_submodule(name, wrapper.original_module.requires_grad_(True))
 
 
-def _check(causal_lm: Any, config: AdapterConfig) -> None:
+def _check(causal_lm: Any, config: AdapterConfig, *, may_be_in_towers: bool) -> None:
     layers = adapted_layers(causal_lm)
     check_layers(layers, config)
     odd = [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A") and name not in layers]
     edges = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     odd += [name for name, module in layers.items() if any(module is edge for edge in edges)]
     # outside the decoder: the towers of a multimodal model, and the head
-    decoder = {id(module) for module in causal_lm.get_decoder().modules()}
-    odd += [name for name, module in layers.items() if id(module) not in decoder]
+    if not may_be_in_towers:
+        decoder = {id(module) for module in causal_lm.get_decoder().modules()}
+        odd += [name for name, module in layers.items() if id(module) not in decoder]
     if odd := list(dict.fromkeys(odd)):
         raise ModelError(
             f"adapter.target_modules is {config.target_modules!r}, which adapts {', '.join(odd[:MAX_NAMED])}: only "

@@ -58,10 +58,16 @@ def peft_targets(causal_lm: Any, config: AdapterConfig, *, sees: bool = False) -
             "out with exclude_modules"
         )
     modules = _modules(causal_lm, chosen, linear, known)
-    if sees and (config.target_modules == "all-linear" or isinstance(config.target_modules, tuple)):
-        decoder = {*causal_lm.get_decoder().modules()}
+    if sees and not is_pattern(config):
+        # Llama 4's decoder has the output head in it.
+        decoder = {*causal_lm.get_decoder().modules()} - {causal_lm.get_output_embeddings()}
         modules = [name for name in linear if chosen.has_layer(name) and causal_lm.get_submodule(name) in decoder]
     return PeftTargets(modules, parameters, dict(known.rank_pattern or {}), dict(known.alpha_pattern or {}))
+
+
+def is_pattern(config: AdapterConfig) -> bool:
+    """Return whether the targets are a pattern of whole module names, which may be those of a tower of pictures."""
+    return isinstance(config.target_modules, str) and config.target_modules != "all-linear"
 
 
 def targets_of_ranks(ranks: Mapping[str, int], config: AdapterConfig) -> PeftTargets:

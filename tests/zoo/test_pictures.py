@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
+from stages.adapters.config import AdapterConfig
+from stages.adapters.effect import changing, merged_weight
+from stages.adapters.files import read_adapter
 from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.parts import parts_of
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.loading import model_without_weights
 from stages.parallel.layout import Layout
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family, tower_error
 from tests.zoo.proofs import LEARNING_RATE, one_process
@@ -44,6 +51,13 @@ def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path)
     errors = [abs(tower_error(tmp_path, size)) for size in ((40, 40), (48, 90), (100, 70))]
     # LFM2-VL's tower gets patches of padding, which its projector leaves out.
     assert max(errors) <= (0.05 if family == "lfm2_vl" else MOST_FLOPS_ERROR)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_an_adapter_is_loaded_by_peft_and_merged(family: str, tmp_path: Path) -> None:
+    targets = ".*language_model.*[qv]_proj" if family == "llama4" else "all-linear"  # whose routers are refused by name
+    assert adapted_parts(save_family(family, tmp_path), targets) == {"language_model"}
 
 
 @pytest.mark.nightly
@@ -86,3 +100,34 @@ def pictures(folder: Path) -> str:
     if not (after - before).abs().max() > 1e-2:
         return "nothing was learned"
     return f"differs in {', '.join(wrong)}" if wrong else layout
+
+
+def adapted_parts(folder: Path, targets: str) -> set[str]:
+    """Train an adapter on documents with pictures; PEFT over the base, and the merged model, give the same.
+
+    Returns the parts of the model that it adapts.
+    """
+    documents, target = Documents(folder), folder / "adapter"
+    batch, options = documents.batch(), AdapterConfig(rank=2, target_modules=targets)
+    with one_process():
+        settings = EngineSettings(Layout(), "fp32", AdamSettings(1e-2), adapter=options, media=MediaSettings())
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+        before = engine.predictions(batch)[0]
+        for _ in range(2):  # A has no gradient in the first step, as B is 0
+            engine.train_step([batch], SftLoss(), 1e-2, None)
+        after = engine.predictions(batch)[0]
+        assert engine.export(target, torch.float32) == []
+        engine.close()
+    assert (after - before).abs().max() > 1e-2
+    with torch.no_grad():
+        found = log_probabilities(PeftModel.from_pretrained(load_seeing(folder), str(target)).eval(), documents, batch)
+    torch.testing.assert_close(after, found, atol=LARGEST_OF_PICTURES, rtol=0)
+    adapter, base = read_adapter(target), model_without_weights(folder, head="pictures")
+    changes, weights = changing(adapter, base), load_file(folder / "model.safetensors")
+    assert changes.keys() <= weights.keys()
+    merged = {name: merged_weight(changes, name, weight) for name, weight in weights.items()}
+    save_file(merged, folder / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        found = log_probabilities(load_seeing(folder), documents, batch)
+    torch.testing.assert_close(after, found, atol=LARGEST_OF_PICTURES, rtol=0)
+    return {part for part, named in parts_of(base).items() if named.keys() & adapter.weights}

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stages.adapters.adapter import Adapter
-from stages.adapters.effect import ChangedParameters, Changing, changing, merged_weight
+from stages.adapters.effect import Changing, changing, merged_weight
 from stages.adapters.files import copy_companions, read_adapter
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageContext, StageResult
@@ -63,7 +63,7 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
         from stages.kinds.merge.merging import combine  # imports PEFT, in over a second
 
         adapter = combine(adapters, config, layers)
-    changes = changing(adapter, ChangedParameters(adapter, beside.causal_lm))
+    changes = changing(adapter, beside.causal_lm)
     _check_stored(changes, base)
     changed_fraction = _write(changes, base, trained[0], context)
     context.doing("comparing with what training recorded")

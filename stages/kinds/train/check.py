@@ -20,7 +20,8 @@ from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.teacher import check_teacher
 from stages.models.facts import ModelFacts
-from stages.models.loading import model_without_weights
+from stages.models.loading import Head, model_without_weights
+from stages.models.processor import reads_media
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 
@@ -155,12 +156,14 @@ def adapter_problems(
     # Torch and Transformers take seconds to import, and only adapters need them here.
     from stages.adapters.check import check_adapter
 
+    sees = reads_media(model_folder)
+    head: Head = "pictures" if sees else "tokens"
     try:
-        causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)
+        causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code, head=head)
     except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
         yield "adapter", f"a model without weights could not be made: {type(error).__name__}: {error}"
         return
     try:
-        check_adapter(causal_lm, adapter, model_folder)
+        check_adapter(causal_lm, adapter, model_folder, sees=sees)
     except ModelError as error:
         yield "adapter", error

@@ -39,7 +39,7 @@ from stages.kinds.train.teacher import check_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.models.flops import ModelFlops
-from stages.models.loading import check_tokenizer, model_without_weights
+from stages.models.loading import Head, check_tokenizer, model_without_weights
 from stages.models.model_folder import check_model_folder
 from stages.models.recorded import note_trained_on
 from stages.models.shape import ModelShape
@@ -233,13 +233,13 @@ def _write(training_run: TrainingRun, data: TrainingData, context: StageContext,
         change = record_log_probabilities(engine, training_run.batches.recorded(), context.work, data.tool_prompts)
     if config.adapter and is_main_process():
         try:
-            _judge_adapter(config, context, base)
+            _judge_adapter(config, context, base, "pictures" if data.has_media else "tokens")
         except ModelError as error:
             context.refuse(error)
     return change
 
 
-def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> None:
+def _judge_adapter(config: TrainConfig, context: StageContext, base: Path, head: Head) -> None:
     """Reject a trained adapter that changes no weight when merged; warn of layers and experts that learned nothing."""
     # Not at the top: they import what Transformers loads models with, before `start_training_quickly` makes that light.
     from stages.adapters.effect import has_effect, idle_experts, idle_layers
@@ -254,9 +254,9 @@ def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> No
         )
     if unusual := idle_experts(adapter):
         context.warn(unusual)
-    changes = _changing(adapter, config, base)
+    changes = _changing(adapter, config, base, head)
     before = "with the adapter that training started from" if start else "without the adapter"
-    if not has_effect(changes, _changing(start, config, base) if start else {}, base):
+    if not has_effect(changes, _changing(start, config, base, head) if start else {}, base):
         context.refuse(
             ModelError(
                 f"the adapter does nothing: once it is merged into {base.parent.name}, no element of {len(changes)} "
@@ -266,15 +266,12 @@ def _judge_adapter(config: TrainConfig, context: StageContext, base: Path) -> No
         )
 
 
-def _changing(adapter: Adapter, config: TrainConfig, base: Path) -> Changing:
+def _changing(adapter: Adapter, config: TrainConfig, base: Path, head: Head) -> Changing:
     from stages.adapters.effect import changing
 
-    if not adapter.parameters:
-        return changing(adapter, None)
-    from stages.adapters.effect import ChangedParameters
-
-    causal_lm = model_without_weights(base, trust_remote_code=config.trust_remote_code)
-    return changing(adapter, ChangedParameters(adapter, causal_lm))
+    if not adapter.parameters and head == "tokens":
+        return changing(adapter)
+    return changing(adapter, model_without_weights(base, trust_remote_code=config.trust_remote_code, head=head))
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:

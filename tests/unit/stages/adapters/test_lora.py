@@ -177,13 +177,13 @@ def test_an_adapter_has_an_effect_if_one_element_of_one_weight_changes_in_its_dt
 
     def effect(start=None):
         write_adapter(tmp_path / "adapter", factors, config, tmp_path, torch.float32)
-        return has_effect(changing(read_adapter(tmp_path / "adapter"), None), start or {}, tmp_path / "base")
+        return has_effect(changing(read_adapter(tmp_path / "adapter")), start or {}, tmp_path / "base")
 
     assert not effect()
     name = "model.layers.1.self_attn.q_proj.lora_{}.default.weight"
     factors[name.format("A")][0, 3], factors[name.format("B")][2, 0] = 1.0, 0.01
     assert effect()
-    start = changing(read_adapter(tmp_path / "adapter"), None)
+    start = changing(read_adapter(tmp_path / "adapter"))
     assert not effect(start), "it went on from an adapter, and changed nothing"
 
 
@@ -279,7 +279,7 @@ def test_an_adapter_that_went_back_to_its_start_has_no_effect(tmp_path):
     start = factors_of(model)
     config = model.peft_config["default"].to_dict()
     write_adapter(tmp_path / "adapter", start, config, tmp_path, torch.float32, start)
-    assert not has_effect(changing(read_adapter(tmp_path / "adapter"), None), {}, tmp_path / "base")
+    assert not has_effect(changing(read_adapter(tmp_path / "adapter")), {}, tmp_path / "base")
 
 
 def test_little_that_was_learned_from_large_factors_survives_rounding(tmp_path):

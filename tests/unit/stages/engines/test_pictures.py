@@ -25,7 +25,7 @@ from tests.zoo.models import tiny_model
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family
 from tests.zoo.proofs import one_process
 from tests.zoo.proofs import save_family as save_text_family
-from tests.zoo.test_pictures import pictures
+from tests.zoo.test_pictures import adapted_parts, pictures
 
 
 def engine_settings(**fields: Any) -> EngineSettings:
@@ -100,7 +100,7 @@ def test_parts_learn_at_their_own_rates_as_groups_of_torch_do(tmp_path: Path) ->
 
 def test_an_adapter_goes_on_the_language_model_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
     base, trained = tmp_path / test_merge.BASE, tmp_path / "trained"
-    documents = Documents(save_family("qwen3_vl", base / "model"))
+    documents = Documents(save_family("qwen2_5_vl", base / "model"))
     batch, options = documents.batch(), AdapterConfig(rank=2)
     with one_process():
         settings = engine_settings(adapter=options, media=MediaSettings())
@@ -117,6 +117,7 @@ def test_an_adapter_goes_on_the_language_model_is_loaded_by_peft_and_merged(tmp_
     with torch.no_grad():
         torch.testing.assert_close(after, log_probabilities(adapted, documents, batch), atol=5e-6, rtol=0)
     with safe_open(trained / "adapter" / "adapter_model.safetensors", "pt") as file:
+        # the base's files call them `model.layers`
         assert all(".language_model.layers." in name for name in file.keys())  # noqa: SIM118
     test_merge.note_base(trained)
     metrics = test_merge.merge({"base": base, "one": trained}, work := tmp_path / "merged", adapter="one").metrics
@@ -125,3 +126,8 @@ def test_an_adapter_goes_on_the_language_model_is_loaded_by_peft_and_merged(tmp_
     with torch.no_grad():
         found = log_probabilities(load_seeing(work / "model"), merged, batch)
     torch.testing.assert_close(after, found, atol=5e-6, rtol=0)
+
+
+def test_an_adapter_of_a_tower_is_loaded_by_peft_and_merged(tmp_path: Path) -> None:
+    targets = ".*(language_model|vision_tower).*q_proj"
+    assert adapted_parts(save_family("gemma3", tmp_path), targets) == {"language_model", "vision_tower"}
