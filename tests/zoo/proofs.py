@@ -119,9 +119,13 @@ def save_to_serve(family: str, folder: Path) -> Path:
     return folder
 
 
-def save_for(column: str, family: str, folder: Path) -> Path:
-    """Write a family's tiny model as a column is tried: quantizers get it with its processor of images."""
-    return save_to_serve(family, folder) if column in METHOD_COLUMNS else save_family(family, folder)
+def result_of(column: str, family: str, folder: Path) -> str:
+    """Write a family's tiny model, for quantizers with its processor of images, and return what a column gave."""
+    try:
+        (save_to_serve if column in METHOD_COLUMNS else save_family)(family, folder)
+    except Exception as error:  # of Transformers, such as a package that a processor needs
+        return sentence(f"{type(error).__name__}: {error}")
+    return result(column, folder)
 
 
 def served_of(families: Iterable[str], root: Path) -> dict[str, str]:
@@ -195,10 +199,7 @@ def main() -> None:
     of_folders = [column for column in COLUMNS if column in arguments.columns]
     for family in families if of_folders else ():
         with tempfile.TemporaryDirectory() as name:
-            try:
-                outcomes = {column: result(column, save_for(column, family, Path(name))) for column in of_folders}
-            except Exception as error:
-                outcomes = dict.fromkeys(of_folders, sentence(f"{type(error).__name__}: {error}"))
+            outcomes = {column: result_of(column, family, Path(name)) for column in of_folders}
         keep(family, outcomes)
     if SERVED in arguments.columns:
         for at in range(0, len(families), AT_A_TIME):

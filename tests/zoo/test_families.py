@@ -9,7 +9,7 @@ from stages.models.facts import ModelFacts
 from stages.models.walked import shape_of
 from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
-from tests.zoo.proofs import COLUMNS, result, save_for, served_of
+from tests.zoo.proofs import COLUMNS, result_of, served_of
 from tests.zoo.serving import SERVED
 from tests.zoo.table import UNTRIED, WORKS, recorded
 
@@ -26,7 +26,7 @@ WITH_MIXERS = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_does_what_the_table_shows(family: str, column: str, tmp_path: Path) -> None:
     """A cell that now works is a failure, too: `python -m tests.zoo.proofs FAMILY` records it."""
-    outcome = result(column, save_for(column, family, tmp_path))
+    outcome = result_of(column, family, tmp_path)
     assert _in_short(outcome) == _in_short(recorded()[family][column]), outcome
 
 
