@@ -53,8 +53,8 @@ class Description(StrictModel):
 
     conversations: whether a chat template rendered the documents. num_good: of labelled answers. bytes_per_token: UTF-8
     bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
-    with tools per dataset that has them. picture_prompts: the first ones with pictures. num_patches: of all pictures, as
-    a vision tower takes them. most_patches: of the pictures of one row.
+    with tools per dataset that has them. picture_prompts: the first ones with pictures. num_patches: of all pictures,
+    as a vision tower takes them. most_patches: of the pictures of one row.
     """
 
     sequence_length: PositiveInt

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from stages.core.contract import StageConfig
 from stages.core.errors import ModelError, ResourceError
 from stages.core.files import read_json_object
+from stages.models.facts import PROCESSOR_FILES
 from stages.models.model_folder import holds_gguf
-from stages.models.processor import FILES, reads_media
+from stages.models.processor import reads_media
 from stages.serving.config import ServingConfig, Speculation, SpeculationMethod
 from stages.serving.engine import Engine, LaunchSpec, WeightFiles
 from stages.serving.llama_cpp.engine import LlamaCpp
@@ -63,7 +64,7 @@ def check_sees(model: Path, engine: Engine, adapters: Mapping[str, Path] = Mappi
             f"trained; serve it with {able}"
         )
     for name, folder in adapters.items():
-        for file in FILES:
+        for file in PROCESSOR_FILES:
             own, base = folder / file, model / file
             if own.is_file() and (not base.is_file() or read_json_object(own) != read_json_object(base)):
                 raise ModelError(

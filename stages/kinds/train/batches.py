@@ -35,9 +35,9 @@ class TrainingData(Protocol):
     """Training data of a run (protocol): rows of datasets, or prompts that the model answers.
 
     longest_document: in tokens. has_media: documents have pictures. conversations: whether the documents are chats,
-    rendered by a template. tool_prompts: examples of chats with tools or pictures. counts: metrics about the data. tags:
-    what names the data, such as a digest of all pictures. lengths: document lengths; None where the model itself writes
-    the documents. pictures: of the rows; None for text.
+    rendered by a template. tool_prompts: examples of chats with tools or pictures. counts: metrics about the data.
+    tags: what names the data, such as a digest of all pictures. lengths: document lengths; None where the model itself
+    writes the documents. pictures: of the rows; None for text.
     """
 
     @property

@@ -15,9 +15,9 @@ from stages.core.cache import cached_folder
 from stages.core.errors import ModelError
 from stages.core.files import read_json_object, write_atomically
 from stages.kinds.train.blocks import PictureBounds
-from stages.models.facts import ModelFacts
+from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
-from stages.models.processor import FILES, reads_media
+from stages.models.processor import reads_media
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""
@@ -36,7 +36,7 @@ def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *,
 
     def make(folder: Path) -> None:
         for path in filter(Path.is_file, start.folder.iterdir()):
-            if path.name in FILES:
+            if path.name in PROCESSOR_FILES:
                 _write_bounded(path, folder / path.name, size)
             elif path.suffix == ".safetensors":
                 (folder / path.name).symlink_to(path.resolve())
@@ -72,7 +72,7 @@ def _size(folder: Path, bounds: PictureBounds, *, trust_remote_code: bool) -> di
 def _write_bounded(source: Path, target: Path, size: dict[str, int]) -> None:
     """Write a processor's file with another size of pictures, also under the names that older files have."""
     content = read_json_object(source)
-    part: dict[str, Any] = content if source.name != FILES[0] else content.get(INNER, {})
+    part: dict[str, Any] = content if source.name != PROCESSOR_FILES[0] else content.get(INNER, {})
     if part:
         part["size"] = {**(part.get("size") or {}), **size}
         part |= {name: size[edge] for name, edge in NAMES.items() if name in part}
