@@ -1,7 +1,5 @@
 """Checks in seconds that an adapter fits a model, which is built on the meta device and named by its files' headers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

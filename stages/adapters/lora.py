@@ -6,8 +6,6 @@ not have, adapters of embeddings and of the head (servers leave those out silent
 merge again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ that it knows it takes names of experts' projections and routers, and `all-linea
 which of them a recipe means is found here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

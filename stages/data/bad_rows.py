@@ -3,8 +3,6 @@
 While a refresh is planned, `check_first_rows` reads the beginning of a dataset and applies the same rules.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import time

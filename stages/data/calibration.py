@@ -1,7 +1,5 @@
 """Calibration samples of a dataset for a quantizer: a few whole tokenized documents, without packing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path

@@ -13,8 +13,6 @@ the first kernel in the device's list (`stages/parallel/device_types.py`) that s
   SDPA may take its math kernel there, which holds all pairs of positions in memory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ fp32), gives them the names and shapes of the original files back and writes sha
 an error, which `check_exportable` finds before training.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Set

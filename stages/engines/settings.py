@@ -1,7 +1,5 @@
 """Settings of a training engine (parallel layout, precision, optimizer, adapter), made by configs without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -4,8 +4,6 @@ Transformers' mixers call a short convolution and the gated delta rule by the na
 the same forward pass gets others of the same arguments. They are those of the installed package: none are fetched.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Forward passes in fp32 of a model on disk, loaded one module at a time (Transformers' disk offloading)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

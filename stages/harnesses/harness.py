@@ -9,8 +9,6 @@ be paired sample by sample (`stages/kinds/promote/paired.py`), whichever harness
   `target_hash` of what was asked, and the sample's value of each metric.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

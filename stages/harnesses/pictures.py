@@ -3,8 +3,6 @@
 Samples keep references (`media`: path in the task folder, digest, size), and digests where a row held pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Sequence

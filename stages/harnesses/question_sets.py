@@ -3,8 +3,6 @@
 From rows as of `stages/data/any_rows.py` come plain questions, right answers, and hashes to pair two evaluations by.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Transformers calls their functions on every device, though they have kernels for
 fail. One of them, installed whole, also replaces some of Transformers' model classes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """Facts of a model from its `config.json`, as Transformers 4 or 5 wrote it; needs no torch and no Transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path

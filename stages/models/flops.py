@@ -15,8 +15,6 @@ no logits. Of a mixture of experts only the experts that a token is routed to co
 rotations and activation functions are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

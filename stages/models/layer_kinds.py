@@ -1,7 +1,5 @@
 """Kinds of layers of a model, as a walk through it measures them (`walk`); needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property

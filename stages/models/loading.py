@@ -5,8 +5,6 @@ runs only where trusted, and a tokenizer is loaded only if that cannot fill the 
 Transformers comes with the first call.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of a model that sees: vision tower, projector and language model; every parameter is in exactly one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Chats with pictures in the form of OpenAI's API, in which servers of models that see take them, and judges."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

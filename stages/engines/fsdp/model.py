@@ -4,8 +4,6 @@ Weights are read at once (`load_model`), or only located (`find_weights`), for e
 model is sharded (`shards.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Freezing of parts of a model that sees: vision tower, projector or language model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

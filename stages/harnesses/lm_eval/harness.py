@@ -1,7 +1,5 @@
 """lm-eval as an evaluation harness; its import takes seconds, and happens only while a server starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 What would fail after hours of training fails here. The imports take as long as those of `scoring`.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path

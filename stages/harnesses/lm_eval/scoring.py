@@ -4,8 +4,6 @@ Importing this module takes seconds: import it while a server starts. Every answ
 arrives, so an interrupted evaluation asks only for what is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

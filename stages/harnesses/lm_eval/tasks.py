@@ -3,8 +3,6 @@
 The commits of hub datasets are part of an evaluation's version, so that changed samples are scored again.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass

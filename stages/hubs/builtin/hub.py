@@ -3,8 +3,6 @@
 Light: every recipe is checked against it. A maker is a module with a function `make(folder: Path) -> None`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from dataclasses import dataclass

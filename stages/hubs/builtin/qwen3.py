@@ -5,8 +5,6 @@ The tokenizer is a byte-level BPE, so that it can encode any text; its merges ar
 digit by digit. All dims are multiples of 32 with an even number of groups of 32, as 4-bit kernels want them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ Two thirds of the parameters see. A merged patch has 16 × 16 pixels, as a digit
 and all dims of the language part are even multiples of 32, as 4-bit kernels want them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Config of the download stage, which fetches one model, adapter or dataset."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """Early check of evaluate stages: finds mistakes in tasks and a missing chat template before the model is trained."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Config of the evaluate stage, which scores a model on benchmark tasks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

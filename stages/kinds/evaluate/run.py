@@ -4,8 +4,6 @@ In: a model's artifact, or a serve stage's with a lease. Out: `scores.json`, and
 answer and score; schema in `stages/harnesses/harness.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -8,8 +8,6 @@ engine gave them, or, for a mixture, that the base gives with the mixture beside
 latter two is kept, and refused.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ In: the artifacts that the recipe names, and `champion.json`. Out: `verdict.json
 `flows/champion/promotion.py` moves the alias in MLflow's registry after the commit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gates of a promotion, and its outcome, which the promote stage writes to `verdict.json` and `verdict.md`."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The same records give the same card: no clock, no paths, no names of machines.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Early check of quantize stages: the model's config, file headers and layers, and the calibration rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Both are loaded from the folders that a server will get, so a fault of the expor
 not do: a model that has learned little "passes" it even at one bit.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence

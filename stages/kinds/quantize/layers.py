@@ -4,8 +4,6 @@ The names differ: Transformers renames modules as it reads a file, and merges a 
 quantizer takes apart again. Servers and Transformers read a quantized layer by its name in files.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

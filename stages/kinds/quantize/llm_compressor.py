@@ -9,8 +9,6 @@ in a norm that feeds other layers than the table says. So its modifiers get what
 this module takes seconds; what can be checked without it is checked before.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Registry of the quantization methods, and the protocol of a quantizer; a new method is a line here."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

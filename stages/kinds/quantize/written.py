@@ -1,7 +1,5 @@
 """Checks of a quantized model folder in compressed-tensors' format, and copying of the files beside its weights."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path

@@ -4,8 +4,6 @@ Prints `serving NAME at URL` once the server is ready, and goes on until it is i
 in the environment, else a new one that is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

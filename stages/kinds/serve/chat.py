@@ -3,8 +3,6 @@
 `/new` begins another conversation, Ctrl-D ends the chat. Control characters in answers are escaped.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

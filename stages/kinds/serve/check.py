@@ -1,7 +1,5 @@
 """Early check of serve stages: finds settings that the model's config does not allow before the model is trained."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

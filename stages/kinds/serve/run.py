@@ -1,7 +1,5 @@
 """Serve stage: starts a model server, checks and benchmarks it, and keeps it running for later stages."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

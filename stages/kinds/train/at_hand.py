@@ -3,8 +3,6 @@
 They read configs, file headers and first rows. What is only on a hub is checked after its download.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checks of a training stage's inputs before it runs: data, prompts, adapter, experts, teacher and named servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Checks for conflicts between config fields of a training stage that are each allowed alone, and what to change."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `TrainConfig` adds the checks to them. The options of a method are in the method's module.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

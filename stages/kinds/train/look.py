@@ -1,7 +1,5 @@
 """Preview of a training stage's data for `lifecycle look`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from stages.core.contract import StageInput

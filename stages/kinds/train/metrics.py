@@ -1,7 +1,5 @@
 """Measurements of a training step: throughput, MFU, waiting for data, memory, communication."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Sequence
 from contextlib import suppress

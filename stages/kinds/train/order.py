@@ -3,8 +3,6 @@
 So an interrupted run needs no stored position, and every layout sees the same global batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

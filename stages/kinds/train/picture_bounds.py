@@ -4,8 +4,6 @@ Training starts from a folder with that processor and links to the model's weigh
 see one model: a server scales pictures as training did.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 A run that cannot fit is refused before the model is built; an unknown model or device only warns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -3,8 +3,6 @@
 A comment of the task file names the module's former address, since its content decides the versions of evaluations.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
