@@ -17,6 +17,7 @@ from transformers import AutoProcessor
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.lm_eval.tasks import select_tasks
+from stages.harnesses.question_sets import read_questions
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.promote.paired import ASKED_ALIKE
 from stages.serving.client import Client
@@ -203,3 +204,11 @@ def test_what_cannot_be_asked_is_refused(
 def test_a_question_without_room_is_named(model: Path, server: Server, tasks: Path, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"sample 0 of the task colors takes up to \d+ tokens .* takes 40"):
         evaluate(asked(tasks, [row("red", "blue")]), model, server, tmp_path / "answers", 40)
+
+
+@pytest.mark.parametrize("harness", ["judge", "evalscope"])
+def test_question_sets_with_pictures_are_refused(tasks: Path, harness: str) -> None:
+    question = {"prompt": [{"role": "user", "content": "<image>Which?"}], **row("red")}
+    evaluation = asked(tasks, [question], harness=harness)
+    with pytest.raises(EvaluationError, match=r"colors\.jsonl:1 has `images`, which this model, or this stage"):
+        list(read_questions(evaluation, "colors"))
