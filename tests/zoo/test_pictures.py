@@ -61,6 +61,23 @@ def test_an_adapter_is_loaded_by_peft_and_merged(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tmp_path: Path) -> None:
+    folder = save_family(family, tmp_path)
+    batch = Documents(folder).batch()
+    saved = [{}, *({"recompute": how} for how in ("selective", "full", "offload")), {"cpu_offload": True}]
+    found = []
+    for layout in saved:
+        settings = EngineSettings(Layout(**layout), "fp32", AdamSettings(LEARNING_RATE), media=MediaSettings())
+        with one_process():
+            engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+            steps = [engine.train_step([batch], SftLoss(), LEARNING_RATE, None) for _ in range(2)]
+            engine.close()
+        found.append([number for step in steps for number in (step.loss, step.grad_norm)])
+    assert found == [pytest.approx(found[0], rel=1e-6)] * len(saved)
+
+
+@pytest.mark.nightly
 def test_paligemma_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="the processor in"):
         pictures(save_family("paligemma", tmp_path))

@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
 from stages.engines.mixers import has_mixers, mixing_again
-from stages.models.layers import transformer_layers
+from stages.models.layers import text_layers, transformer_layers
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import of_device
 from stages.parallel.host_memory import give_back_freed_memory
@@ -103,7 +104,10 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     else:
         apply_recompute(model.causal_lm, layout)
     if layout.recompute == "offload":
-        offload_activations(layers, torch.device(mesh.device_type))
+        # Other units of towers, such as embeddings of patches, keep what they save, as where layers are recomputed.
+        of_text = text_layers(model.causal_lm)
+        layers_that_can = [one for one in layers if one in of_text or isinstance(one, GradientCheckpointingLayer)]
+        offload_activations(layers_that_can, torch.device(mesh.device_type))
     apply_fsdp(model, layers, layout, mesh, compute_dtype)
     apply_prefetch(model, layers, layout.prefetch_layers)
     if mesh.device_type == "cpu":
