@@ -126,6 +126,9 @@ class FsdpCosts(EngineCosts):
     def data_parallel_traffic(self, case: StepCase, stage: PipelineStage) -> tuple[Traffic, ...]:
         layout, (layer, root, embedding) = case.layout, _groups(case, stage)
         gathered = (1 + _gathers_again(layout)) * (stage.num_layers * layer.gathered + embedding.gathered)
+        if case.workload.pictures:  # a frozen tower has no backward pass
+            again = _gathers_again(layout) and case.workload.learns("vision_tower")
+            gathered += (1 + again) * case.workload.compute_bytes * layers_of_tower(case.shape)
         learning = case.trained(stage).total
         return (
             Traffic("all-gather", network.shard_group(layout), _gatherings(case) * (gathered + root.gathered)),
