@@ -97,14 +97,6 @@ WALKED: dict[str, dict[str, Any]] = {
 }
 """Layer sizes of models whose layers are measured by a walk, by family, which is also the model's name."""
 MODELS |= {family: (family, sizes) for family, sizes in WALKED.items()}
-SIGLIP = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "image_size": 896,
-    "patch_size": 14,
-}
 CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 1024,
@@ -115,25 +107,6 @@ CLIP = {
     "patch_size": 14,
 }
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3-4b": (
-        "gemma3",
-        {
-            "text_config": {
-                "vocab_size": 262208,
-                "hidden_size": 2560,
-                "intermediate_size": 10240,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "num_hidden_layers": 34,
-            },
-            "vision_config": SIGLIP,
-            "mm_tokens_per_image": 256,
-            "image_token_index": 50,
-            "boi_token_index": 52,
-            "eoi_token_index": 53,
-        },
-    ),
     "llava-7b": (
         "llava",
         {
@@ -187,10 +160,7 @@ def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
 def _write_processor(folder: Path, family: str, tower: dict[str, Any]) -> None:
     """Write the zoo's processor of a family, for pictures of a published tower's size."""
     processor, side = save_processor(family, folder), tower["image_size"]
-    square = {"height": side, "width": side}
-    if family == "gemma3":
-        processor.image_processor.size, processor.image_seq_length = square, 256
-    else:
-        processor.image_processor.size, processor.image_processor.crop_size = {"shortest_edge": side}, square
-        processor.patch_size = tower["patch_size"]
+    processor.image_processor.size = {"shortest_edge": side}
+    processor.image_processor.crop_size = {"height": side, "width": side}
+    processor.patch_size = tower["patch_size"]
     processor.save_pretrained(folder)

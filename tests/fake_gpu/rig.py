@@ -251,10 +251,6 @@ CASES = {
     "one GPU, micro-batches": Case("qwen3-0.6b", {}, micro_batches=2, sequence_length=512),
     "head and embedding of one weight": Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "full"}),
     "short rows": Case("qwen3-8b", {"dp_shard": 8}, sequence_length=256),
-    "pictures": Case("gemma3-4b", {}, pictures=8),
-    "pictures, frozen tower": Case("gemma3-4b", {"dp_shard": 8}, pictures=8, options={"freeze": ["vision_tower"]}),
-    "pictures, full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, pictures=6),
-    "pictures, tower alone": Case("llava-7b", {"dp_shard": 8}, pictures=6, options={"freeze": ["language_model"]}),
     "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
@@ -274,3 +270,9 @@ CASES = {
 }
 """Training steps that nightly tests run on fake GPUs, by name. The models' layers are as wide as published ones, but
 few."""
+PICTURES = {
+    "full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, pictures=6),
+    "tower alone": Case("llava-7b", {"dp_shard": 8}, pictures=6, options={"freeze": ["language_model"]}),
+    "frozen tower": Case("llava-7b", {}, pictures=6, options={"freeze": ["vision_tower"]}),
+}
+"""Training steps on rows with pictures."""

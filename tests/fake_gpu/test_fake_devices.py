@@ -13,7 +13,7 @@ from stages.planner.engines.registry import COSTS
 from stages.planner.kernels import layer_kernels
 from stages.planner.memory import GIB, memory
 from tests.fake_gpu.models import WALKED
-from tests.fake_gpu.rig import CASES, EXACT, LORA, Case, Report, run
+from tests.fake_gpu.rig import CASES, EXACT, LORA, PICTURES, Case, Report, run
 
 Weights = list[tuple[int, int]]
 """Type of a list of weight shapes as (rows, columns); a norm has one column."""
@@ -80,6 +80,12 @@ def test_a_step_of_a_walked_family_takes_the_memory_that_the_planner_predicts(fa
     adapter = {**LORA["adapter"], "exclude_modules": ["shared_expert_gate"] if family == "qwen3_next" else []}
     for name, options in {"whole": {}, "LoRA": {"adapter": adapter}}.items():
         _check_plan(run(Case(family, {"dp_shard": 8}, options=options), tmp_path / name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_step_with_pictures_takes_the_memory_that_the_planner_predicts(name: str, tmp_path: Path) -> None:
+    assert run(PICTURES[name], tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize(
