@@ -16,7 +16,7 @@ from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, what_limits
 from stages.planner.hardware import HARDWARE, cpu_of
 from stages.planner.search import estimate, fitting_layouts, legal_layouts, search
-from stages.planner.workload import Workload
+from stages.planner.workload import RowPictures, Workload
 
 A100 = HARDWARE["a100-80gb"]
 FEW = SearchRequest(KNOWN["qwen2.5 7b"], Workload(2048, 16), A100, 4, available_gib=70.0)
@@ -92,6 +92,7 @@ def test_layers_are_compiled_where_it_pays_within_the_training():
     [
         ({"shape": KNOWN["qwen3 30b"]}, "no single graph of a layer with experts"),
         ({"workload": replace(SMALL.workload, even_rows=False)}, "rows differ in length"),
+        ({"workload": replace(SMALL.workload, pictures=RowPictures(100, 50.0, 10.0))}, "pictures differ in size"),
         ({"hardware": HARDWARE["ascend910b2"]}, "makes no kernels for ascend910b2"),
         ({"hardware": cpu_of(2)}, "no faster on a CPU"),
         ({"no_compiler": "there is no gcc"}, "there is no gcc"),
