@@ -25,8 +25,8 @@ def not_compiled(request: SearchRequest) -> str | None:
         return "torch makes no single graph of a layer with experts"
     if not request.workload.even_rows:
         return "rows differ in length, and layers would be compiled again for each"
-    if request.workload.pictures:
-        return "pictures differ in size, and a tower would be compiled again for each"
+    if request.workload.pictures or request.shape.tower:  # a plan knows the model, and seldom its rows
+        return "pictures differ in size, and layers would be compiled again for each"
     if request.hardware.host_is_device:
         return "compiled layers were measured to be no faster on a CPU"
     if not request.hardware.compiles:
