@@ -47,13 +47,6 @@ def run_forked(program: Path, *arguments: object, environment: Mapping[str, str]
     return subprocess.CompletedProcess(command, code, *texts)
 
 
-def start_forked(program: Path, *arguments: object, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start a process that does what a Python script does, in a fork of the warm parent."""
-    _parent()
-    command = [sys.executable, "-m", "tests.forked", ADDRESS, str(program), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def forked_command(module: str) -> list[str]:
     """Return a command that does what `python -m MODULE` does, in a fork of the warm parent."""
     _parent()

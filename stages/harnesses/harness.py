@@ -117,9 +117,6 @@ class Harness(Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         """Return the tasks that need log-likelihoods of given texts, as far as that is known before they run."""
 
-    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
-        """Return the tasks whose questions have pictures, as far as that is known before they run."""
-
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         """Install missing packages, check the tasks, and set environment variables, before libraries are imported.
 

@@ -63,9 +63,6 @@ class QuestionSetHarness(Harness, Protocol):
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
-        return []
-
     def check(self, evaluation: Evaluation, cache: Path, model: Path | None) -> str | None:
         self.prepare(evaluation, cache)
         return None

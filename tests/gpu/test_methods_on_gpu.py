@@ -18,7 +18,6 @@ from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
 from tests.gpu.device import DEVICE, needs_device
 from tests.train_stage import logged, make_artifacts, make_config, make_context, run_to_end
-from tests.zoo.pictures import Documents, save_family
 
 pytestmark = needs_device
 
@@ -94,7 +93,10 @@ def test_preferences_begin_at_ln_2_and_are_learned(tmp_path: Path, artifacts: di
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_documents_with_pictures_give_the_losses_of_a_cpu(tmp_path: Path, family: str) -> None:
-    pytest.importorskip("torchvision")
+    for package in ("PIL", "torchvision"):
+        pytest.importorskip(package)
+    from tests.zoo.pictures import Documents, save_family
+
     documents = Documents(save_family(family, tmp_path))
     found = {}
     with joined_processes():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.servers.lock import Lock
-from tests.forked import run_forked, start_forked
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -124,9 +124,6 @@ class ForkedHome(Home):
 
     def lifecycle(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run_forked(LIFECYCLE, *arguments, environment=self.environment)
-
-    def start(self, recipe: Path) -> subprocess.Popen[str]:
-        return start_forked(TINY_REFRESH, recipe, environment=self.environment)
 
     def run(self, recipe: Path) -> tuple[int, dict[str, Any]]:
         done = run_forked(TINY_REFRESH, recipe, environment=self.environment)

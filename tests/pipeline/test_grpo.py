@@ -33,6 +33,7 @@ from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec
 from stages.serving.vllm.engine import find_vllm
 from stages.serving.vllm.swap import START, prepare_reloads
+from stages.serving.vllm.transfers.memory import MemoryConnection
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.slurm_cluster import free_ports
 from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start
@@ -310,12 +311,12 @@ def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Rou
 
 
 def test_a_server_that_keeps_its_weights_is_an_error(
-    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GRPO fails if vLLM goes on with old weights, whatever its routes answer."""
-    monkeypatch.setattr("stages.serving.vllm.swap.reload_weights", lambda *_: None)
-    config = make(4, learning_rate=1e-2, grpo={**UNSERVED, "server": named_server})
-    with pytest.raises(TrainingError, match=r"given the weights of step \d, the server gives .* at most 0\.001"):
+    monkeypatch.setattr(MemoryConnection, "give", lambda *_: None)
+    config = make(4, learning_rate=1e-2)
+    with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):
         run(config, make_context(tmp_path / "work", artifacts, config))
 
 

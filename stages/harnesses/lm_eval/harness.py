@@ -18,7 +18,6 @@ from stages.harnesses.lm_eval.tasks import (
     check_trusted,
     log_likelihood_tasks,
     may_give,
-    picture_tasks,
     resolve_hub_datasets,
     select_tasks,
 )
@@ -62,9 +61,6 @@ class LmEval:
 
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return log_likelihood_tasks(evaluation.tasks, evaluation.task_folder)
-
-    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
-        return picture_tasks(evaluation.tasks, evaluation.task_folder)
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         selection = _selection(evaluation)

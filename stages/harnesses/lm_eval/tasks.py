@@ -152,16 +152,6 @@ def log_likelihood_tasks(names: Iterable[str], folder: Path | None) -> list[str]
     )
 
 
-def picture_tasks(names: Iterable[str], folder: Path | None) -> list[str]:
-    """Return the tasks whose questions have pictures, as far as their files say so."""
-    return sorted(
-        task
-        for file, config in _defining(names, folder)
-        if _with_includes(file, config, MAX_INCLUDES).get("doc_to_image")
-        for task in _titles(config)
-    )
-
-
 def metrics_of_tasks(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
     """Return the metrics that the named tasks in the user's folder ask lm-eval for, by task."""
     local = {file for file, _ in _local_tasks(folder)}

@@ -94,18 +94,9 @@ class EvaluateConfig(AskedModelConfig):
                 f"harness: {harness.title} asks by token ids, which {engine.title} does not take for a prompt; take "
                 "another harness, or serve the model with vllm"
             )
-        log_likelihood = harness.log_likelihood_tasks(self.evaluation)
-        seeing = harness.picture_tasks(self.evaluation)
-        if seeing and not engine.capabilities.pictures:
-            yield f"tasks: {', '.join(seeing)} have pictures, which {engine.title} does not take here; serve with vllm"
-        if both := [task for task in seeing if task in log_likelihood]:
-            yield (
-                f"tasks: {', '.join(both)} compare log-likelihoods of given answers, which servers do not return for "
-                "questions with pictures; say `output_type: generate_until`, and let the model write its choice"
-            )
         if engine.capabilities.prompt_log_probabilities:
             return
-        if tasks := log_likelihood:
+        if tasks := harness.log_likelihood_tasks(self.evaluation):
             yield (
                 f"tasks: {', '.join(tasks)} compare log-likelihoods of given answers, and {engine.title} returns "
                 "none for prompts; choose tasks that generate (`output_type: generate_until`), or serve the "

@@ -42,9 +42,6 @@ class ExactMatch:
     def log_likelihood_tasks(self, evaluation: Evaluation) -> list[str]:
         return []
 
-    def picture_tasks(self, evaluation: Evaluation) -> list[str]:
-        return []
-
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         for task in evaluation.tasks:
             if not _file(evaluation, task).is_file():

@@ -22,6 +22,7 @@ from stages.core.errors import ServerError, TransientError
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rollouts.own_server import OwnServer, gpus_beside_training, num_training_here
 from stages.kinds.train.rollouts.server import MOST_RESTARTS, RolloutServer
+from stages.parallel.host_memory import give_back_freed_memory
 from stages.rollouts.asking import Answer, Request
 from stages.serving.config import ServingConfig
 from tests.serving import served_processes
@@ -58,6 +59,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "device.json"
     monkeypatch.setenv("LIFECYCLE_VLLM", str(installed(tmp_path / "environment")))
     monkeypatch.setenv(DEVICE_VARIABLE, str(path))
+    give_back_freed_memory()  # of earlier tests, which else would hide what this one takes
     Device(MEMORY, os.getpid(), resident_bytes(os.getpid())).write(path)
     return path
 
