@@ -212,4 +212,6 @@ def _with_includes(file: Path, config: dict[str, Any], num_left: int) -> dict[st
 
 
 def _local_tasks(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    return [(file, read_task_file(file)) for pattern in ("*.yaml", "*.yml") for file in sorted(folder.rglob(pattern))]
+    # A pipe would be waited for, and a device read without end; the plan refuses both by name.
+    files = (file for pattern in ("*.yaml", "*.yml") for file in sorted(folder.rglob(pattern)) if file.is_file())
+    return [(file, read_task_file(file)) for file in files]
