@@ -317,6 +317,8 @@ def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:
     from torch.nn.functional import pad
 
     missing = [size - length for size, length in zip(sizes, tensor.shape[1:], strict=True)]
+    if not any(missing):
+        return tensor  # which `pad` would copy
     # torch takes the last dimension first, each with what is added before and after.
     return pad(tensor, [number for one in reversed(missing) for number in (0, one)], value=value)
 

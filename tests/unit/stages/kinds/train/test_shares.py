@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from threading import current_thread
 from types import SimpleNamespace
+from weakref import finalize
 
 import pytest
 import torch
 
 from stages.data.batch import IGNORED, Batch, Documents
+from stages.kinds.train.batches import prefetched
 from stages.kinds.train.loop import _shares
 
 
@@ -35,3 +38,17 @@ def test_batches_are_pinned_where_the_device_copies_from_there(
             assert torch.equal(batch.inputs.input_ids, original.inputs.input_ids)
     num_tensors = 5  # ids of tokens, of positions and of documents, targets, and where they are
     assert len(asked) == (3 * 2 * num_tensors if pinned else 0)
+
+
+def test_another_thread_gives_the_memory_of_used_batches_back() -> None:
+    freed_by: list[str] = []
+
+    def load(step: int) -> Batch:
+        batch = make_batch(step)
+        finalize(batch, lambda: freed_by.append(current_thread().name))
+        return batch
+
+    for batch in prefetched(load, range(3)):
+        del batch
+    assert len(freed_by) == 3
+    assert all(name.startswith("batches") for name in freed_by)
