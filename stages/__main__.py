@@ -4,8 +4,6 @@ Reads `config.json`, runs the stage's kind, writes `result.json` or `error.json`
 code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

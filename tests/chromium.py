@@ -1,7 +1,5 @@
 """Local HTML files opened in the machine's Chromium, headless and offline, for tests, which are skipped without it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

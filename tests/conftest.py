@@ -1,7 +1,5 @@
 """Hooks for all tests: the longest test files run first, and no process outlives the last test."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Generator

@@ -3,8 +3,6 @@
 Migrations of Prefect's and MLflow's databases take half of the processor time of a first start.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

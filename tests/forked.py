@@ -8,8 +8,6 @@ directory as JSON, with descriptors for stdout, stderr and the answer, which is 
 as Python runs a script, and ends like one: with its threads joined, and its exit handlers called.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -4,8 +4,6 @@ It has real sockets, real redirects to a "CDN" on another host name, and real ra
 and keeps the headers of every request.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ It speaks what the launcher uses: create, get and delete of namespaced objects, 
 token. No cluster can run beside these tests; the published schemas show which manifests a real one accepts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

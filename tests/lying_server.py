@@ -1,7 +1,5 @@
 """Server on the loopback that answers requests with arbitrary bytes, for tests of clients against malicious servers."""
 
-from __future__ import annotations
-
 import socket
 import socketserver
 import threading

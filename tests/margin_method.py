@@ -3,8 +3,6 @@
 Import this before the config of the train stage: its fields are those of the methods that are registered by then.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

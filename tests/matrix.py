@@ -7,8 +7,6 @@ python tests/matrix.py gpu.xml --card "NVIDIA H100"  # record a run of tests/gpu
 Cells are counts of the recorded run, so a capability whose tests failed, were skipped or did not run shows that.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

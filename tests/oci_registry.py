@@ -1,7 +1,5 @@
 """Stand-in for an OCI registry, which accepts pushes as the Distribution Specification 1.1 demands."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -4,8 +4,6 @@ It answers with its own name, whole or streamed, and records requests.
 Its `/metrics` are those of an engine that has labels of its own, and families without any.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -12,8 +12,6 @@ python tests/pages.py [--page PAGE]         # write again all but the last; unit
 python tests/pages.py --measured [WORDS]    # run the last, if WORDS are in the command; name lines no longer printed
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 It depends on the cases and their order alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any

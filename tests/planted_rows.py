@@ -1,7 +1,5 @@
 """Random text rows with known near-duplicates, and with known overlaps with a benchmark, for tests of curation."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A real Slurm cluster of two nodes on this machine, for tests: munged, slurmctld and two slurmd in one folder."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

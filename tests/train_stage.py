@@ -1,7 +1,5 @@
 """Helpers that run train stages as the orchestrator does, on the built-in model and part of the built-in data."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

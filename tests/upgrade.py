@@ -11,8 +11,6 @@ is the resolver's own answer to that package's newest version beside the newest 
 the folder of wheels in UV_FIND_LINKS (a CPU build of torch) keep their bounds: their builds come from there alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Champions in MLflow: look-up of registered versions, of their artifacts, and of what garbage collection must keep."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Comparison of two champions, refreshes or artifacts, which states their differences as sentences."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Input: the candidate's evaluations, and the champion's model in the store. Outpu
 built now or found; the next candidate with the same evaluations finds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

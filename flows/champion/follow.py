@@ -14,8 +14,6 @@ for it. One version is started at a time, the most urgent (`Follower._missing`):
 begins again afterwards.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Program that prints the artifact behind a model alias: `python -m flows.champion.key models:/NAME@ALIAS`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

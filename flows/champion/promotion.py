@@ -8,8 +8,6 @@ a crash cut short and changes nothing else. Only the hook holds the lock of the 
 another candidate is judged, and a champion that changed meanwhile is noticed under the lock (`OutdatedVerdictError`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -5,8 +5,6 @@
     <kind>-<version>    a registered model and the artifacts that belong to it; written before MLflow has it
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -6,22 +6,17 @@ request, `previous` first: a crash at any point leaves one valid champion, and r
 predecessor is written with the new version before any alias moves, so that a move that was cut short can be repaired.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows.champion.registrations import TAG, Registration, note, registration_of, tags_of
 from flows.ledger.home import home
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
 from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 CHAMPION = "champion"
 PREVIOUS = "previous"

@@ -5,8 +5,6 @@ used. It is kept while an artifact, a registered version or another refresh that
 flow run goes, to which nothing refers.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -8,8 +8,6 @@ held: the kernel releases a lock with its process on every machine that shares t
 nothing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import json

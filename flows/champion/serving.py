@@ -6,8 +6,6 @@ an adapter, its log-probabilities are compared with those that training recorded
 effect, since vLLM answers for the base itself only while a slot is empty.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable

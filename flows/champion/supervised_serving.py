@@ -4,8 +4,6 @@ The supervisor holds the listening socket: when the serving process dies, its en
 the socket's queue until the next one answers.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

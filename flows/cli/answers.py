@@ -1,7 +1,5 @@
 """Output and shared options of commands: text, or with `--json` one JSON object alone on stdout."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Steps of `lifecycle calibrate`: find measured runs, fit and write the layout planner's constants, show its errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

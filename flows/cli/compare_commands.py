@@ -1,7 +1,5 @@
 """Commands that measure layouts, and fit the layout planner to measurements: `lifecycle compare`, `calibrate`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps of `lifecycle compare`: plan, start servers, run the Prefect flow; or compare runs already in MLflow."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Output of `lifecycle data`: a stage's prepared data as HTML and as text, with learned tokens coloured or marked."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of `lifecycle doctor`: what this machine has, what a refresh would miss, and what to do about it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import shutil

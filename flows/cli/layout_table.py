@@ -1,7 +1,5 @@
 """Output of `lifecycle layouts`: parallel layouts with predicted memory and step time, as text and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

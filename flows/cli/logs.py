@@ -1,7 +1,5 @@
 """Output of all processes of a stage, for `lifecycle logs`, from its work folder or artifact. Needs no server."""
 
-from __future__ import annotations
-
 import codecs
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Each command imports everything beyond click itself, so that `lifecycle --help` answers at once.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Commands about registered models: `lifecycle champion`, `rollback`, `canary`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,7 +1,5 @@
 """Commands about notifications of how refreshes end: `lifecycle notify`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

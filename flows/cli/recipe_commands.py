@@ -1,7 +1,5 @@
 """Commands for work on a recipe before it runs: `lifecycle init`, `data`, `layouts`, `render`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kubernetes manifests of a recipe's stage, for `lifecycle render`: the stage's job, or a serve stage's server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flows.launch.cluster import order_of

@@ -1,7 +1,5 @@
 """Steps of `lifecycle run`, `rerun` and `retry`: plan, start servers, run the Prefect flow, print the outcome."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

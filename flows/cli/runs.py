@@ -1,7 +1,5 @@
 """Runs of stages, retries included, for `lifecycle runs`: newest first, each with its MLflow run. Needs no server."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Commands that refresh recipes at fixed times: `lifecycle schedule`, `schedules`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `doctor`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import click

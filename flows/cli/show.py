@@ -1,7 +1,5 @@
 """Output of `lifecycle plan` and `show` as text and JSON, from the store and the ledgers alone, without a server."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -5,8 +5,6 @@ constants, so each is also held near its built-in value: being off by a factor o
 predicted wrongly by that factor (a log-normal prior). The module does no I/O.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ comparison before it starts; a layout that cannot work with the stage's batch or
 reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

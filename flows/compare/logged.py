@@ -4,8 +4,6 @@ Runs that differ in hardware, in the version of the code or in the work itself w
 refused, with their differences, unless mixing is requested.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Plan of `lifecycle compare`: a refresh of the upstream stages, then the compared stage under each layout."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -7,8 +7,6 @@ refresh ends this program too, which cancels the job. It exits with the stage's 
 lost a node or reached its time limit is submitted again; the stage continues from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import sys

@@ -5,8 +5,6 @@ succeeded. When a crash or an absent MLflow cuts the program short, the next ref
 the mark and runs the program again.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Launcher `kubernetes` without the client for Kubernetes' API, which is imported only for use because that is slow."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

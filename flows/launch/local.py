@@ -1,7 +1,5 @@
 """Local launcher: runs the processes of a stage on this machine, under a process that ends all of them together."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

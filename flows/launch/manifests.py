@@ -5,8 +5,6 @@ indexed Job whose pods find the first one through a headless Service; and a Netw
 Pod Security Standard, hold no token of the API, and can write only to the shared home, /tmp and shared memory.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

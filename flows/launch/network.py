@@ -4,8 +4,6 @@ An address that other nodes cannot reach, such as the 127.0.1.1 to which Debian 
 error where it is used: the nodes deadlock.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Mapping

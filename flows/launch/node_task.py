@@ -6,8 +6,6 @@ It exits with the stage's exit code. SIGTERM, missing heartbeats of the agent, o
 processes of the stage.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

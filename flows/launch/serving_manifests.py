@@ -4,8 +4,6 @@ A pod has two containers: an engine that listens on a Unix socket, and the proxy
 only one with a port.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

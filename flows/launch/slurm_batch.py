@@ -6,8 +6,6 @@ It runs on the first node, with an environment that holds nothing of the user's.
 a preemption or a cancellation: the stage is ended in order, so that its last checkpoint is complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

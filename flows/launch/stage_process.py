@@ -1,7 +1,5 @@
 """Stage processes: started by the recipe's launcher, then watched until they end, serve, time out or are stopped."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

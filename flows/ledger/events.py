@@ -3,8 +3,6 @@
 What a stage itself writes (`result.json`, `metrics.jsonl`, `events.jsonl`) stays in its folder; events say where.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Lifecycle home: the folder of all data, `$LIFECYCLE_HOME` or by default `.lifecycle` in this or a parent folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Facts about this machine, read in under a millisecond without torch or nvidia-smi: cores, GPUs, memory, energy."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Provenance of artifacts: the versions of installed Python packages, and the Git commit of this program."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import subprocess

@@ -1,7 +1,5 @@
 """State of a refresh, its stages and their attempts, computed from its event log (ledger) by pure functions."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable

@@ -12,8 +12,6 @@
 Prefect, MLflow, views and commands read from here what happened; they never need anything that is not here.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -5,8 +5,6 @@ hash, so a cache of the store keeps what they held by their hash: lines of tasks
 key; of code, into which people write keys, only the hash.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

@@ -1,7 +1,5 @@
 """Checks of a recipe and plan before anything runs: fields without effect, server options, each stage's own checks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

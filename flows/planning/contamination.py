@@ -3,8 +3,6 @@
 They are based on records of artifacts, so they cover models that another recipe trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Assignment of this machine's CPU slots and GPUs to the stages of a plan; the only I/O is a look for GPUs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of models, rows and adapters that already lie on this machine, before a plan runs or copies anything."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path

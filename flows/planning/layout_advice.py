@@ -1,7 +1,5 @@
 """Layout search for `lifecycle layouts`, which ranks all parallel layouts of a model or explains a single one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

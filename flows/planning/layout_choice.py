@@ -4,8 +4,6 @@ It is chosen before versions are computed, and part of the version: the same mac
 machine, or a calibration that changes the choice, trains again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ A line contains what a recipe has under `engine:` and `layout:`, with the same d
 where the fields show which it is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Training and quantization do not change a model's shape, so it is that of the do
 else from the source itself, or a table of published models while the source does not answer.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

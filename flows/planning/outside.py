@@ -1,7 +1,5 @@
 """Resolution of a recipe's inputs from outside the artifact store: file hashes, hub revisions, program versions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial

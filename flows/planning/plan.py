@@ -1,7 +1,5 @@
 """Plan of a refresh: which stages run, which are cached, and why. Pure: the store is given as an index."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Each proposed value has its reason in a comment: sizes follow from the rows, the
 model and the method, and the choice of an adapter from this machine's memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

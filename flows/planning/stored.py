@@ -4,8 +4,6 @@
 may; their content is identity, like that of other files.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Overrides of a recipe as `path=value` texts, such as those of `lifecycle run --set`, with values read as YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

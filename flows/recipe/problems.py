@@ -1,7 +1,5 @@
 """Problems of a recipe as sentences, made from pydantic's errors: the field's path, what was found, what is allowed."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Iterator, Sequence

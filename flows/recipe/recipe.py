@@ -3,8 +3,6 @@
 The meaning of fields belongs to the stages' configs; what runs is decided in `plan.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

@@ -4,8 +4,6 @@ YAML as PyYAML's safe loader reads it, with three differences: a key that appear
 `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and dates stay text.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

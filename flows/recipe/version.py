@@ -1,7 +1,5 @@
 """Versions of artifacts: twelve hex digits hashed from all that decides an artifact's content (its identity)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Evaluation and promotion results for a refresh's report: scores, gates, score differences, sample answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ every other round in reverse order; a metric is the median over rounds of the me
 the spread is the interquartile range of the measured steps of all rounds.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Data model of a refresh's report, from which its HTML page is made; `reading.py` fills it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

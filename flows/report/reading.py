@@ -1,7 +1,5 @@
 """Reader that makes a refresh's report from its ledger (event log) and the store, without asking any server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flows.ledger.home import hardware_file

@@ -1,7 +1,5 @@
 """Sentences of a report: how the refresh ended, what that means for the model, and what its stages warned about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from flows.ledger.record import COPIED, KILLED, AttemptRecord, RefreshRecord

@@ -1,7 +1,5 @@
 """Tables and bar charts of a report's measurements, with exact values and as rounded for reading. Pure: does no I/O."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Training curves for a refresh's report, with those of earlier champions behind them, and the trainings' data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import islice

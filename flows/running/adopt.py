@@ -3,8 +3,6 @@
 So they pass the checks of a download, and a recipe that names the same content finds it cached.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Literal

@@ -5,8 +5,6 @@ equally. A trial is the process that a refresh would start; its `config.json` sa
 nothing, and works outside the store, where its folder cannot be taken for an artifact or for resumable work.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

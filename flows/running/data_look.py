@@ -4,8 +4,6 @@ A process like a stage's prepares it. Data on this machine is copied into the st
 request, and no other stage runs.
 """
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 import threading

@@ -4,8 +4,6 @@ Running refreshes are found in the ledgers, each of which names a process; dead 
 concurrency slots were measured and dropped, see `slots.py`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from contextlib import suppress

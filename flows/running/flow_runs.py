@@ -1,7 +1,5 @@
 """Prefect deployments of the refresh flow, and flow runs that a command creates and runs in its own process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

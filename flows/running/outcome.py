@@ -1,7 +1,5 @@
 """Result of a refresh for people: its report, links, scores, promotion results, warnings and notification text."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

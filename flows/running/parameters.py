@@ -5,8 +5,6 @@ machine anyway. So a deployment's run must keep its recipe's values wherever the
 files than the recipe's own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

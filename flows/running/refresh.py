@@ -3,8 +3,6 @@
 Only our store decides what is cached, so Prefect's own caching is off; `retries.py` decides what Prefect retries.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import secrets

@@ -3,8 +3,6 @@
 The Prefect flow decides the order and calls `build` for each stage, in threads.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Requests for a refresh, made by a person, a schedule or a retry, and the planning of what they ask for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

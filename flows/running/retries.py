@@ -1,7 +1,5 @@
 """Decision about which failed attempts at a refresh's stages are repeated automatically."""
 
-from __future__ import annotations
-
 from flows.planning.plan import PlannedStage
 from flows.store.content import SCRATCH_FOLDER
 from flows.store.store import Store

@@ -1,7 +1,5 @@
 """Observer of a running stage: it writes events to the ledger (event log) of the refresh, and milestones to the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ A process like a stage's does the check (`stages/kinds/check`): the orchestrator
 for lack of time or because another stage has yet to make the data, the stage itself finds when its turn comes.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator, Mapping

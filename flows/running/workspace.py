@@ -5,8 +5,6 @@ log.txt                        output of all processes of all attempts
 attempt.json                   identifies the processes of this attempt, should this process die
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

@@ -4,8 +4,6 @@ Otherwise both homes would refresh, promote and publish. Prefect is asked by HTT
 which server it talks to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A web page that somebody has open in a browser can send requests to the loopback
 `Origin`; a page whose own name resolves to 127.0.0.1 (DNS rebinding) sends that name as `Host`.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping

@@ -11,8 +11,6 @@ Settings come from the environment (`programs.py`): the key as LIFECYCLE_SERVERS
 LIFECYCLE_SERVERS_KEY_FILE; a database's password in its URL or, in a file, as LIFECYCLE_DATABASE_PASSWORD_FILE.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import functools

@@ -6,8 +6,6 @@ settings when they are loaded, such as the worker and Prefect's own command, are
 python -m flows.servers.keyed PROGRAM ARGUMENT…
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -3,8 +3,6 @@
 A server that the user named (`PREFECT_API_URL`, `MLFLOW_TRACKING_URI`) is used and checked, never started or stopped.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.metadata

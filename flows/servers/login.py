@@ -4,8 +4,6 @@ A browser is started with the file's name on its command line, which everybody o
 key.
 """
 
-from __future__ import annotations
-
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 A port is held by a listening socket from its choice to the server's first answer.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

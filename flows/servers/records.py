@@ -7,8 +7,6 @@ python -m flows.servers.records NAME PID DEATHS
 records the new process of a server, or that it died (PID 0); the supervisor calls it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextlib import closing

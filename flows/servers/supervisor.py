@@ -12,8 +12,6 @@ The supervisor of a home holds a lock (`lock.py`) that the kernel releases when 
 it to hand over what it keeps, and to end. `keep` turns a process into the supervisor of one command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -5,8 +5,6 @@ itself is gone, a service notices that misses the pings (a dead man's switch). A
 from the environment, and Prefect keeps them encrypted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

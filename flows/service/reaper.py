@@ -3,8 +3,6 @@
 A process is identified by number and start time, so this needs no heartbeat and no patience with a busy machine.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

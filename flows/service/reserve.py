@@ -4,8 +4,6 @@ Without it the end of a refresh is lost, or notified several times: Prefect's se
 before it commits the state, and a client whose commit failed sets the state again.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 A schedule has the name of its recipe. Prefect stores it; the recipe is read again at every run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import re

@@ -6,8 +6,6 @@ python -m flows.service.worker [DESCRIPTOR]
 settings say). It ends on SIGTERM. A refresh runs in a process of its own, which survives the worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

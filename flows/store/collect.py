@@ -1,7 +1,5 @@
 """Verification of artifacts against their hashes, and garbage collection of the artifact store."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

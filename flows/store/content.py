@@ -1,7 +1,5 @@
 """Contents of artifacts: file hashes, the digest over them, and checks against what was recorded."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -8,8 +8,6 @@
       champions: all    or how many versions of each registered model keep their artifacts, the latest
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of artifacts (`record.json`), with what each was built from, and the index of all artifacts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

@@ -9,8 +9,6 @@
 A commit renames the work folder and then renames `record.json` into it, so an artifact is complete or does not exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 Only the shipper writes it. An attempt's run is recorded nowhere else.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from flows.ledger.refreshes import Ledger, ledger_of

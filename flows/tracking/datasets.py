@@ -1,7 +1,5 @@
 """MLflow dataset inputs of a run: the data splits that its stage read, or the tasks of its evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ All of the identity is logged, and nothing else: a recipe keeps secrets in `exec
 that is in a value anyway is redacted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs measured earlier, as plain values from MLflow (imported when asked) or a `gpu.json` of `tests/benchmarks`."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

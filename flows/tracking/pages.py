@@ -4,8 +4,6 @@ By default MLflow opens an experiment on its traces, of which we have none, and 
 address selects runs; the columns are a *view*, stored in a tag of the experiment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -3,8 +3,6 @@
 `mlflow gc` is not used: it would also purge runs that people have deleted and might want back.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

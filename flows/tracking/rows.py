@@ -1,7 +1,5 @@
 """Metrics, tags and parameters of a refresh and its stages, in the form in which they are logged to MLflow."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

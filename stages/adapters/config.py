@@ -1,7 +1,5 @@
 """Recipe options of LoRA adapters: low-rank weights trained beside a frozen base model (Hu et al. 2021)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Annotated, Literal, Self

@@ -5,8 +5,6 @@ before it is used. An idle adapter has 0 for every B: servers ask it instead of 
 to a base wrongly once every slot has an adapter (`stages/serving/vllm/adapters.py`).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Only of dense models with Transformers' names; of others the check of inputs builds the model.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Codes and scales are frozen parameters of bytes whose rows stand alone, so that 
 as of floats. The weight itself is made for the moment of its use, once in the forward and once in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

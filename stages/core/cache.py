@@ -7,8 +7,6 @@ The last use of an entry is its modification time, which `lifecycle gc` goes by:
 folders may get a seal (sha256), compared on reading.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

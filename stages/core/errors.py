@@ -4,8 +4,6 @@ A message says what was being done, what was found, what was expected, and what 
 of ours and exits with `INTERNAL_ERROR`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

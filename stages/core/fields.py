@@ -1,7 +1,5 @@
 """Building blocks for config classes: the strict base class, number types with bounds, and marks for config fields."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

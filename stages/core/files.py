@@ -1,7 +1,5 @@
 """Reading and writing of small files: atomic writes, JSON with clear errors, and JSON Lines that are appended to."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Settings of Python's garbage collector that save time in processes which import half a million objects."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Iterator

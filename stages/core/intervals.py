@@ -4,8 +4,6 @@ Where all samples are 0 or 1, the normal interval is empty at 0 of 30, although 
 [0, 1] near the ends; the score intervals of Wilson (1927) and Newcombe (1998) do neither.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 

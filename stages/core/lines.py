@@ -4,8 +4,6 @@ A text from outside (a row, a model's answer, a name on a hub) may hold control 
 direction, which a terminal would obey, and hide or replace what stands beside them.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

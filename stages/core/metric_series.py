@@ -4,8 +4,6 @@ A line holds "step", "time_ms" and numbers (NaN, Infinity) by metric name. One a
 again, of which the first value counts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ Most that are exponential in `re` take `regex` no time; `re` is used where a lib
 search may take any time, the expression alone any memory (`(?:(?:a{1000}){1000}){1000}`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

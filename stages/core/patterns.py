@@ -1,7 +1,5 @@
 """Matching of untrusted regular expressions (from a recipe or an adapter) in a process with time and memory limits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Literal, Self

@@ -10,8 +10,6 @@ them. Exits with the command's code, or 128 + the signal that killed it. `superv
 library only (psutil is out of reach without site-packages); starts in 30 ms.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -11,8 +11,6 @@ each). The program has a bare environment (no keys, a home only if given one), a
 it starts, it ends with this process, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Standard library only, and little of it, so that a program starts in some 20 ms and has its memory for itself.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -5,8 +5,6 @@ URLs, and texts in the form of known services' keys. Messages are redacted where
 programs write, when their stage has ended. Time is in proportion to the text. Standard library only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The supervisor ends all descendants when this process is gone, this process when the supervisor is.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ PyYAML builds nodes by recursion, and merges (`<<`) by copying: text of a few by
 memory. Its events come one after the other, in time in proportion to the text.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

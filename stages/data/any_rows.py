@@ -15,8 +15,6 @@
 datasets from which no one method learns.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

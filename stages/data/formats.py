@@ -4,8 +4,6 @@
 `prompt`, `completion`, `chosen`, `rejected` are messages and others strings, the strings are messages too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

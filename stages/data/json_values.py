@@ -4,8 +4,6 @@ Where Python's decoder is silent (repeated keys) or gives up (a number of 5,000 
 `InvalidJsonValue`, and `flaw_of` says which field of the row is bad.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

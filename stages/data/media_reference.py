@@ -4,8 +4,6 @@ A record of one on disk has 39 bytes and its path: sha256, width and height (uin
 (uint16), path.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

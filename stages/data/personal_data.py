@@ -4,8 +4,6 @@ The libraries for this (presidio, scrubadub) bring language models or are no lon
 only those find, are not looked for here.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Readers of preference rows, which return the chosen and the rejected document or say why a pair teaches nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ A template runs in Jinja's immutable sandbox, on a fixed date, with what Transfo
 `template_program`, which limits time and memory; everything else asks `templates`. Imports Jinja and little else.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

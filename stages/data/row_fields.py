@@ -24,8 +24,6 @@ assistant and messages of the role `tool`:
 | ShareGPT's users (`from`) | `function_call` | `observation`   |
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 Of each row 16 bytes are kept on disk, of a pair or a labelled answer 24, and compared by shares that fit in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

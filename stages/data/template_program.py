@@ -5,8 +5,6 @@ beyond them within a single step of C (`tojson` of lists that share lists, a pow
 which is then asked for each conversation alone.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import time

@@ -4,8 +4,6 @@ There (`template_program`) a conversation becomes its text, and what the assista
 (`proved_template`). One process answers for all templates of this one, many conversations at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -14,8 +14,6 @@ chooses one by trying them:
 The kernels of `packed_documents` are those of `attention_kernels.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ and Megatron, it would differ by layout; over a step, the choices are not known 
 backward. DeepSeek-V3 (2024, section 2.1.2) computes it over sequences, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

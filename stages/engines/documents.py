@@ -5,8 +5,6 @@ Documents of similar length form a bucket, in which they are padded to one lengt
 backward pass adds up gradients one index at a time, although no slot has two tokens.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ An engine owns the model, the optimizer and every collective over them; the loop
 logging and the places of checkpoints. All methods are collective: every process calls them in the same order.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

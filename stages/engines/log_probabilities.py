@@ -19,8 +19,6 @@ chunk alone saves 2 of them, since its output is kept. (Liger's fused loss gives
 which preference losses need, and does the head's backward work before it knows the weight of each token.)
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

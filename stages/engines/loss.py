@@ -6,8 +6,6 @@ to its part of the mean and of the metrics: so the number of processes and of mi
 learned. The losses are in `stages.kinds.train.methods`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice

@@ -6,8 +6,6 @@ causal looks. On a GPU `state_kernels.py` may do it in one pass. `fsdp/probe.py`
 with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ on. Transformers looks at the longest text of a batch (with dynamic NTK: so far)
 a long one would be rotated as if it were long; here each document gets the angles that it has alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

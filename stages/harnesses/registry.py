@@ -1,7 +1,5 @@
 """Registry of evaluation harnesses. To add a harness, write a package beside `lm_eval/` and add one line here."""
 
-from __future__ import annotations
-
 import difflib
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Scores and samples that an evaluation's artifact holds: `scores.json`, and `samples/TASK.jsonl` with the answers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

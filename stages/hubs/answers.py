@@ -3,8 +3,6 @@
 What takes longer is left behind in its thread: it holds up neither the caller nor the end of the process.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Helpers for downloads from all hubs: a folder for incomplete files, disk-space checks, and progress reports."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Base config of stages that download models or datasets."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Hub for local files (`file://`), which copies a file or a folder and follows no link that leads out of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

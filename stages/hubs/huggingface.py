@@ -4,8 +4,6 @@ Respects HF_ENDPOINT (a mirror) and HF_TOKEN, not a token that `hf auth login` l
 types the hub's answers; huggingface_hub knows what a refusal means.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

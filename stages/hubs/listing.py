@@ -5,8 +5,6 @@ dataset: JSONL, JSON and CSV, maybe compressed (`.gz`, `.zst`), and Parquet, and
 them; never loading scripts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import unicodedata
 from collections.abc import Iterable

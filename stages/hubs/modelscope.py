@@ -4,8 +4,6 @@ Respects MODELSCOPE_ENDPOINT and MODELSCOPE_API_TOKEN. A revision is a hash over
 reliably give a branch's commit.
 """
 
-from __future__ import annotations
-
 import re
 from http import HTTPStatus
 from urllib.parse import urlencode

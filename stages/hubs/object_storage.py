@@ -1,7 +1,5 @@
 """Hub for object storage (`s3://`, `gs://`, `az://`), which copies objects and detects changes by their ETags."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

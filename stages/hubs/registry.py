@@ -3,8 +3,6 @@
 Light: a hub's module is imported when its first source is asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A plan replaces them by the `file://` sources of their folders (`flows/planning/stored.py`); nothing else asks this hub.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NoReturn
 

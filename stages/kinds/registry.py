@@ -1,7 +1,5 @@
 """Registry of stage kinds, by name; a new kind is a folder beside this file and one line here."""
 
-from __future__ import annotations
-
 from stages.core.contract import StageConfig
 from stages.core.fields import Product
 from stages.kinds.curate.config import CurateConfig

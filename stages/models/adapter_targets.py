@@ -5,8 +5,6 @@ follow from the shape. Names mean ends of module names, or a pattern of whole na
 PEFT knows, names of experts' linear layers and routers before Transformers 5 mean parameters of all experts of a layer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

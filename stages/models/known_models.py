@@ -5,8 +5,6 @@ experts are written as so many more that every token is routed to (without multi
 window in some layers (Gemma, GPT OSS, EXAONE 4) as attention over the whole row; of models that see, the text part.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

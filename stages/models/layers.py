@@ -1,7 +1,5 @@
 """Parts of a causal language model: decoder, transformer layers and their kinds, and what text never reaches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -5,8 +5,6 @@ and routers are parameters. From files (`read_projections`; no torch, millisecon
 is no embedding; the usual architectures' names are also what serving engines split and fuse by.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -5,8 +5,6 @@ Transformers says so of each architecture (`_keep_in_fp32_modules`, of those tha
 router sends up to a third of the tokens to other experts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ whose tokens the model has. Transformers meets bad values with an AssertionError
 architecture requires beyond this shows when it is loaded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

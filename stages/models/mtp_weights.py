@@ -5,8 +5,6 @@ state, projects both, joined, to the model's width, and runs one more decoder la
 output head are the model's (DeepSeek-V3, 2024, section 2.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

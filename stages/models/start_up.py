@@ -1,7 +1,5 @@
 """Faster start of processes that use Transformers, by leaving out imports that they do not need."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib import metadata

@@ -4,8 +4,6 @@ torch unpickles the index, `.metadata`, without restriction. It is the only pick
 by `torch.load(weights_only=True)`, and objects are not loaded.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A patch is what the tower makes one vector of; how many a picture has follows from the shape of its pixel values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -5,8 +5,6 @@ device; integers, such as the sizes of a picture's grid, keep their values, by w
 other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `ModelShape.flops` says the same from the sizes alone, but only for the families it knows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

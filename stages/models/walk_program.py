@@ -3,8 +3,6 @@
 python -m stages.models.walk_program   # from standard input what `answer` takes; to standard output what it returns
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -4,8 +4,6 @@ A walk builds the model without weights, and takes seconds, most of them to impo
 its own, within limits of memory and time. Only Transformers' own classes are built.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

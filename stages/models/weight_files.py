@@ -4,8 +4,6 @@ Refuses weights that Transformers would silently load although they cannot be th
 index lists, integers, all zero, a head that the config says is the embedding, but is not.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Accelerator of this process, used through torch functions that are the same for all kinds of devices."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """C compiler that torch.compile needs on the machine that trains: for Triton's launchers, or for a CPU's kernels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

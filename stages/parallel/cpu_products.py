@@ -5,8 +5,6 @@ oneDNN, which torch uses for bf16, has them for all: on one core of an AMD EPYC 
 105. Both multiply and add in fp32; only the order of sums differs.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Imports no torch: calls of it are in `accelerator.py`. Tried so far: CPUs. The o
 documentation of torch and of the vendors' plugins.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the training, since no data sheet says what a shared virtual machine gives. Othe
 low, so the best on a CPU of this kind is kept in $LIFECYCLE_HOME.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Parallel layout of a training stage: parallel degrees and memory choices; needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 

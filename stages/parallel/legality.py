@@ -4,8 +4,6 @@ Each error is a sentence with every factor in it, made lazily: a search calls `i
 is checked for `layout_errors` when it is parsed, for its engine's `model_errors` when its model is there.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Process group of a training stage, joined at the start and left at the end, also after errors."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

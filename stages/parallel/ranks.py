@@ -7,8 +7,6 @@ are sent. The processes of one node meet in a file in memory that no one else ca
 several nodes at the first node's address (`processes.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

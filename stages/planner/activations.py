@@ -6,8 +6,6 @@ heads, t-way tensor parallelism) they give its s·b·h·(10 + 24/t + 5·a·s/(h�
 only for an adapter, and a frozen norm keeps only its input.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

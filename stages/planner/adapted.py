@@ -4,8 +4,6 @@
 [rank, inputs] and B [outputs, rank]; each of stacked experts gets its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal

@@ -1,7 +1,5 @@
 """Compilation of layers in a search of layouts: its time, and why a search leaves it out."""
 
-from __future__ import annotations
-
 from stages.planner.costs import SearchRequest
 from stages.planner.workload import Workload
 

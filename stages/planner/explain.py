@@ -1,7 +1,5 @@
 """Explanations of a planned layout in sentences: where its step time goes, and why other layouts were not chosen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ A device is built in, or described by a YAML file (`lifecycle calibrate` writes 
 all processes of the machine share evenly; of accelerators, each process has one.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 from dataclasses import MISSING, dataclass, fields, replace

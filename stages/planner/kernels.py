@@ -4,8 +4,6 @@ A test counts those of this project's engines again, on fake GPUs and in the cod
 (`tests/fake_gpu`). Collectives are not among them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stages.planner.adapted import adapted_layers

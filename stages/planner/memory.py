@@ -4,8 +4,6 @@ Weights, gradients and optimizer states follow Rajbhandari et al. 2020 (ZeRO, se
 frozen: it has neither gradients nor optimizer state, and is stored as `adapter.base_precision` says.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ and a stride, the distance of neighbours. One that spans nodes uses all network 
 do), and the links within the nodes at the same time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Distribution of a model's layers over pipeline stages, and the number of parameters on each process rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Predictions for a train stage's layout: its metrics, its JSON record, and an error for a layout that lacks memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import nlargest

@@ -4,8 +4,6 @@ Memory, cheaply estimated, rules most layouts out; the time of one that lacks a 
 would have gained. Engines leave dominated layouts out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

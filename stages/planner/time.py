@@ -6,8 +6,6 @@ parallelism passes keys and values around a ring (Liu et al. 2023). Communicatio
 hidden except for a fixed share, since it takes memory bandwidth and processors from compute.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from stages.models.flops import ModelFlops, model_flops_utilization

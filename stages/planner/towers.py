@@ -3,8 +3,6 @@
 Engines run it before the layers of text: what it keeps for its backward pass is there until theirs is over.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stages.models.shape import ModelShape

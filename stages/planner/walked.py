@@ -1,7 +1,5 @@
 """Activations and products of walked models, of which the planner knows every kind of layer (`stages.models.walk`)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache

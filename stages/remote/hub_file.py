@@ -7,8 +7,6 @@ Every byte is vouched for by the digest that the hub listed, where a file is rea
 the digest that an answer names; else it is refused.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

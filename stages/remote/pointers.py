@@ -3,8 +3,6 @@
 `train.jsonl.pointer` is opened like `train.jsonl`, over the network, without writes to disk.Credentials: environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 This parent of the sandbox starts and watches `code_program.py`, the child that confines itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

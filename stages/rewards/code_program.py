@@ -12,8 +12,6 @@ privileges (Linux 5.13 and later; https://docs.kernel.org/userspace-api/landlock
 Standard library only: other programs that run people's code import this module, too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

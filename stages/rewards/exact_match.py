@@ -1,7 +1,5 @@
 """Reward by equality: 1 where the completion is the reference answer, else 0."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Reward by format: 1 where the completion consists of the given tags in their order and nothing else, else 0."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Reward by JSON Schema: 1 where the completion is JSON that conforms to the schema, else 0."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator

@@ -3,8 +3,6 @@
 A question has `schema` and `text`. Patterns, references to itself, and long lists of unique items may take any time.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

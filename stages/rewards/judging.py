@@ -1,7 +1,5 @@
 """Scoring of completions by all rewards of a recipe, and their weighted sum."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

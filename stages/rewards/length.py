@@ -1,7 +1,5 @@
 """Reward by length: a penalty on long completions, which grows with their length."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """Reward by mathematical equality: 1 where the answer in a completion has the value of the reference answer, else 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal

@@ -4,8 +4,6 @@ A question has `text` and `reference`; the answer is `right`, `wrong` or `no ans
 reference is mathematics. Some formulas never end, or take any amount of memory.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

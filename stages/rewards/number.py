@@ -1,7 +1,5 @@
 """Reward by number: 1 where the last number in a completion equals the last one in the reference answer, else 0."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation

@@ -1,7 +1,5 @@
 """Reward by a Python function that the recipe's author wrote, run in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

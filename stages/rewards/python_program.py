@@ -4,8 +4,6 @@ A question is a completion; the answer is what the function returned, without ac
 stage, which has keys of servers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import runpy

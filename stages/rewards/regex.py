@@ -1,7 +1,5 @@
 """Reward by pattern: 1 where a regular expression matches within the completion, else 0."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, field_validator

@@ -1,7 +1,5 @@
 """Registry of rewards. To add a reward, write a module beside this file and add one line here."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field

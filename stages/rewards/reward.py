@@ -3,8 +3,6 @@
 A new reward is a module and a line in `registry.py`. Its config is light; what it needs is opened when it judges.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import ABC, abstractmethod

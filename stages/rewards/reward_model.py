@@ -1,7 +1,5 @@
 """Reward by a reward model that another stage trained: a number for each completion, higher for the better one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Scoring of completions by a reward model in a folder, in batches on the GPU or CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -3,8 +3,6 @@
 By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Preview of a dataset's prompts for `lifecycle look`, before any model is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

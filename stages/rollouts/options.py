@@ -1,7 +1,5 @@
 """Options of making prompts from a dataset's rows, and of sampling completions; without an import of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date

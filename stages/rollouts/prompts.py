@@ -1,7 +1,5 @@
 """Prompts made from a dataset's rows, rendered by the model's chat template and checked before any model is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

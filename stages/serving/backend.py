@@ -4,8 +4,6 @@ A canary gets a share of the requests by a hash of their session, user or client
 one version now and by another later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """Recipe settings of a model server, its benchmark and its address, and checks of them against the model's config."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping
 from functools import partial

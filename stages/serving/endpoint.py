@@ -1,7 +1,5 @@
 """Endpoint for stages that query a model: the server of a serve stage, or one that the querying stage starts."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

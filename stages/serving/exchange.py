@@ -4,8 +4,6 @@ An engine counts a stream's tokens only if asked: so the proxy always asks, and 
 client that did not. Nothing else is changed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Such a memory file (memfd) is in no file system, and gone with the last process 
 Sealed, it keeps its size and content, so that a reader needs no lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -1,7 +1,5 @@
 """HTTP helpers of the proxy: headers that it forwards, request bodies of limited size, and error responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Python environments of other programs, such as serving engines: their interpreters, packages and error logs."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

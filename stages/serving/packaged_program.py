@@ -6,8 +6,6 @@ ours. Both take their API key as an option only, which everyone on the machine c
 LMDEPLOY_SERVER_KEY.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ A picture is OpenAI's part {type: image_url, image_url: {url}} with a `data:` ad
 addresses of the web and read files. What is passed on is what was checked: parsed and written again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

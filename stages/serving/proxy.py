@@ -11,8 +11,6 @@ its neighbours import nothing but their HTTP libraries, pydantic and Prometheus'
 engine's image (`proxy_program.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -5,8 +5,6 @@ restarts it. IMAGES: largest number of pictures in a request, default 0. The API
 socket tells others until when the engine is needed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

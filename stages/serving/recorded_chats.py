@@ -1,7 +1,5 @@
 """Conversations that training recorded, with tools or pictures, in the form of OpenAI's requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A new engine is a folder beside `vllm/`, or a table in `packaged.py`, and one line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -6,8 +6,6 @@ and the version that answered: no header, no key, no user. Conversations with pi
 read, and answers that were cut off are left out.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

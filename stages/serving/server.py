@@ -3,8 +3,6 @@
 From a `LaunchSpec` comes a `Server` whose processes, port and temporary files are gone however its context ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Load generator for OpenAI-compatible servers by streamed completions, for engines that come without their own."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

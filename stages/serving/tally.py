@@ -4,8 +4,6 @@ Engines' own metrics get the same labels, `lifecycle_model` and `lifecycle_versi
 champion and its challenger, whichever engine serves them.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import Counter, deque

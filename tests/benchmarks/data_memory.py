@@ -7,8 +7,6 @@ tokenized is kept by content, so that all of it is hashed, packed, written and c
 are a token, as with a trained vocabulary. The disk needs four times the size of the largest dataset, linked thrice.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ not in `gpu.json`, and repeats what failed once the code has changed.
 `lifecycle calibrate --measured FOLDER/gpu.json --out FILE` fits the planner to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

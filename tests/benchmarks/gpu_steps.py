@@ -1,7 +1,5 @@
 """Batches and timing of the GPU benchmark, and the plain Transformers loop that it compares our engines with."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import pairwise

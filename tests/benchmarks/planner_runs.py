@@ -1,7 +1,5 @@
 """Published training runs of the folder `data/` with their measured step time and memory, for `planner_accuracy.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

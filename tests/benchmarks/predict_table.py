@@ -5,8 +5,6 @@ python tests/benchmarks/predict_table.py runs.csv --out predicted.csv
 `published_runs.py` lists the columns that are read.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -5,8 +5,6 @@ vTrain's (`# GPUs, global batch, …, iteration time (ms)`). Tables rarely descr
 overlap, bytes of optimizer state): it is inferred from the year of the hardware and the model (`software_of_run`).
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

@@ -5,8 +5,6 @@ for CPUs, autograd has no CUDA device, so the fake GPU has the type "cpu" and CU
 attention, collectives and memory are those of a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace

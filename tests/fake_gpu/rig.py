@@ -1,7 +1,5 @@
 """Training steps of this project's engines on fake GPUs, which report memory, collectives and kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """On fake GPUs, each rank of both engines holds and sends as many bytes in a step as published formulas say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,8 +8,6 @@ commit and day it last passed is kept in `stamps.json` here, which `tests/README
 part failed. All take at most an hour on two cores, but for the year, which takes two.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

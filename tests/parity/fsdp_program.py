@@ -9,8 +9,6 @@ model in `output/NAME/`. A case may `save` a checkpoint of the state after so ma
 what another has saved so: `resume`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

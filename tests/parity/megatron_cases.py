@@ -1,7 +1,5 @@
 """Cases in which the Megatron engine is compared with plain Transformers: models, data, adapters, layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

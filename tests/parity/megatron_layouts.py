@@ -6,8 +6,6 @@ gradient norm (relative) and weights after five AdamW steps, in fp32. `test_mega
 to their bounds; `stages/engines/parity.md` shows the table of groups.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

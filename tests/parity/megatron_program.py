@@ -6,8 +6,6 @@
 trained model in `FOLDER/exported/PROCESSES-INDEX`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass, replace

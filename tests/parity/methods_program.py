@@ -8,8 +8,6 @@ A case leaves `output/NAME.json`, the outcome of each step and of an evaluation,
 `megatron_methods_program.py` does the same on Megatron.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -7,8 +7,6 @@ A program is a module whose `main()` finds its arguments in `sys.argv`. The pare
 failed, which takes the others along.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

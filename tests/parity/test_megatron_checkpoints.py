@@ -3,8 +3,6 @@
 `make test` leaves out journeys whose beginnings, ends and models others have, too.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

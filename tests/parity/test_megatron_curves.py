@@ -1,7 +1,5 @@
 """Both engines have the same loss curve for the same recipe; on several ranks, stages report further metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 from stages.core.contract import StageResult

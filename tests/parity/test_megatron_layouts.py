@@ -4,8 +4,6 @@ Dense models and mixtures of experts, packed or not, SFT and DPO. `make test` ha
 any case, where all dense models count as one and all mixtures as another, and every model; `make nightly` has all.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pairwise import pairwise

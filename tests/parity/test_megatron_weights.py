@@ -1,7 +1,5 @@
 """Megatron exports exactly the weights that it loads under any layout, and no process holds the whole model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -5,8 +5,6 @@ held to TRL's by unit tests. `make test` has each method under each layout, with
 the others.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Muon is compared with its formula by singular values; AdamW rounds its moments or weights at random.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -3,8 +3,6 @@
 `make test` has each engine, and each kind of model, once; `make nightly` the others.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Stages that train, continue and merge an adapter write the right files, or fail with a clear error."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 In `make test` some of its parts; all of them are nightly.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 One vLLM is started here as a recipe's author starts one that stages name; several of them use it, one after another.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Train stages of KTO, distillation and reward models learn the same on one process and on two."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 Losses are logged by dataset.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Continued pre-training gives the losses of a plain Transformers loop on the rows that `group_texts` makes."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -4,8 +4,6 @@ Tests of recipes that build on it, with adapters, GGUF files and another vLLM, a
 `test_adapters.py`, `test_serve_adapters.py` and `test_llama_cpp.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training as a Slurm job of two nodes gives what two local processes give, also when it is cancelled and resumed."""
 
-from __future__ import annotations
-
 import json
 import threading
 

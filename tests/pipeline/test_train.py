@@ -1,7 +1,5 @@
 """SFT and DPO train stages learn, and leave their artifacts and reports but no other files."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -4,8 +4,6 @@ Every night; `make test` has a GRPO stage whose vLLM takes weights so, and is he
 after each update (`test_grpo.py`), and unit tests of the memory, the messages and the refused pickles.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

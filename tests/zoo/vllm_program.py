@@ -3,8 +3,6 @@
 python vllm_program.py ROWS RESULTS FOLDER …   # RESULTS: a line of JSON before each model, and one after it
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

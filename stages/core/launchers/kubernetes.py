@@ -1,7 +1,5 @@
 """Options of the launcher `kubernetes` in a recipe (`execution.kubernetes`), also used in manifests of servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 

@@ -3,8 +3,6 @@
 Each launcher has a module here(light); how a cluster's starts and follows jobs is in `flows/launch/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

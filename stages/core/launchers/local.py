@@ -1,7 +1,5 @@
 """Options of the launcher `local`, which runs a stage's processes on the machine of the refresh."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from stages.core.launchers.launcher import LauncherOptions

@@ -3,8 +3,6 @@
 A new launcher is a module beside this one and a line here; a cluster also has a module and a line in `flows/launch/`.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field, create_model

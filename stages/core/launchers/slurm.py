@@ -1,7 +1,5 @@
 """Options of the launcher `slurm` in a recipe (`execution.slurm`)."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -12,8 +12,6 @@ A cell is a path, a base64 text (`data:…`), or {bytes, path} as Parquet files 
 a preference pair, each answer's conversation takes the row's media from the first on.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

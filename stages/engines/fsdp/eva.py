@@ -5,8 +5,6 @@ compete for `rank` × layers places by the variance that they explain: a layer g
 none. A file keeps them, since an attempt that continues must have the same ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routers in Transformers' mixture-of-experts models: finding, freezing and checking them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -9,8 +9,6 @@ not make it wait: a host that is ahead of the device would allocate all layers' 
 On a CPU the same code copies from host memory to host memory: nothing is saved, and every bit can be compared.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

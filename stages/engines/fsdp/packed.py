@@ -1,7 +1,5 @@
 """Batch of one row of given documents, for checks of models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Application of a parallel layout to an FSDP2 model: recomputation, compilation, sharding, loading of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Written as Transformers' sequence classification with one label, taken at the last token that is no padding.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

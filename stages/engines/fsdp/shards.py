@@ -1,7 +1,5 @@
 """Weights of a model sharded by FSDP2 on the meta device: each process reads only the rows of its own shards."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of weights and optimizer state with torch.distributed.checkpoint: asynchronous, resharded on load."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ PEFT itself chooses the layers and draws A, so that it is the adapter that the F
 factor a process holds follows from its layer (`families`, `parameter_shards`); the computation is in `low_rank`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

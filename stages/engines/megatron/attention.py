@@ -13,8 +13,6 @@ Rotation happens here too, with angles that are computed once a micro-batch by T
 tokens by document and compute sines again in every layer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

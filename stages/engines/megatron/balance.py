@@ -3,8 +3,6 @@
 Megatron's own is computed over micro-batches, or over the batches so far, and so differs by layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Names and shapes in the files are those of the Transformers model, so that a run
 engine. Random numbers, data order and learning rate are functions of the step, which is in the folder's name.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

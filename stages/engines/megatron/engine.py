@@ -5,8 +5,6 @@ is a sum over shares and context-parallel ranks: a micro-batch gives its part of
 Call `prepare_megatron()` before anything of this module is used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

@@ -5,8 +5,6 @@ A rule names a parameter as Megatron does, below its layer (or below the model),
 Transformer Engine spec, and the weights that it is made of. Factors of an adapter follow from their layer's rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto

@@ -4,8 +4,6 @@ Autograd's would turn, negate, split and join whole tensors again, since Megatro
 one tensor, and the two halves of a gated layer into another.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ Experts exchange nothing: each token comes to all ranks that have a part of its 
 after the layer. Only the gradient of the whole factor is summed. A router is whole on every rank.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron model chunks (GPTModel) that a process holds under a layout, built without weights (`weights.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron's data parallelism and Adam: gradients are summed over data-parallel shares, then clipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Megatron's optimizers keep a shard's fp32 master weights and moments whole, or, 
 the flattened shard, which is cut into blocks: rectangles of a weight, which any layout and engine can put together.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

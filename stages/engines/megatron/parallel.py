@@ -4,8 +4,6 @@ Tensor parallelism is innermost (its traffic is the heaviest), then context, dat
 parallelism is folded into data and context parallelism.
 """
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ A parameter of the whole model has a `ParameterKey`; a process has a `ParameterS
 `WeightSlice`s with Hugging Face weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

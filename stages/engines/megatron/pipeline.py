@@ -4,8 +4,6 @@ Every process of a share of the global batch gets the same micro-batches and tak
 function for the log-probabilities is called on the last stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

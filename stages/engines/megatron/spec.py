@@ -4,8 +4,6 @@ The local are Megatron's linear layers with this project's RMSNorm and attention
 parallelism, packing and context parallelism.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from functools import cache

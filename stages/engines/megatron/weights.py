@@ -4,8 +4,6 @@ A process reads its shards (`parameter_shards`) from the safetensors files, and 
 rank 0, which puts the weights together and writes shards.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

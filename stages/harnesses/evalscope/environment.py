@@ -4,8 +4,6 @@ A stage makes it, with versions pinned in a file, when a recipe first asks for E
 this module, before that, and when the pins have changed. It is renamed last: an environment that exists is complete.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -3,8 +3,6 @@
 It asks all questions as chats. It is a program in its own environment, made when first asked for.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

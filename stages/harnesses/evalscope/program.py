@@ -4,8 +4,6 @@ Runs in EvalScope's environment and imports nothing of ours; `running.py` reads 
 (`TASK/reviews/…`, `TASK/reports/…`). Answers of an earlier attempt are not asked again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

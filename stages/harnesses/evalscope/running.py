@@ -4,8 +4,6 @@ EvalScope leaves for each task `reviews/MODEL/BENCHMARK_SUBSET.jsonl`, a sample 
 `reports/MODEL/BENCHMARK.json`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

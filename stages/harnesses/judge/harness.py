@@ -1,7 +1,5 @@
 """Evaluation harness in which a judge, any model behind OpenAI's API, rates the answers to question sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Evaluation by a judge: the served model answers the questions of sets, and the judge rates the answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

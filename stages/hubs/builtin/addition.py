@@ -4,8 +4,6 @@
 (`configs/tasks`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Beside `NUM_GOOD` good rows: exact copies, copies written otherwise, problems of the task `addition`, addresses.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `prompt`, `chosen` and `rejected` are lists of messages.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Config and output of the input check, which runs before a refresh to find problems in later stages' inputs."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@
 time for.
 """
 
-from __future__ import annotations
-
 import importlib
 
 from stages.core.contract import StageContext, StageResult

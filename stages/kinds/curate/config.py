@@ -1,7 +1,5 @@
 """Config of the curate stage: which rows of its datasets are dropped, masked or held out, and by which rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self

@@ -6,8 +6,6 @@ words stand in many texts that have seen no benchmark. Runs that most samples of
 not.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

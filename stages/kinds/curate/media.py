@@ -1,7 +1,5 @@
 """Media of curated rows: their files go along, under the names by which the rows call them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path, PurePosixPath
 

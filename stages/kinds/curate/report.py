@@ -1,7 +1,5 @@
 """Report of a curation: every dropped row in `dropped.jsonl`, counts and examples in `report.json`, and metrics."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 py3langid identifies languages, naive Bayes over bytes, offline and deterministic (Lui and Baldwin 2012, langid.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ Steps that look at one row at a time write the rows that they leave to the scrat
 only numbers in memory. The same rows and steps give the same bytes, also after a kill.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

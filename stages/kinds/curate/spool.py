@@ -3,8 +3,6 @@
 Files only grow, and a note says how far they belong together: after a kill they are cut back to that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

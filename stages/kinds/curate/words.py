@@ -1,7 +1,5 @@
 """Word splitting and n-gram hashes for comparing texts; the 64-bit hashes are the same in every process."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -4,8 +4,6 @@ Its base is the artifact that the recipe names, once every layer is found there 
 stand in for the record of a training, for merging and serving to compare with.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

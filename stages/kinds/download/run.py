@@ -3,8 +3,6 @@
 A streamed dataset is represented by pointers to its files.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Early check of generate stages: finds mistakes in prompts and rewards before the model is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stages.adapters.headers import ADAPTER_FOLDER

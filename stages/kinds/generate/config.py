@@ -1,7 +1,5 @@
 """Config of the generate stage, which samples a model's answers to prompts to make training data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """Preview of the prompts that a generate stage will send to its model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from stages.adapters.headers import ADAPTER_FOLDER

@@ -5,8 +5,6 @@ In: a dataset's artifact, and a model's, or a serve stage's with a lease. Out: `
 `rewards/` what rewards keep, such as a judge's answers.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

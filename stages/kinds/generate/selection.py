@@ -1,7 +1,5 @@
 """Selection of scored completions: which become training rows, and why the others are dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

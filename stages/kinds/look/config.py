@@ -1,7 +1,5 @@
 """Config of the look stage, which previews the data of another stage that has not run yet."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import PositiveInt

@@ -1,7 +1,5 @@
 """Look stage: previews another stage's data with the function `look` of that stage's kind."""
 
-from __future__ import annotations
-
 import importlib
 
 from stages.core.contract import StageContext, StageResult

@@ -1,7 +1,5 @@
 """Config of the merge stage, which adds adapters to their base model's weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self

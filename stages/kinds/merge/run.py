@@ -1,7 +1,5 @@
 """Merge stage: adds LoRA adapters to the weights of their base model."""
 
-from __future__ import annotations
-
 from stages.core.contract import StageContext, StageResult
 from stages.kinds.merge.config import MergeConfig
 from stages.models.start_up import hide_unused_packages

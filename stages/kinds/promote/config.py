@@ -1,7 +1,5 @@
 """Config of the promote stage, which decides whether a model becomes champion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 

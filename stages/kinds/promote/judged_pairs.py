@@ -5,8 +5,6 @@ share of answers that the judge prefers, ties half (the win rate), as a paired d
 questions and answers of the judge.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -5,8 +5,6 @@ Student's t. Pairing takes out what both find easy or hard, so that far smaller 
 Bars to Evals", arXiv 2411.00640, section 4.2).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Early check of publish stages: whether the target can be written to, before the refresh trains anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

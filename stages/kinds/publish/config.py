@@ -1,7 +1,5 @@
 """Config of the publish stage, which sends a promoted model to a hub, bucket, registry or folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Out: `files/` (files written for it) and `publication.json`. Only missing files 
 compared afterwards. The promotion is complete before: nothing here undoes it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Config of the quantize stage, which makes a model smaller for serving."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

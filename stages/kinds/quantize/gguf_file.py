@@ -10,8 +10,6 @@ projections of feed-forward layers. They are those of `llama-quantize`, but for 
 importance matrix is used.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -7,8 +7,6 @@ silently lack some. So the model is run on a few tokens to see what reads what, 
 two, exact in floating point: the module around a pair gives the same numbers if and only if it may be scaled.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

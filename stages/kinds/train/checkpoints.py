@@ -9,8 +9,6 @@ manifest. The engine decides what is in the files. Besides weights and optimizer
 data order, learning rate and random numbers are functions of it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from concurrent.futures import Future

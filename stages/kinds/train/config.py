@@ -1,7 +1,5 @@
 """Config of a training stage, with its cache key; `fields.py` has the fields and `checks.py` their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self

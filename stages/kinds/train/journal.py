@@ -1,7 +1,5 @@
 """Log of a training run: metrics by step, progress, warnings, a summary, and a picture of the loss curve."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import statistics

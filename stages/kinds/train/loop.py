@@ -4,8 +4,6 @@ A step's rows, learning rate and random numbers are functions of the seed and it
 uninterrupted one would have done.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Generator, Sequence

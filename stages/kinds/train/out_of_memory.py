@@ -1,7 +1,5 @@
 """Error message for a process that ran out of memory: the predicted use, and settings that lower it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Computing them before training keeps only one model in memory. The cache key has
 model's weights, the packed data, the rows, the precision.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rules about what the FSDP2 engine supports: every recipe option and model, with data parallelism only."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from stages.parallel.engines.rules import EngineRules

@@ -3,8 +3,6 @@
 Errors are layouts that it cannot run, warnings those that are rarely wise.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

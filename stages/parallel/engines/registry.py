@@ -4,8 +4,6 @@ A new engine is a module beside this one, its name in `layout.py`, a line here, 
 `stages.planner.engines.registry` and `stages.engines.registry`.
 """
 
-from __future__ import annotations
-
 from stages.parallel.engines.fsdp import FsdpRules
 from stages.parallel.engines.megatron import MegatronRules
 from stages.parallel.engines.rules import EngineRules, Feature

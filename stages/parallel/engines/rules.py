@@ -3,8 +3,6 @@
 The base supports every option, device and model; an engine states only where it differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 

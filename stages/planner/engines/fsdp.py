@@ -3,8 +3,6 @@
 Selective recomputation and adapters are those of PyTorch and PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 The distributed optimizer reduces gradients once a step, and gathers updated weights (Rajbhandari et al. 2020).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Registry of the planner's cost model for each training engine; a new one is a module here and a line."""
 
-from __future__ import annotations
-
 from stages.parallel.layout import EngineName
 from stages.planner.costs import EngineCosts
 from stages.planner.engines.fsdp import FsdpCosts

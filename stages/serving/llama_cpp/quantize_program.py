@@ -4,8 +4,6 @@ It runs in that wheel's environment and imports nothing of ours. stdin: for each
 the type, rows, columns), then its float32 numbers, row by row. stdout: for each matrix its blocks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -4,8 +4,6 @@ The server knows no `echo`, so for each token one is sampled after those before 
 log-probability and the likeliest token are reported without the bias. Prompts are cached: a token costs a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import aiohttp

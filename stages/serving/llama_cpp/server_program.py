@@ -3,8 +3,6 @@
 It runs in that wheel's environment and imports nothing of ours. It serves until SIGTERM. The API key is LLAMA_API_KEY.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

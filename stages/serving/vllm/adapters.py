@@ -10,8 +10,6 @@ Each option was checked with a server that fails without it (tests/pipeline/test
 - `--max-lora-rank` is the next of the sizes that vLLM has; it pads adapters of lower rank with zeros itself.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

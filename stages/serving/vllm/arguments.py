@@ -4,8 +4,6 @@ Refused are options that this project sets itself, that open a way around the pr
 files or servers whose content no version would know.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ Threads of OpenMP do not survive a fork; there are none, since the API server co
 environment and imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ It runs in vLLM's environment and imports nothing of ours. stdin: JSON list of a
 its arguments: address of the server, file for the JSON list of results. The API key is OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -3,8 +3,6 @@
 Runs in vLLM's environment. stdin: JSON, option → its arguments. stdout: last a JSON list of problems.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import sys

@@ -3,8 +3,6 @@
 `/v1/completions` takes no pictures. The proxy passes this route on to no one; vLLM has it with `--enable-scale-out`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -6,8 +6,6 @@ that others started is asked about itself, and gets its weights, by vLLM's devel
 (`VLLM_SERVER_DEV_MODE=1`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Without one, vLLM refuses requests with tools. A template writes calls of earlie
 the texts around them identify the parser.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 from functools import cache

@@ -1,7 +1,5 @@
 """Parts of the accelerator benchmark: their order, time and classes of kernels, and which are run again."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

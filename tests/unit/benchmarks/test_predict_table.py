@@ -1,7 +1,5 @@
 """Script that adds predicted memory and speed to a table of published training runs, and reports bad cells."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

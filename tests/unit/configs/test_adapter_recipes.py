@@ -1,7 +1,5 @@
 """Adapter recipes fit their GPUs, and their predicted memory equals the computation by hand in their comments."""
 
-from __future__ import annotations
-
 import pytest
 
 from stages.models.facts import ModelFacts

@@ -1,7 +1,5 @@
 """Megatron recipes have parallel layouts that are legal, give no warning, and fit their GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The support matrix contains what recorded test runs have proved, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Documentation is correct: commands parse, names exist, recipes are valid, tables and outputs are current."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

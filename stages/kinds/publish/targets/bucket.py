@@ -3,8 +3,6 @@
 Credentials come from the environment. An object whose upload was cut off does not exist.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Publishing target in a folder (`file:///PATH`), such as a network share; a file appears only once it is complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Respects HF_ENDPOINT (a mirror) and HF_TOKEN. Large files go to the hub's storag
 them by their sha256; the commit that names them comes last, so that no reader sees half a model.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ finds them by their sha256; the commit that names them comes last, so that no re
 source of the package `modelscope_hub`, which speaks to the hub; never run against the hub itself.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ OCI Distribution Specification 1.1: blobs by digest, then the manifest, which ma
 Credentials: OCI_USERNAME and OCI_PASSWORD, or none. Plain HTTP is for the loopback only.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

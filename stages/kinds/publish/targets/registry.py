@@ -3,8 +3,6 @@
 Light: a target's module is imported when something is to be published there.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Protocol that every publishing target implements, with its address and file types."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path

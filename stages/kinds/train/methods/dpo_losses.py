@@ -4,8 +4,6 @@ In all of them β is `dpo.beta`, ε `dpo.label_smoothing`, c and r are log π/π
 answer, h = c - r, and σ is the logistic function.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

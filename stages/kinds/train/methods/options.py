@@ -1,7 +1,5 @@
 """Fields of a training stage that depend on the registered methods: `method`, and a block of options for each."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, create_model, model_validator

@@ -1,7 +1,5 @@
 """Registry of training methods. To add a method, write a module beside this file and add one line here."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from stages.kinds.train.methods.cpo import CPO

@@ -1,7 +1,5 @@
 """Changes that methods make to batches of pairs: weights of target tokens (LD-DPO), and prompts as targets (ORPO)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

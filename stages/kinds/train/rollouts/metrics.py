@@ -1,7 +1,5 @@
 """Metrics and warnings of a round of sampled completions, and a file of some completions for people to read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

@@ -3,8 +3,6 @@
 As in TRL's GKD (Agarwal et al. 2024, algorithm 1), a random draw for each step decides; the server has its weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sampling server that the stage starts: on GPUs of its own, or on those that train, where it sleeps meanwhile."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ factory as `ipc_handles` when a worker imports this module, for which a server's
 (`--worker-extension-cls`). Runs in vLLM's environment and imports nothing of ours but its neighbour.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ and gone with the last process that holds it. Its seals say that neither its siz
 Runs in vLLM's environment and imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Buffers on a GPU that another process has exported, as the arguments by which torch maps them. Needs torch alone."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Registry of the ways in which new weights reach a vLLM without a folder, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stages.serving.engine import LaunchSpec

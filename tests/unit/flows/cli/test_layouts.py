@@ -1,7 +1,5 @@
 """`lifecycle layouts` ranks and explains parallel layouts, and reports mistakes in its options."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GPUs divided between training and sampling: each process sees only its own, and mistakes fail the plan."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A plan reports for all stages at once which of their settings a local model does not support."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

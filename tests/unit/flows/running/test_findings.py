@@ -1,7 +1,5 @@
 """A stage may reject its own result: the result is stored, nothing is built on it, and later runs repeat the error."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Problems in the inputs of later stages are found before any training, by a separate process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

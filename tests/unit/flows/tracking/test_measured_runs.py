@@ -1,7 +1,5 @@
 """The planner's constants can be fitted to results of the accelerator benchmark as well as to MLflow runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A cache entry is made once, even by concurrent processes, and never seen incomplete."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Products by oneDNN: as exact as MKL's, of matrices of any strides, with gradients; torch's own errors elsewhere."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Device types (CPU, CUDA, …) are defined in one table; errors name the features that a type lacks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

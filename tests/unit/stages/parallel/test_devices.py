@@ -1,7 +1,5 @@
 """Peak FLOP/s are looked up by the device name that the driver reports; a CPU's are measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

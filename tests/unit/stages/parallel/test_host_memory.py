@@ -1,7 +1,5 @@
 """Freed memory between tensors is given back to the system, but not where it is less than is asked for."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Invalid parallel layouts are refused when the recipe is read; any engine and layout can resume a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Impossible parallel layouts give errors with all sizes involved; unwise ones give warnings with the reason."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

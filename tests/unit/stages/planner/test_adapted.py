@@ -1,7 +1,5 @@
 """Predicted numbers of LoRA parameters equal those of PEFT with the same adapter config."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Both phases of a training that shares its devices with the server that samples are planned: learning and sampling."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Hardware for the planner comes from a built-in list, YAML files or this machine; mistakes in it are reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """Predicted memory follows the formulas of the papers, and more sharding never takes more memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

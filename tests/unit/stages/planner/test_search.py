@@ -1,7 +1,5 @@
 """The search for a parallel layout ranks only legal layouts, with the best first, and is fast."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

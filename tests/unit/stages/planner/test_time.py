@@ -1,7 +1,5 @@
 """Predicted step times behave plausibly for any constants of the planner: unaligned matrices are slower, say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

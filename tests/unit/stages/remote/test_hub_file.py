@@ -1,7 +1,5 @@
 """Streamed files of a hub are used only if a digest or the answer's headers confirm their bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Callable, Iterator

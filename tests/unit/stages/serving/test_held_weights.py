@@ -1,7 +1,5 @@
 """Weights that are held for a server are those of the training, cannot change, and are gone with their holder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pipeline waiting time is the time in which a process neither computes nor reduces gradients."""
 
-from __future__ import annotations
-
 import time
 
 import torch

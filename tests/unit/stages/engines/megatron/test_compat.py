@@ -1,7 +1,5 @@
 """Patches of Megatron-core for CPUs do not affect other callers of the patched functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

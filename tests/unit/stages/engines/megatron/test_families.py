@@ -1,7 +1,5 @@
 """Architectures that Megatron would compute wrongly are refused; the error lists the supported ones."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

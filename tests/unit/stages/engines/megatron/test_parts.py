@@ -1,7 +1,5 @@
 """Shards of a weight under any Megatron layout contain each element of the weight exactly once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """`precision: fp8` sets Megatron's options, and is refused on devices without fp8."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Context parallelism puts each token on one rank, with equal work on all ranks, and can be undone."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

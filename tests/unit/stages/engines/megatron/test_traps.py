@@ -5,8 +5,6 @@ gathering is still due, mixtures without Transformer Engine, experts reduced ove
 5's spellings.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

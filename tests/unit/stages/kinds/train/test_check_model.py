@@ -1,7 +1,5 @@
 """Conflicts between a model's config and a train stage are found before anything slow starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training with deterministic kernels gives the same weights on a CPU as training without them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The metrics log of an interrupted training has each step once; its summary covers only the latest attempt."""
 
-from __future__ import annotations
-
 import json
 import sys
 

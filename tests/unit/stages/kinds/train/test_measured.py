@@ -1,7 +1,5 @@
 """Metrics that a training measures: the padding of its batches, and tokens per second without padding."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

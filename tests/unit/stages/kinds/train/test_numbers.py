@@ -1,7 +1,5 @@
 """Numbers that would vanish, overflow or have no effect in fp32 are refused when the recipe is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 

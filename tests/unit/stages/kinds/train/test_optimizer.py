@@ -1,7 +1,5 @@
 """Optimizers that conflict with other config fields are refused. Naming the default optimizer changes no version."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

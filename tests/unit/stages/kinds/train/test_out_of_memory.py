@@ -1,7 +1,5 @@
 """Out-of-memory errors name the predicted memory and the settings that would lower it; other errors are unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

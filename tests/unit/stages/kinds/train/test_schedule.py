@@ -1,7 +1,5 @@
 """Learning rates follow the schedules' formulas."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

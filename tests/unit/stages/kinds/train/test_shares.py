@@ -1,7 +1,5 @@
 """Micro-batches that are prepared ahead are put into pinned memory on CUDA and XPU devices only."""
 
-from __future__ import annotations
-
 from threading import current_thread
 from types import SimpleNamespace
 from weakref import finalize

@@ -1,7 +1,5 @@
 """Functions of training and engines take at most five positional arguments, so that calls name the others."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

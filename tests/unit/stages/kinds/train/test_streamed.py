@@ -1,7 +1,5 @@
 """Training on a streamed dataset gives the weights of training on a local copy, and leaves no copy behind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Unsuitable distillation teachers are refused before training; a teacher's top tokens reach their target tokens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

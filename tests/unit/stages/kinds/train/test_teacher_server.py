@@ -1,7 +1,5 @@
 """Distillation teachers on a server: answers are matched to tokens, and unsuitable servers refused early."""
 
-from __future__ import annotations
-
 import json
 import threading
 import traceback

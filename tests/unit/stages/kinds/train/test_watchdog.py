@@ -1,7 +1,5 @@
 """A training step that hangs is ended by a watchdog, which logs all stacks and reports a retryable error."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

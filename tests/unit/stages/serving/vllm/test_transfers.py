@@ -1,7 +1,5 @@
 """The ways of new weights into a vLLM: which is used where, and that none opens a door for pickles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

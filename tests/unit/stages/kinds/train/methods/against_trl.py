@@ -1,7 +1,5 @@
 """Helpers that compare training methods with TRL's trainers on the same model and batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers

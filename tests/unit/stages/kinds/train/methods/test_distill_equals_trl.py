@@ -1,7 +1,5 @@
 """Distillation equals TRL's; tokens beyond a teacher's top k count as one more class of the vocabulary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Advantages, loss, gradient and metrics of GRPO equal those of TRL's trainer on the same recorded completions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

@@ -3,8 +3,6 @@
 A mismatched answer is one to another prompt, from which KTO estimates the KL divergence.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

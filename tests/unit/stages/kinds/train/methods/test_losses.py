@@ -1,7 +1,5 @@
 """Preference losses equal their closed forms, however a batch is divided into micro-batches."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """DPO's losses, gradients and metrics equal TRL's, on the batch that TRL's trainer makes of a few pairs."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

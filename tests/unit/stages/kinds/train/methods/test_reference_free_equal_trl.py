@@ -1,7 +1,5 @@
 """Losses, gradients and metrics of ORPO, CPO and SimPO equal those of TRL's trainers, on TRL's own batch."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

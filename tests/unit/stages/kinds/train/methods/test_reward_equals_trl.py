@@ -1,7 +1,5 @@
 """Loss, gradient and metrics of reward models equal those of TRL's trainer, on TRL's own batch of a few pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from datasets import Dataset

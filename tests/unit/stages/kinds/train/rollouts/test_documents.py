@@ -1,7 +1,5 @@
 """Sampled completions train equally under every packing, and each token keeps its sampling log-probability."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

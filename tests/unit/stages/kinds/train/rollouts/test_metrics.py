@@ -1,7 +1,5 @@
 """A training that resumes keeps the completions that earlier attempts recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

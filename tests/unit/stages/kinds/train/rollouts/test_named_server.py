@@ -3,8 +3,6 @@
 The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py asks a real one.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """On-policy distillation decides by the seed which training steps sample from the model, and with what requests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Unsupported sampling options are refused before training, with what to change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

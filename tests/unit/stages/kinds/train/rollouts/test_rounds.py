@@ -3,8 +3,6 @@
 Completions are asked for and checked by one function, for every method that samples.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The server is a stand-in for vLLM that enforces memory (`tests/vllm_stand_in.py`); this process is the trainer.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator
