@@ -68,8 +68,10 @@ def load_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoProcessor
 
+    from stages.models.start_up import find_torchvision
     from stages.models.tokenizer_check import check_tokenizer_file
 
+    find_torchvision()
     check_tokenizer_file(folder, max_factor=math.inf)
     try:
         return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -86,6 +88,9 @@ def load_image_processor(config: Any, folder: Path) -> Any:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
     from transformers.utils import is_torchvision_available
 
+    from stages.models.start_up import find_torchvision
+
+    find_torchvision()
     if any((folder / name).is_file() for name in PROCESSOR_FILES):
         return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
     classes = IMAGE_PROCESSOR_MAPPING[type(config)]

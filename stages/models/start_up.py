@@ -1,6 +1,7 @@
 """Faster start of processes that use Transformers, by leaving out imports that they do not need."""
 
 import importlib
+import importlib.util
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -29,15 +30,19 @@ finally:
     metadata.packages_distributions = _Distributions.list_all
 
 AUTO_FACTORY = "transformers.models.auto.auto_factory"
+ABOUT_PICTURES = ("transformers.image_utils", "transformers.video_utils")
+OF_TORCHVISION = ("InterpolationMode", "torchvision_io")
+"""Names that these modules have once they have found torchvision."""
 
 
 def hide_unused_packages() -> None:
     """Make scikit-learn, SciPy and torchao look missing to Transformers, so that models do not import them.
 
     Each import takes over a second; writing docstrings for models, which is left out too, up to a second. Transformers
-    uses them for assisted generation, object detection and weights that torchao has quantized. torchvision takes 0.1 s,
-    and stays: no processor of images could be loaded in a process where Transformers has once missed it.
+    uses them for assisted generation, object detection and weights that torchao has quantized. torchvision, which every
+    model would import for its sizes of pictures, comes with the first processor (`find_torchvision`).
     """
+    _import_without_torchvision()
     for name, is_available in (
         ("sklearn", import_utils.is_sklearn_available),
         ("scipy", import_utils.is_scipy_available),
@@ -46,6 +51,33 @@ def hide_unused_packages() -> None:
         _remember_missing(name, is_available)
     utils.auto_docstring = _undocumented
     _import_names_of_models()
+
+
+def _import_without_torchvision() -> None:
+    """Import Transformers' modules about pictures, which its models import, as if torchvision were missing.
+
+    Only these: others remember what they missed in lists of their own, and could load no processor later.
+    """
+    if not {*ABOUT_PICTURES} & {*sys.modules}:
+        is_available = import_utils.is_torchvision_available
+        _remember_missing("torchvision", is_available)
+        for name in ABOUT_PICTURES:
+            importlib.import_module(name)
+        is_available.cache_clear()
+
+
+def find_torchvision() -> None:
+    """Give Transformers' modules about pictures what they missed of torchvision, before a processor is loaded."""
+    for name in ABOUT_PICTURES:
+        known = vars(importlib.import_module(name))
+        spec = importlib.util.find_spec(name)
+        if not import_utils.is_torchvision_available() or not spec or not spec.loader or {*OF_TORCHVISION} & {*known}:
+            continue
+        # A second copy finds it; classes stay those of the first, which others hold.
+        spec.loader.exec_module(copy := importlib.util.module_from_spec(spec))
+        for key, value in vars(copy).items():
+            if isinstance(known.setdefault(key, value), dict) and not known[key]:
+                known[key].update(value)
 
 
 def start_training_quickly() -> None:

@@ -34,7 +34,13 @@ from stages.adapters.lora import add_adapter
 with torch.device("meta"):
     model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1))
 add_adapter(model, AdapterConfig(rank=2), seed=0, has_weights=False)
-print(*(name for name in ("sklearn", "scipy", "torchao") if name in sys.modules))
+unused = ("sklearn", "scipy", "torchao", "torchvision", "av", "soundfile", "soxr")
+print(*(name for name in unused if name in sys.modules))
+from stages.models.start_up import find_torchvision
+find_torchvision()
+from transformers import image_utils, video_utils
+assert len(image_utils.pil_torch_interpolation_mapping) == 6 and image_utils.InterpolationMode
+assert video_utils.torchvision_io
 assert find_spec("sklearn") and find_spec("scipy") and find_spec("torchao")
 """
 TOKENIZERS = """
@@ -81,7 +87,7 @@ assert "transformers.models.auto.tokenization_auto" in sys.modules
 import transformers
 from transformers.utils import import_utils
 import stages.engines.fsdp.engine
-assert not {"peft", "accelerate", "matplotlib", "prometheus_client"} & {*sys.modules}
+assert not {"peft", "accelerate", "matplotlib", "prometheus_client", "torchvision", "av", "soundfile"} & {*sys.modules}
 import transformers.models
 names = import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
 alone = import_utils._LazyModule("transformers.models", transformers.models.__file__, names)
