@@ -23,7 +23,7 @@ from flows.cli.notify_commands import notify
 from flows.cli.recipe_commands import data, init, layouts, render
 from flows.cli.refresh_commands import logs, report, retry, runs
 from flows.cli.schedule_commands import schedule, schedules
-from flows.cli.server_commands import doctor, down, status, up
+from flows.cli.server_commands import doctor, down, metrics, status, up
 from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 from stages.core.garbage import collect_rarely
@@ -122,7 +122,22 @@ def schema() -> None:
 
 COMMANDS = (
     *(init, data, retry, runs, logs, compare, calibrate, layouts, show, report, adopt, verify, gc, serve, chat),
-    *(lineage, diff, champion, rollback, canary, schedule, schedules, notify, render, up, down, status, doctor),
+    *(
+        lineage,
+        diff,
+        champion,
+        rollback,
+        canary,
+        schedule,
+        schedules,
+        notify,
+        render,
+        up,
+        down,
+        status,
+        metrics,
+        doctor,
+    ),
 )
 WATCHED = ("run", "rerun", "retry", "compare")
 """Commands that run for long, so that each output line, error messages included, begins with the time."""

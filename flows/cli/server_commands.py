@@ -1,4 +1,4 @@
-"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `doctor`."""
+"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `metrics`, `doctor`."""
 
 from dataclasses import asdict
 
@@ -59,6 +59,14 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
             click.echo(line, err=as_json)
     if not answering:
         context.exit(ServerError.exit_code)
+
+
+@click.command()
+def metrics() -> None:
+    """Print metrics of all refreshes as Prometheus text, as the worker serves them at /metrics."""
+    from flows.tracking.exposition import metrics_text
+
+    click.echo(metrics_text(), nl=False)
 
 
 @click.command()

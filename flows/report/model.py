@@ -8,7 +8,6 @@ from flows.ledger.events import CompareBegan
 from flows.report.layouts import Row
 from flows.report.lineage import Node
 from stages.core.fields import StrictModel
-from stages.kinds.promote.verdict import Table
 
 
 class StageReport(StrictModel):
@@ -170,7 +169,7 @@ class Promotion(StrictModel):
     against: str | None
     missed: tuple[str, ...]
     differences: tuple[ScoreDifference, ...]
-    tables: tuple[Table, ...] | None
+    tables: tuple[tuple[tuple[str, ...], ...], ...] | None
 
 
 class Cost(StrictModel):

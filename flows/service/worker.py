@@ -2,12 +2,15 @@
 
 python -m flows.service.worker [DESCRIPTOR]
 
-`lifecycle up` starts it with a socket that listens already, on which it answers health checks (default: as Prefect's
-settings say). It ends on SIGTERM. A refresh runs in a process of its own, which survives the worker.
+`lifecycle up` starts it with a socket that listens already, on which it answers `/health`, and `/metrics` to those who
+have the servers' key (default: the address in Prefect's settings). It ends on SIGTERM. A refresh runs in a process of
+its own, which survives the worker.
 """
 
 import asyncio
+import base64
 import functools
+import hmac
 import os
 import shutil
 import signal
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -35,12 +39,14 @@ from flows.ledger.home import HomeIdentity, home, home_identity
 from flows.running.due import announce_schedule
 from flows.running.flow_runs import WORK_POOL, prefect_client, update_entrypoints
 from flows.running.refresh import refresh
+from flows.servers.keyed import USER, read_key, read_named_key
 from flows.servers.local import revive_supervisor
 from flows.servers.records import server_heartbeat
 from flows.service.reaper import Reaper
 from flows.service.reserve import keep_reserve
 from flows.store.policy import policy_file
-from stages.core.errors import ServerError
+from flows.tracking.exposition import CONTENT_TYPE, metrics_text
+from stages.core.errors import LifecycleError, ServerError
 from stages.core.garbage import collect_rarely
 from stages.core.process_tree import working_directories
 from stages.core.supervised import SupervisedProcess
@@ -181,10 +187,31 @@ async def work(public: socket.socket | None) -> None:
     worker = ProcessWorker(name=f"lifecycle-{os.uname().nodename}", work_pool_name=WORK_POOL)
     # Prefect has no public place for another query.
     worker._get_scheduled_flow_runs = DueRuns(worker).get
-    if public:
-        health = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
-        threading.Thread(target=health.run, args=([public],), daemon=True).start()
-    await worker.start(with_healthcheck=public is None)
+    answering = build_healthcheck_server(worker, PREFECT_WORKER_QUERY_SECONDS.value())
+    add_metrics(answering.config.app, read_key() or read_named_key())
+    threading.Thread(target=answering.run, args=([public] if public else None,), daemon=True).start()
+    await worker.start(with_healthcheck=False)
+
+
+def add_metrics(application: Any, password: str | None) -> None:
+    """Add `/metrics` to the ASGI application that answers health checks; without a password no one may read it."""
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse
+
+    expected = base64.b64encode(f"{USER}:{password}".encode()).decode()
+
+    # Not a coroutine: it reads files, and runs in a thread of its own, so that health checks are answered meanwhile.
+    def answer(request: Request) -> PlainTextResponse:
+        given = request.headers.get("authorization", "")
+        if not password or not hmac.compare_digest(given.encode(), f"Basic {expected}".encode()):
+            refused = {"www-authenticate": 'Basic realm="llm-lifecycle"'}
+            return PlainTextResponse("the metrics ask for the servers' key\n", 401, headers=refused)
+        try:
+            return PlainTextResponse(metrics_text(), media_type=CONTENT_TYPE)
+        except LifecycleError as error:  # such as of a wrong hardware file
+            return PlainTextResponse(f"{error}\n", 500)
+
+    application.add_route("/metrics", answer)
 
 
 def repeat(duty: BackgroundTask) -> None:

@@ -210,6 +210,14 @@ def test_nothing_listens_but_the_servers_and_on_the_loopback_alone(home):
     assert unix_listeners([pid for found in pids.values() for pid in found]) == set()
 
 
+def test_the_worker_tells_its_metrics_with_the_key_alone(home):
+    assert ask(home, "worker", path="/metrics", key=False)[0] == 401
+    status, text = ask(home, "worker", path="/metrics")
+    assert status == 200
+    assert "\nlifecycle_home_free_bytes " in text
+    assert ask(home, "worker", path="/health", key=False)[0] == 200
+
+
 def test_the_key_is_its_owners_and_in_no_command_line(home):
     file = home.folder / "servers.key"
     assert file.stat().st_mode & 0o777 == 0o600
