@@ -20,7 +20,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
 from stages.models.shape import ModelShape
-from stages.parallel.engines.registry import RULES
+from stages.parallel.engines.registry import RULES, lacked_feature
 from stages.parallel.layout import ENGINES, EngineName, Layout
 from stages.parallel.legality import layout_errors
 from stages.planner.adapted import PlannedAdapter
@@ -109,6 +109,7 @@ def explained(request: SearchRequest, text: str) -> Explained:
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
     errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
+    errors += lacked_feature(engine, "pictures", "rows with pictures") if request.workload.pictures else []
     if layout.compile and not request.hardware.compiles:
         errors.append(f"layout.compile: torch's compiler makes no kernels for {request.hardware.name}")
     if errors:

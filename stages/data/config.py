@@ -201,6 +201,12 @@ class DataConfig(StrictModel):
         description="Treatment of documents longer than `sequence_length`: cut their end, leave them out, or stop "
         "with an error.",
     )
+    max_patches: Annotated[int | None, AddedLater()] = Field(
+        None,
+        ge=1,
+        description="Most patches of a packed row, as a vision tower cuts all its pictures into them, for which memory "
+        "is planned; a document that has more is treated as one that is too long. Default: no bound but tokens.",
+    )
     on_bad_rows: Literal["fail", "drop"] = Field(
         "fail",
         description="Treatment of bad rows. fail: stop with an error; drop: leave out and list in a file.",

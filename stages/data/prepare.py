@@ -43,6 +43,7 @@ from stages.data.media.folder import MediaFolder
 from stages.data.media.prompts import MOST_PROMPTS, PicturePrompt
 from stages.data.media_reference import of_records
 from stages.data.mixture import joined
+from stages.data.patches import PatchBound
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
 from stages.data.tokenized_rows import FileState, Reporter, TokenizedRowsSource
@@ -169,6 +170,7 @@ def prepare_portion(task: Preprocessing, cache: Path) -> PackedDataset:
         {
             **key_parts(task.portion, task.config, task.model.folder, task.rows, task.media),
             "files": {name: file_digest(path) for path, name in names.items()},
+            **({} if task.config.max_patches is None else {"max_patches": task.config.max_patches}),
         }
     )
 
@@ -260,6 +262,7 @@ class _Run:
         self._notes = TokenizerNotes()
         self._seen = seen
         self._over_long = over_long_of(config)
+        self._bound = PatchBound(config, writer.patches_of)
         self._num_text_tokens = 0
         self._num_text_bytes = 0
         self._num_source_rows = 0
@@ -268,7 +271,7 @@ class _Run:
         self._picture_prompts: tuple[PicturePrompt, ...] = ()
 
     def write(self) -> None:
-        units = (piece.units for piece in self._counted())
+        units = (self._bound.within(piece.units) for piece in self._counted())
         for rows in self._packed(units):
             self._writer.write_rows(*rows)
         if self.last_in_time and not self._task.part:
@@ -305,7 +308,9 @@ class _Run:
     def _packed(self, units: Iterable[Units]) -> Iterable[PackedRows]:
         if self._config.packing == "cut":
             return cut(units, self._config.sequence_length)
-        return pack(units, self._config.sequence_length) if self._config.packing else map(_alone, units)
+        if not self._config.packing:
+            return map(_alone, units)
+        return pack(units, self._config.sequence_length, self._bound.sizes)
 
     def _counted(self) -> Iterator[TokenizedRows]:
         for part, piece in self._source.pieces():
@@ -336,6 +341,7 @@ class _Run:
             self._bad_rows.check("fail", allowed, self._num_source_rows, is_whole=False)
         if self._config.over_long == "fail":
             self._over_long.check(self._num_tokenized_rows)
+            self._bound.check()
 
     def _check(self) -> tuple[str, ...]:
         """Return warnings about the rows; raise DataError for faults that the recipe forbids, or if no row is left."""
@@ -349,6 +355,7 @@ class _Run:
         warnings = (
             self._bad_rows.check(config.on_bad_rows, config.max_bad_row_fraction, self._num_source_rows),
             self._over_long.check(self._num_tokenized_rows),
+            self._bound.check(),
             NO_STOP if self._notes.teaches_to_stop is False else None,
             *self._tokenizer.warnings(self._notes),
             self._unread.warning(),

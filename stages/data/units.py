@@ -7,7 +7,7 @@ Checked, fitted to the sequence length, and packed a window at a time so that me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -255,9 +255,12 @@ def _ranges(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
     return np.repeat(moved, wanted) + np.arange(int(wanted.sum()))
 
 
-def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
-    """Yield packed rows: whole training units whose lengths add up to at most `capacity` tokens, as full as possible.
+def pack(
+    batches: Iterable[Units], capacity: int, sizes: Callable[[Units], NDArray[np.int64]] | None = None
+) -> Iterator[PackedRows]:
+    """Yield packed rows: whole training units whose sizes add up to at most `capacity`, as full as possible.
 
+    sizes: function that returns the size of each unit, int64 [units], at least its length; by default the length.
     Of a window of units the fuller three quarters of its rows are final, the others are packed again with the next
     units. The result does not depend on how units come in batches.
     """
@@ -278,7 +281,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
             if num_tokens < max_tokens and num_units < WINDOW_UNITS:
                 continue
             units = Units.joined(window)
-            rows = _fullest_first(units, capacity)
+            rows = _fullest_first(units, capacity, sizes)
             # The fuller rows are final; units of the emptier ones may fit better beside those that come next.
             num_final = (3 * len(rows) + 3) // 4  # rounded up: a single row is final
             yield _taken(units, rows[:num_final])
@@ -286,7 +289,7 @@ def pack(batches: Iterable[Units], capacity: int) -> Iterator[PackedRows]:
             num_units, num_tokens = len(window[0]), int(window[0].lengths.sum())
     if num_units:
         units = Units.joined(window)
-        yield _taken(units, _fullest_first(units, capacity))
+        yield _taken(units, _fullest_first(units, capacity, sizes))
 
 
 def cut(texts: Iterable[Units], row_tokens: int) -> Iterator[PackedRows]:
@@ -338,8 +341,8 @@ def _first_beyond(batch: Units, begin: int, num_tokens: int) -> int:
     return begin + min(int(ends.searchsorted(num_tokens)) + 1, len(ends))
 
 
-def _fullest_first(units: Units, capacity: int) -> list[list[int]]:
-    lengths = units.lengths.tolist()
+def _fullest_first(units: Units, capacity: int, sizes: Callable[[Units], NDArray[np.int64]] | None) -> list[list[int]]:
+    lengths = (sizes(units) if sizes else units.lengths).tolist()
     rows = best_fit_decreasing(lengths, capacity)
     rows.sort(key=lambda row: sum(lengths[number] for number in row), reverse=True)
     return rows

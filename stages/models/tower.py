@@ -14,6 +14,8 @@ ModelPart = Literal["vision_tower", "projector", "language_model"]
 """Part of a model that sees; the merger of towers like Qwen's and GLM's is the projector."""
 CHANNELS = 3
 USUAL_SIDE = 14
+USUAL_SIZE = (640, 480)
+"""Size of a picture, (width, height) in pixels, that is planned for where none is known: most photos of COCO."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Tower:
     """Number of multiplications for each pair of patches of a picture; 0 where a picture is cut into tiles."""
     patch_values: float
     """Number of pixel values of a patch."""
+    picture_patches: float
+    """Number of patches of a picture of `USUAL_SIZE`."""
     kept_bf16: TowerBytes
     kept_fp32: TowerBytes
 

@@ -24,10 +24,10 @@ from stages.models.layer_kinds import Attention
 from stages.models.layers import text_layers, transformer_layers
 from stages.models.loading import build_model, class_with_head, load_image_processor
 from stages.models.parts import parts_of, tower_of
-from stages.models.tower import Tower, TowerBytes, num_patches, patch_side
+from stages.models.tower import USUAL_SIZE, Tower, TowerBytes, num_patches, patch_side
 from stages.models.walk import WALKED, Walk, attend
 
-SIZES = ((64, 40), (128, 128), (224, 224), (640, 480), (1280, 960))
+SIZES = ((64, 40), (128, 128), (224, 224), USUAL_SIZE, (1280, 960))
 """Sizes of pictures, (width, height), between whose costs those of others lie."""
 MOST_PATCHES = 2**16
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -132,7 +132,9 @@ class _Tower:
         self._tower, self._projector = ([*parts[name].values()] for name in ("vision_tower", "projector"))
         seeing = {*tower_of(model).modules()}
         self._layers = [layer for layer in transformer_layers(model) if layer in seeing]
-        self._pictures = _pictures(model, folder)
+        by_size = _pictures(model, folder)
+        self._usual = by_size[USUAL_SIZE]
+        self._pictures = [*{one.num_patches: one for one in by_size.values()}.values()]
 
     def measured(self) -> Tower:
         self._learn(tower=False, projector=False)
@@ -155,6 +157,7 @@ class _Tower:
             projector_products=of_projector,
             pair_products=per_pair,
             patch_values=pixels.numel() / largest.num_patches,
+            picture_patches=self._usual.num_patches,
             kept_bf16=kept,
             kept_fp32=self._kept(largest, 2 * inputs),
         )
@@ -225,22 +228,22 @@ class _Tower:
         self._model.get_image_features(**given)
 
 
-def _pictures(model: Any, folder: Path) -> list[_Picture]:
-    """Return the inputs of blank pictures of several sizes, of different numbers of patches where there are such."""
+def _pictures(model: Any, folder: Path) -> dict[tuple[int, int], _Picture]:
+    """Return the inputs of blank pictures by their sizes, (width, height), without those of too many patches."""
     from PIL import Image
 
     processor, side = load_image_processor(model.config, folder), patch_side(model.config)
     asked = signature(model.get_image_features).parameters
     # Such as Llama 4's, which its forward pass leaves open.
     unset = {name: None for name, one in asked.items() if one.default is Parameter.empty and one.kind in NAMED}
-    by_patches: dict[int, _Picture] = {}
+    by_size = {}
     for size in SIZES:
         given = processor([Image.new("RGB", size)], return_tensors="pt")
         features = {name: value for name, value in given.items() if name in asked and isinstance(value, Tensor)}
         number = num_patches(features["pixel_values"].shape, side)
         if number <= MOST_PATCHES:
-            by_patches[number] = _Picture(unset | features, number)
-    return list(by_patches.values())
+            by_size[size] = _Picture(unset | features, number)
+    return by_size
 
 
 def _fitted(costs: Mapping[int, float]) -> tuple[float, float]:

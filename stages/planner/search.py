@@ -106,7 +106,7 @@ def estimate(request: SearchRequest, engine: EngineName, layout: Layout) -> Cand
 
 def legal_layouts(request: SearchRequest) -> Iterator[tuple[EngineName, Layout]]:
     """Yield every legal layout with its engine, without layouts that another one always beats."""
-    for engine in request.engines:
+    for engine in _engines(request):
         for variants in _groups(request, engine):
             yield from ((engine, layout) for layout in variants)
 
@@ -115,7 +115,7 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     num_legal = 0
-    for engine in request.engines:
+    for engine in _engines(request):
         for variants in _groups(request, engine):
             for layout in variants:
                 num_legal += 1
@@ -136,6 +136,11 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
     faster = sorted((candidate for candidate in too_large if _mean_step_s(candidate) < best_s), key=_mean_step_s)
     by_memory = sorted(too_large, key=lambda candidate: candidate.memory.peak_gib)
     return SearchResult(tuple(fitting), tuple(faster if fitting else by_memory), num_legal)
+
+
+def _engines(request: SearchRequest) -> list[EngineName]:
+    """Return the engines of a search; those that build the text part alone have no layout for rows with pictures."""
+    return [one for one in request.engines if not (request.workload.pictures and "pictures" in RULES[one].lacks)]
 
 
 def _with_memory(

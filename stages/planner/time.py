@@ -22,6 +22,7 @@ from stages.planner.hardware import Hardware
 from stages.planner.kernels import layer_kernels
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
+from stages.planner.tower_time import tower_time
 from stages.planner.workload import ProgramTraits, Workload
 
 
@@ -40,6 +41,8 @@ class TimeParts:
     bubble: float
     data_parallel: float
     optimizer: float
+    tower: float
+    """Seconds of a vision tower and its projector, recomputation included."""
     method_passes: float
     """Seconds of additional forward passes in each training step, such as those of a reference model."""
 
@@ -104,7 +107,7 @@ def step_time(
     case = TimedCase(shape, costs, layout, workload, software or costs.program(layout, hardware), hardware)
     parts = _parts(case)
     num_devices = layout.world_size
-    patches = workload.pictures.of_row if workload.pictures else ()
+    patches = workload.pictures.of_row(shape.tower) if workload.pictures and shape.tower else ()
     flops = training_flops(shape, workload).training([workload.sequence_length], workload.sequence_length, patches)
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     return TimeEstimate(
@@ -182,6 +185,7 @@ def _parts(case: TimedCase) -> TimeParts:
         bubble=bubble_s,
         data_parallel=case.engine.data_parallel_s(staged, slowest, cost.layer, head, cost.recompute_s),
         optimizer=_optimizer_s(staged, slowest),
+        tower=micro_batches * _sum(tower_time(case)),
         method_passes=case.workload.passes.each_step * _forward_pass_s(case),
     )
 
@@ -206,6 +210,7 @@ def _forward_pass_s(case: TimedCase) -> float:
     layer_s = sum(one.forward_s for one in (cost.layer.both, cost.tensor, cost.context, cost.expert))
     layer_s += case.engine.forward_gather_s(case, pipeline_stages(case.shape.num_layers, layout.pp)[0], cost.layer)
     model_s = case.shape.num_layers * layer_s + _head(case).forward_s
+    model_s += tower_time(case).forward_s
     # A stage takes model_s / pp; the last micro-batch leaves the pipeline pp - 1 such times after it entered.
     return (case.micro_batches + layout.pp - 1) * model_s / layout.pp
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from stages.models.shape import ModelShape
-from stages.models.tower import ModelPart
+from stages.models.tower import ModelPart, Tower
 from stages.planner.adapted import PlannedAdapter
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -46,14 +46,14 @@ class RowPictures:
     """Number of patches of all pictures of a row, of the row that has most."""
     mean_patches: float
     """Number of patches of all pictures of a row, on average."""
-    picture_patches: float
-    """Number of patches of a picture, on average."""
+    picture_patches: float | None = None
+    """Number of patches of a picture, on average; None: as of one of a usual size."""
 
-    @property
-    def of_row(self) -> tuple[float, ...]:
-        """Number of patches of each picture of an average row, of which the last may be a part of one."""
-        whole, rest = divmod(self.mean_patches, self.picture_patches)
-        return (self.picture_patches,) * int(whole) + ((rest,) if rest else ())
+    def of_row(self, tower: Tower) -> tuple[float, ...]:
+        """Return the number of patches of each picture of an average row, of which the last may be a part of one."""
+        each = self.picture_patches or tower.picture_patches
+        whole, rest = divmod(self.mean_patches, each)
+        return (each,) * int(whole) + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True)

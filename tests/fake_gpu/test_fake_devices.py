@@ -1,17 +1,25 @@
 """On fake GPUs, each rank of both engines holds and sends as many bytes in a step as published formulas say."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from stages.data.config import DataConfig
+from stages.data.prepare import prepare
+from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from stages.models.shape import ModelShape
 from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.kernels import layer_kernels
 from stages.planner.memory import GIB, memory
-from tests.fake_gpu.models import WALKED
+from stages.planner.workload import RowPictures
+from tests.fake_gpu.models import WALKED, write_model
 from tests.fake_gpu.rig import CASES, EXACT, LORA, PICTURES, Case, Report, run
+from tests.unit.stages.data.reports import Reports
 
 Weights = list[tuple[int, int]]
 """Type of a list of weight shapes as (rows, columns); a norm has one column."""
@@ -84,6 +92,32 @@ def test_a_step_of_a_walked_family_takes_the_memory_that_the_planner_predicts(fa
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_step_with_pictures_takes_the_memory_that_the_planner_predicts(name: str, tmp_path: Path) -> None:
     assert run(PICTURES[name], tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.nightly
+def test_rows_within_the_bound_of_patches_stay_within_the_plan(tmp_path: Path) -> None:
+    case = replace(PICTURES["tower alone"], layout={"dp_shard": 64, "micro_batch_size": 4})
+    facts, data = ModelFacts(write_model(tmp_path / "model", case.model, case.num_layers)), tmp_path / "data"
+    data.mkdir()
+    Image.new("RGB", (640, 480)).save(data / "a.png")
+    row = {"messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "n1"}]}
+    rows = [json.dumps({**row, "images": ["a.png"]}) for _ in range(12)]
+    (data / "train.jsonl").write_text("\n".join(rows))
+    bound = MediaProcessor(facts.folder).num_patches((640, 480))
+    most, peaks = [], []
+    for options in ({}, {"max_patches": bound}):
+        config = DataConfig(dataset="rows", sequence_length=case.sequence_length, train_on="all", **options)
+        dataset = prepare(
+            data, config, facts, rows="examples", cache=tmp_path, report=Reports(), bad_rows_file=tmp_path / "bad"
+        ).training
+        # Pictures of equal size: as many patches as the fullest row has.
+        most.append(max(sum(map(len, dataset.media(row))) for row in range(len(dataset))))
+        report = run(replace(case, pictures=most[-1]), tmp_path / f"model-{most[-1]}")
+        peaks.append(report.peak_bytes)
+    planned = replace(case.config.workload, pictures=RowPictures(bound, bound))
+    predicted = memory(report.shape, "fsdp", report.layout, planned, efficiency=EXACT).peak_gib * GIB
+    assert most == [7, 1]
+    assert peaks[1] <= predicted < peaks[0] / 1.05
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ IDLE_DATA = {
     "format": "prompts are found in rows of any format",
     "special_tokens_in_content": "special tokens within prompts are read as text",
     "over_long": NAMED,
+    "max_patches": "rows of completions are packed by tokens alone",
     "on_bad_rows": NAMED,
     "max_bad_row_fraction": NAMED,
 }

@@ -31,7 +31,7 @@ from stages.kinds.train.blocks import (
 from stages.kinds.train.methods.options import MethodFields, MethodName
 from stages.models.tower import ModelPart
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
-from stages.planner.workload import ColocatedServer, Workload
+from stages.planner.workload import ColocatedServer, RowPictures, Workload
 
 
 class TrainFields(MethodFields):
@@ -169,6 +169,8 @@ class TrainFields(MethodFields):
             frozen=self.freeze,
             freezes_routers=self.moe.freeze_router,
             even_rows=self._has_even_rows,
+            # Until rows are prepared, each is planned for as if it had the most.
+            pictures=RowPictures(patches, patches) if (patches := self.data.max_patches) else None,
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 

@@ -7,11 +7,12 @@ import pytest
 
 from stages.core.errors import LayoutError
 from stages.models.known_models import KNOWN
+from stages.models.tower import Tower, TowerBytes
 from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
 from stages.planner.compilation import not_compiled
 from stages.planner.costs import SearchRequest
-from stages.planner.explain import near_misses, what_limits
+from stages.planner.explain import near_misses, planned_pictures, what_limits
 from stages.planner.hardware import HARDWARE, cpu_of
 from stages.planner.search import estimate, fitting_layouts, legal_layouts, search
 from stages.planner.workload import RowPictures, Workload
@@ -100,6 +101,29 @@ def test_layers_are_not_compiled_where_that_cannot_work_and_the_reason_is_given(
     request = replace(SMALL, **changes)
     assert not_compiled(SMALL) is None and why in not_compiled(request)
     assert not any(layout.compile for _, layout in legal_layouts(request))
+
+
+def test_rows_with_pictures_take_the_towers_time_and_memory():
+    kept = TowerBytes(layers=27 * 32 * 2 * 1280.0, inputs=2 * 32 * 1280.0, results=1e5, outside=2e4, projector=1e4)
+    tower = Tower(32, 630_000_000, 632_000_000, 45_000_000, 680_000_000, 6.3e8, 1.1e7, 1e5, 1176.0, 1564.0, kept, kept)
+    text = replace(SMALL, shape=replace(SMALL.shape, tower=tower))
+    seeing = replace(text, workload=replace(SMALL.workload, pictures=RowPictures(2 * 1564, 1564.0)))
+    before, found = (estimate(one, "fsdp", Layout(dp_shard=8, accumulate="sharded")) for one in (text, seeing))
+    assert before.time.parts.tower == 0 < found.time.parts.tower
+    flops = seeing.shape.flops().training([2048], 2048) + tower.flops().training([1564])
+    assert found.time.mfu == pytest.approx(64 * flops / found.time.step_time_s / 8 / A100.peak_flops_per_s("bf16"))
+    shown = planned_pictures(seeing.shape, seeing.workload, found.layout)
+    assert shown.per_row == 1
+    assert shown.flops_share == pytest.approx(tower.flops().training([1564]) / flops)
+    assert found.memory.peak_gib - before.memory.peak_gib > 0.9 * shown.memory_gib
+    assert planned_pictures(text.shape, text.workload, before.layout) is None
+    # Frozen, it has no backward pass and keeps nothing.
+    frozen = replace(seeing, workload=replace(seeing.workload, frozen=("vision_tower", "projector")))
+    cheaper = estimate(frozen, "fsdp", Layout(dp_shard=8, accumulate="sharded"))
+    assert cheaper.time.parts.tower < 0.4 * found.time.parts.tower
+    assert cheaper.memory.peak_gib < found.memory.peak_gib
+    # The other engine builds the text part alone.
+    assert {engine for engine, _ in legal_layouts(seeing)} == {"fsdp"} < {engine for engine, _ in legal_layouts(text)}
 
 
 def test_what_the_host_has_no_memory_for_does_not_fit():

@@ -313,6 +313,29 @@ def test_truncation_never_cuts_a_picture(run, seeing_folder):
     assert "1 were left out, whose media would have been cut" in run.reports.warnings[-1]
 
 
+def test_no_row_has_more_patches_than_the_bound(run, seeing_folder):
+    of_picture = MediaProcessor(seeing_folder).num_patches((40, 24))
+    rows = [
+        {"messages": [user("<image>" * (1 + number % 3) + f"{number}"), CAT], "images": ["a.png"] * (1 + number % 3)}
+        for number in range(40)
+    ]
+    rows += [{"messages": [user(f"{number} " + "x" * 100), CAT]} for number in range(40)]
+    free = run(*rows, sequence_length=512).training
+    assert free.about.most_patches > 4 * of_picture
+    assert run(*rows, sequence_length=512, max_patches=free.about.most_patches).training.num_tokens == free.num_tokens
+    bounded = run(*rows, sequence_length=512, max_patches=4 * of_picture).training
+    assert bounded.about.most_patches == 4 * of_picture
+    assert sorted(documents(bounded, seeing_folder)) == sorted(documents(free, seeing_folder))
+    # A bound below the largest document's pictures leaves such documents out by name, or stops.
+    with pytest.raises(DataError, match=r"13 of 80 documents or pairs have pictures of more than max_patches .*a\.png"):
+        run(*rows, sequence_length=512, max_patches=2 * of_picture)
+    fewer = run(*rows, sequence_length=512, max_patches=2 * of_picture, over_long="drop").training
+    assert (fewer.about.num_documents, fewer.about.most_patches) == (67, 2 * of_picture)
+    assert "the one with a.png and 2 more" in run.reports.warnings[-1]
+    alone = run(*rows, sequence_length=512, max_patches=2 * of_picture, over_long="drop", packing=False).training
+    assert len(alone) == 67
+
+
 def test_the_cache_has_no_pixels_and_little_beside_tokens(run, seeing_folder, tmp_path):
     rows = [{"messages": [user(f"<image>{number}"), CAT], "images": ["a.png"]} for number in range(200)]
     dataset = run(*rows).training
