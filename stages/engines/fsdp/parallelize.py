@@ -97,7 +97,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         weights = {name: value.detach() for name, value in model.state_dict().items()}
     # Before sharding, whose hooks then lie outside of the compiled code.
     if layout.compile:
-        compile_layers(layers, layout)
+        compile_layers(layers, layout, packs=model.verdict.packs)
         model.is_compiled = True
     else:
         apply_recompute(model.causal_lm, layout)
@@ -122,18 +122,20 @@ def apply_recompute(causal_lm: Any, layout: Layout) -> None:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def compile_layers(layers: list[nn.Module], layout: Layout) -> None:
+def compile_layers(layers: list[nn.Module], layout: Layout, *, packs: bool = True) -> None:
     """Compile each layer's forward pass, with attention and the checkpoint that recomputes it, as one graph.
 
     Around compiled code, where Transformers has it, a checkpoint keeps none of the products that are inside. A layer
-    with a mixer, which is not compiled, is two graphs, and has it there.
+    with a mixer, which is not compiled, is two graphs, and has it there. packs: False where documents are rows of their
+    own, of which each batch has another number and length: one graph is compiled for all, and one for a single row.
     """
+    compiled = partial(torch.compile, dynamic=None if packs else True)
     for layer in layers:
         mixes = has_mixers([layer])
-        forward = torch.compile(layer.forward) if mixes else layer.forward
+        forward = compiled(layer.forward) if mixes else layer.forward
         if layout.recomputes:
             forward = partial(_recomputed, forward, _checkpoint_options(layout, mixes))
-        layer.forward = forward if mixes else torch.compile(forward)
+        layer.forward = forward if mixes else compiled(forward)
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: Any, **arguments: Any) -> Any:

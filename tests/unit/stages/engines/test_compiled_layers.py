@@ -74,9 +74,11 @@ def both(config: PreTrainedConfig, recompute: str) -> tuple[nn.Module, nn.Module
     return models
 
 
-def learned(model: nn.Module, lengths: list[int], *, is_compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def learned(
+    model: nn.Module, lengths: list[int], *, is_compiled: bool, rows: int = 2
+) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
-    hidden = hidden_states(decoder_of(model), packed_batch(lengths, 2).inputs, is_compiled=is_compiled)
+    hidden = hidden_states(decoder_of(model), packed_batch(lengths, rows).inputs, is_compiled=is_compiled)
     return hidden.detach(), gradients_of(model, hidden)
 
 
@@ -190,3 +192,11 @@ def test_other_documents_do_not_compile_a_layer_again(compiled: dict[str, Counte
         learned(model, [cut, 32 - cut, 20, 12] if cut % 2 else [32, 32 - cut, cut], is_compiled=True)
     assert counters["stats"]["unique_graphs"] == 1
     assert compiled["forward"]["graphs"] == 20 * LAYERS
+
+
+def test_documents_as_rows_of_their_own_compile_a_layer_once_for_many_rows_and_once_for_one(compiled: Any) -> None:
+    model, eager = (build(tiny_config("bloom"), "eager").train() for _ in range(2))
+    compile_layers(transformer_layers(model), Layout(), packs=False)
+    for lengths in ([7, 9, 12, 4], [20, 12], [32], [3, 29]):
+        check_equal(*(learned(one, lengths, is_compiled=one is model, rows=1) for one in (model, eager)))
+    assert counters["stats"]["unique_graphs"] == 2
