@@ -1,13 +1,8 @@
-"""Program that measures the layers of a model, and its tower of pictures, in a process of its own, within limits.
-
-python -m stages.models.walk_program   # from standard input what `answer` takes; to standard output what it returns
-"""
+"""Answer to a question about a model's layers, and its tower of pictures: a walk through the model of its config."""
 
 import json
-import resource
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +17,6 @@ from stages.models.loading import load_config
 from stages.models.shape import ModelShape
 from stages.models.tower_walk import walk_tower
 from stages.models.walk import LONGEST_REASON, MOST_LAYERS, walk
-
-MEMORY_BYTES, CPU_S = 4 * 2**30, 100
-"""Memory beyond that of the libraries, and processor time, that a walk may take."""
 
 
 def answer(text: str) -> dict[str, Any]:
@@ -73,21 +65,3 @@ def _check_size(fields: dict[str, Any]) -> None:
             raise ModelError(
                 f"measuring the layers of a model: {name} is {value} in its {CONFIG_FILE}, which is damaged"
             )
-
-
-def main() -> None:
-    """Answer about the model on standard input, within limits of time and memory."""
-    num_pages = int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0])
-    limits = {
-        resource.RLIMIT_AS: num_pages * resource.getpagesize() + MEMORY_BYTES,
-        resource.RLIMIT_CPU: int(time.process_time()) + CPU_S,
-    }
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-    answers, sys.stdout = sys.stdout, sys.stderr  # where Transformers may print
-    answers.write(json.dumps(answer(sys.stdin.read())))
-
-
-if __name__ == "__main__":
-    main()

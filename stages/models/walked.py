@@ -38,10 +38,10 @@ def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None)
     family = facts.config.get("model_type")
     if family in (*ROTARY_FAMILIES, *GPT_FAMILIES):
         return facts.shape
-    text = json.dumps({"config": facts.config, "files": facts.processor_files}, sort_keys=True)
+    text = question_about(facts)
     if len(text) > LARGEST_CONFIG:
         raise ModelError(f"measuring the layers of a {family} model: its config has {len(text)} characters")
-    kept = _folder() / f"{_key(text)}.json"
+    kept = answer_to(text)
     if (answer := _read(kept)) is None:
         waiting(
             f"measuring the layers of the {family} model, once for its config.json and this Transformers (some seconds)"
@@ -52,12 +52,15 @@ def shape_of(facts: ModelFacts, waiting: Callable[[str], None] = lambda _: None)
     return ModelShape.from_json(json.dumps(answer["shape"]))
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "shapes"
+def question_about(facts: ModelFacts) -> str:
+    """Return the line that the program is asked about a model."""
+    return json.dumps({"config": facts.config, "files": facts.processor_files}, sort_keys=True)
 
 
-def _key(text: str) -> str:
-    return hashlib.sha256(f"{REVISION} {version('transformers')} {text}".encode()).hexdigest()[:32]
+def answer_to(question: str) -> Path:
+    """Return the file that keeps the program's answer."""
+    key = hashlib.sha256(f"{REVISION} {version('transformers')} {question}".encode()).hexdigest()[:32]
+    return Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "cache" / "shapes" / f"{key}.json"
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
@@ -93,7 +96,7 @@ def _walk(text: str, family: str) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", PROGRAM],
-            input=text.encode(),
+            input=f"{text}\n".encode(),
             capture_output=True,
             timeout=LIMIT_S,
             env={**os.environ, **alone},

@@ -18,6 +18,7 @@ from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
 from stages.models.walked import shape_of
 from tests.zoo.models import tiny_model
+from tests.zoo.planning import keep_shape
 from tests.zoo.processors import save_processor
 
 PICTURES = (((40, 40),), (), ((64, 40), (48, 90)))
@@ -102,6 +103,7 @@ class Documents:
 
 def tower_error(folder: Path, size: tuple[int, int]) -> float:
     """Return by what share the planner's FLOPs of a picture differ from those that torch counts in the tower."""
+    keep_shape(folder)
     processor, shape = MediaProcessor(folder), shape_of(ModelFacts(folder))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     features = processor.merged([processor.features([picture(size)])])

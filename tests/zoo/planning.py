@@ -1,11 +1,17 @@
 """Proof that the planner knows a family: parameters, FLOPs, and a layout that fits."""
 
+import subprocess
+import sys
+from functools import cache
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flows.planning.layout_advice import LayoutOptions, ranked, search_request
+from stages.models.facts import ModelFacts
 from stages.models.flops import attended_pairs
 from stages.models.loading import build_model, class_with_head, load_config
+from stages.models.walked import PROGRAM, answer_to, question_about
 
 MOST_FLOPS_ERROR = 0.02
 NUM_TOKENS = 64
@@ -14,6 +20,7 @@ NUM_TOKENS = 64
 
 def planner(folder):
     """Measure the layers: the model's own number of parameters, FLOPs as torch counts them (2%), and a layout fits."""
+    keep_shape(folder)
     request, model = search_request(str(folder), LayoutOptions(8, "h100-80gb")), built(folder)
     shape = request.shape
     expected = sum(one.numel() for one in model.parameters())
@@ -23,6 +30,33 @@ def planner(folder):
     if abs(flops - counted) > MOST_FLOPS_ERROR * counted:
         return f"{flops / counted:.1%} of the FLOPs that torch counts"
     return "yes" if ranked(request, 1).result.fitting else "no layout fits"
+
+
+def keep_shape(folder):
+    """Walk through the folder's model, if that is not kept, in a fork of one program for all models."""
+    question = question_about(ModelFacts(folder))
+    if not (kept := answer_to(question)).is_file():
+        walks = _program()
+        print(question, file=walks.stdin, flush=True)
+        if answer := walks.stdout.readline():  # else the walk failed, and is tried again by the planner, which says why
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(answer)
+        else:
+            _program.cache_clear()
+
+
+@cache
+def _program():
+    """Return the program that walks."""
+    command = [sys.executable, "-m", PROGRAM]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def end_program():
+    """End the program that walks, which reads questions until there are no more."""
+    if _program.cache_info().currsize:
+        _program().communicate()
+        _program.cache_clear()
 
 
 def built(folder):

@@ -1,15 +1,23 @@
 """Every family of the zoo does what the table of families shows."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from stages.core.errors import ModelError
+from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.packed import packed
+from stages.engines.settings import AdamSettings, EngineSettings
+from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.walked import shape_of
+from stages.parallel.layout import Layout
 from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
-from tests.zoo.proofs import COLUMNS, result_of, served_of
+from tests.zoo.proofs import COLUMNS, LEARNING_RATE, one_process, result_of, save_family, served_of
 from tests.zoo.serving import SERVED
 from tests.zoo.table import UNTRIED, WORKS, recorded
 
@@ -19,6 +27,12 @@ WITH_MIXERS = (
     "kimi_linear", "olmo_hybrid",
 )  # fmt: skip
 """Families that carry something along the sequence, beside attention or instead of it."""
+IN_ROWS = [
+    family
+    for family, cells in recorded().items()
+    if cells["documents"] == "rows" and cells.get("pictures", UNTRIED) == UNTRIED
+]
+"""Families of text whose documents train as rows of their own."""
 
 
 @pytest.mark.nightly
@@ -34,6 +48,37 @@ def test_a_family_does_what_the_table_shows(family: str, column: str, tmp_path: 
 @pytest.mark.parametrize("family", WITH_MIXERS)
 def test_packed_documents_teach_a_family_with_mixers_what_each_alone_does(family: str) -> None:
     check_family(family)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", IN_ROWS)
+def test_compiled_layers_learn_the_same_of_documents_as_rows_of_their_own(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compiled without Inductor: what makes one graph of all shapes comes before it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    save_family(family, tmp_path)
+    counters.clear()
+    eager, compiled = (losses(tmp_path, Layout(compile=one)) for one in (False, True))
+    assert compiled == pytest.approx(eager, rel=1e-6)
+    # Of each kind of layers and of what is done to logits: of several rows and of one.
+    assert counters["stats"]["unique_graphs"] <= 8 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def losses(folder: Path, layout: Layout) -> list[float]:
+    """Return losses and gradient norms of steps whose batches have other numbers and lengths of documents."""
+    settings = EngineSettings(layout, "fp32", AdamSettings(LEARNING_RATE))
+    found = []
+    with one_process():
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+        for lengths in ((12, 7, 9), (20, 8), (28,), (5, 5, 13, 5), (3, 25), (19,)):
+            torch.manual_seed(0)
+            batch = packed(torch.randint(1, 49, (sum(lengths),)).split(lengths))
+            step = engine.train_step([batch], SftLoss(), LEARNING_RATE, None)
+            found += [step.loss, step.grad_norm]
+        engine.close()
+    return found
 
 
 @pytest.mark.nightly

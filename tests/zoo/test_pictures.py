@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, merged_weight
 from stages.adapters.files import read_adapter
-from stages.core.errors import ModelError
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.parts import parts_of
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
@@ -21,31 +20,17 @@ from stages.models.loading import model_without_weights
 from stages.parallel.layout import Layout
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family, tower_error
 from tests.zoo.proofs import LEARNING_RATE, one_process
+from tests.zoo.table import WORKS, recorded
 
 LARGEST_OF_PICTURES = 5e-6
 """Largest difference, in nats or relative, on documents with pictures, whose log-probabilities are large."""
 MOST_FLOPS_ERROR = 0.04
-LAYOUTS = {
-    **dict.fromkeys(
-        (
-            "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "gemma3", "gemma4", "llava", "llava_next",
-            "llava_onevision", "internvl", "idefics3", "mistral3", "glm4v", "glm46v", "kimi_k25", "lfm2_vl",
-        ),
-        "packed",
-    ),
-    "llama4": "rows",
-}  # fmt: skip
-"""Families that see, and how their documents are laid out; SmolVLM's processor needs `num2words`, and is not tried."""
+SEE = [family for family, cells in recorded().items() if cells["pictures"] in WORKS]
+"""Families that train on pictures, as the table of families shows."""
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", LAYOUTS)
-def test_a_step_and_its_export_equal_transformers(family: str, tmp_path: Path) -> None:
-    assert pictures(save_family(family, tmp_path)) == LAYOUTS[family]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", SEE)
 def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     errors = [abs(tower_error(tmp_path, size)) for size in ((40, 40), (48, 90), (100, 70))]
@@ -54,14 +39,14 @@ def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", SEE)
 def test_an_adapter_is_loaded_by_peft_and_merged(family: str, tmp_path: Path) -> None:
     targets = ".*language_model.*[qv]_proj" if family == "llama4" else "all-linear"  # whose routers are refused by name
     assert adapted_parts(save_family(family, tmp_path), targets) == {"language_model"}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", SEE)
 def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path)
     batch = Documents(folder).batch()
@@ -75,12 +60,6 @@ def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tm
             engine.close()
         found.append([number for step in steps for number in (step.loss, step.grad_norm)])
     assert found == [pytest.approx(found[0], rel=1e-6)] * len(saved)
-
-
-@pytest.mark.nightly
-def test_paligemma_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the processor in"):
-        pictures(save_family("paligemma", tmp_path))
 
 
 def pictures(folder: Path) -> str:

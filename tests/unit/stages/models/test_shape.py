@@ -19,7 +19,7 @@ from stages.models.facts import ROTARY_FAMILIES, ModelFacts
 from stages.models.shape import LatentAttention, ModelShape
 from stages.models.transformers_flops import model_flops
 from stages.models.walk import walk
-from stages.models.walk_program import answer
+from stages.models.walk_answer import answer
 from stages.parallel.engines.megatron import MegatronRules
 from stages.parallel.layout import Layout
 from stages.planner.activations import kept_bytes_per_token
