@@ -28,8 +28,13 @@ def answer_in(question: str) -> str:
 
 @dataclass
 class Judge:
-    """State of the stand-in for a judge: answers; `statuses` of the next, last first; `asked`: requests answered."""
+    """State of the stand-in for a judge: answers; `statuses` of the next, last first; `asked`: requests answered.
 
+    max_images: most pictures in a question. says: gets a question's texts.
+    """
+
+    max_images: int = 0
+    tokens_of_picture: int = 10
     says: Callable[[str], str] = lambda question: f"Hm.\nRating: {rating(answer_in(question))}"
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -57,9 +62,17 @@ def judge_server() -> Iterator[Judge]:
                 status = 404
             if self.headers["Authorization"] != f"Bearer {KEY}":
                 status = 401
-            said = state.says(request["messages"][-1]["content"]) if status == 200 else ""
+            contents = [one["content"] for one in request["messages"]]
+            parts = [part for one in contents if isinstance(one, list) for part in one]
+            num_images = sum(part["type"] == "image_url" for part in parts)
+            status = 400 if status == 200 and num_images > state.max_images else status
+            question = "".join(part.get("text", "") for part in parts) or contents[-1]
+            said = state.says(question) if status == 200 else ""
             answer: dict[str, Any] = {"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}
-            answer["usage"] = state.usage
+            of_pictures = num_images * state.tokens_of_picture
+            answer["usage"] = usage = dict(state.usage) if state.usage else state.usage
+            if usage and of_pictures:
+                usage["prompt_tokens"] += of_pictures
             content = json.dumps(answer if status == 200 else {"error": f"not with {self.headers['Authorization']}"})
             self.send_response(status)
             self.send_header("Content-Length", str(len(content.encode())))

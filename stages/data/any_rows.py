@@ -23,7 +23,7 @@ from typing import Any
 
 from stages.core.errors import DataError, DownloadError, TransientError
 from stages.data.config import METHODS_FOR, DataConfig, RowKind
-from stages.data.files import Row, find_files, read_rows
+from stages.data.files import Row, RowLocation, find_files, read_rows
 from stages.data.formats import (
     FORMATS,
     WORDS_FOR,
@@ -52,9 +52,19 @@ from stages.data.messages import (
     parse_tools,
     texts_of,
 )
-from stages.data.row_fields import RESULTS, check_row, has_bad_answer, template_variables, with_system, with_tool_calls
+from stages.data.row_fields import (
+    MEDIA_COLUMNS,
+    RESULTS,
+    check_row,
+    has_bad_answer,
+    template_variables,
+    with_system,
+    with_tool_calls,
+)
 
 REFERENCE_COLUMNS = ("answer", "solution", "ground_truth")
+ONLY_IN_CHATS = ("system", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
+"""Columns beside a prompt's text for which plain text has no place: with them, the text is a user's message."""
 
 
 @dataclass(frozen=True)
@@ -88,22 +98,25 @@ class PromptReader:
         self._answered: RowReader | None = None
         self._pairs: RowReader | None = None
 
-    def read(self, row: object) -> Prompt:
-        """Return a row's prompt and right answer; raise RowError for a bad row, DataError for one of unknown format."""
+    def read(self, row: object, place: RowLocation | None = None) -> Prompt:
+        """Return a row's prompt and right answer; raise RowError for a bad row, DataError for one of unknown format.
+
+        place: of the row, as of `RowReader.read`.
+        """
         if not isinstance(row, dict):
             raise RowError(f"is {kind_of(row)}; expected an object with named columns")
         row = rename_columns(row, self._columns)
         if is_prompt_alone(row):
-            (document,) = with_media((_prompt_alone(row),), row, self._media)
+            (document,) = with_media((_prompt_alone(row),), row, self._media, place)
             return Prompt(document, self._reference(row, None), row)
         likeliest = likeliest_format(row)
         if likeliest and FORMATS[likeliest].rows == "pairs":
             self._pairs = self._pairs or RowReader("auto", "pairs", media=self._media)
-            document = self._pairs.read(row)[0]
+            document = self._pairs.read(row, place)[0]
         else:
             self._answered = self._answered or RowReader("auto", "examples", media=self._media)
             # A bad answer (`label: false`) would be refused, but only its prompt is wanted.
-            (document,) = self._answered.read({name: value for name, value in row.items() if name != "label"})
+            (document,) = self._answered.read({name: cell for name, cell in row.items() if name != "label"}, place)
         asked, answer = _before_the_answer(document)
         return Prompt(asked, self._reference(row, None if has_bad_answer(row) else answer), row)
 
@@ -185,16 +198,19 @@ class AnyRowReader:
         self.form: str | None = None
         """Description of the format of the dataset's rows, shown to users; None until the first row has been read."""
 
-    def read(self, content: object) -> ReadRow:
-        """Return a row with its documents; raise RowError for a bad row, DataError for an unknown format."""
+    def read(self, content: object, place: RowLocation | None = None) -> ReadRow:
+        """Return a row with its documents; raise RowError for a bad row, DataError for an unknown format.
+
+        place: of the row, as of `RowReader.read`.
+        """
         if not isinstance(content, dict):
             raise RowError(f"is {kind_of(content)}; expected an object with named columns")
         if not self._prompts and not self._answers:
             self._choose(content)
         if self._answers:
-            row = ReadRow(content, self._answers.read(content), self._answers.label(content))
+            row = ReadRow(content, self._answers.read(content, place), self._answers.label(content))
         elif self._prompts and is_prompt_alone(content):
-            prompt = self._prompts.read(content)
+            prompt = self._prompts.read(content, place)
             row = ReadRow(content, (prompt.document,), reference=prompt.reference, is_prompt=True)
         else:
             raise RowError("has an answer, but the first row is a prompt alone; expected one form")
@@ -264,7 +280,7 @@ def _prompt_alone(row: dict[str, Any]) -> Document:
     column = "prompt" if "prompt" in row else "messages"
     check_row(row, (column,))
     asked = decoded(row[column]) if not isinstance(row[column], str) else row[column]
-    if isinstance(asked, str) and not any(row.get(name) for name in ("system", "tools", "chat_template_kwargs")):
+    if isinstance(asked, str) and not any(row.get(name) for name in ONLY_IN_CHATS):
         return PlainText(parse_text(asked, column), "")
     messages = with_system(row, as_messages(with_tool_calls(asked), column, "user"))
     return Conversation(_ordered(messages), tools=parse_tools(row), variables=template_variables(row))

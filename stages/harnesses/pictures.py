@@ -5,21 +5,24 @@ Samples keep references (`media`: path in the task folder, digest, size), and di
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.core.errors import DataError
+from stages.core.contract import StageInput
+from stages.core.errors import DataError, EvaluationError
 from stages.data.files import RowLocation
 from stages.data.media.embedded import embedded_bytes
 from stages.data.media.folder import MediaFolder
 from stages.data.media.images import PictureError, as_data_address
 from stages.data.media.requests import openai_messages
-from stages.data.media.rows import TAG
+from stages.data.media.rows import TAG, with_media
 from stages.data.media_reference import MediaKind, MediaReference
-from stages.data.messages import Conversation, RowError, texts_of
+from stages.data.messages import Conversation, Document, PlainText, RowError, make_message, texts_of
 
+Address = Callable[[MediaReference], str]
+"""Function that returns a picture's `data:` address."""
 MEDIA = "media"
 """Field of a sample with the references of its pictures, in their order."""
 TEXT_ALONE = (
@@ -31,7 +34,7 @@ TEXT_ALONE = (
 class QuestionPictures:
     """Source of the pictures of questions; implements `MediaSource`.
 
-    Those inside of a row are read there again when they are sent, or kept if the row cannot be found.
+    Pictures inside of a row are read there again when they are sent, or kept if the row cannot be found.
     """
 
     def __init__(self, folder: Path | None, files: Sequence[Path] = ()) -> None:
@@ -52,7 +55,7 @@ class QuestionPictures:
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Return a conversation in the form of OpenAI's API. Raises DataError for a picture that is gone."""
-        return openai_messages(conversation, self._address)
+        return openai_messages(conversation, self.data_address)
 
     def _is_there(self, reference: MediaReference) -> bool:
         try:
@@ -60,17 +63,51 @@ class QuestionPictures:
         except DataError:
             return False
 
-    def _address(self, reference: MediaReference) -> str:
+    def data_address(self, reference: MediaReference) -> str:
         data = self._kept.get(reference.sha256) if not reference.path else None
-        try:
-            return as_data_address(self._folder.encoded(reference) if data is None else data)
-        except PictureError as error:
-            raise DataError(f"the picture {reference.path} of {self._folder.root} {error}") from error
+        return self._folder.data_address(reference) if data is None else as_data_address(data)
+
+
+def task_folder_of(evaluation: Path) -> Path | None:
+    """Return the folder of an evaluation's tasks, with the pictures of its questions; None if none is recorded."""
+    recorded = StageInput.read_or_none(evaluation / "config.json")
+    named = recorded.config.get("task_folder") if recorded else None
+    return Path(named) if isinstance(named, str) else None
+
+
+class _RecordedPictures:
+    """Source of pictures whose references a sample has; implements `MediaSource`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data_address = MediaFolder.of(folder, ()).data_address
+
+    def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference:
+        assert isinstance(source, MediaReference)
+        return source
+
+
+def recorded_question(sample: Mapping[str, Any], evaluation: Path) -> tuple[Document, Address | None]:
+    """Return the question of a question set's sample, and the function that gives the addresses of its pictures.
+
+    evaluation: artifact with the sample. Raises EvaluationError for pictures whose folder it does not name.
+    """
+    text = sample["question"]
+    if not sample.get(MEDIA):
+        return PlainText(text, ""), None
+    folder = task_folder_of(evaluation)
+    if folder is None:
+        raise EvaluationError(f"reading the pictures of {evaluation.name}: it does not say in which folder they are")
+    pictures = _RecordedPictures(folder)
+    columns = {"images": [MediaReference(**one) for one in sample[MEDIA]]}
+    (asked,) = with_media((Conversation([make_message("user", text)]),), columns, pictures)
+    return asked, pictures.data_address
 
 
 def check_question(asked: Conversation, max_images: int | None) -> None:
-    """Raise RowError for a tag without a picture, or more pictures than a server takes (None: not known yet)."""
+    """Raise RowError for what is no picture, a tag without one, or more than a server takes (None: not known yet)."""
     num_images = len(asked.media)
+    if other := next((medium.kind for medium in asked.media if medium.kind != "image"), None):
+        raise RowError(f"has {other}, of which no question is asked yet; expected pictures and text")
     tags = (TAG.search(text) for message in asked.messages for text in texts_of(message))
     if left := next((tag[0] for tag in tags if tag), None):
         raise RowError(f"has `{left}` in its text, and no such medium; expected one for each, or no tag")
@@ -84,9 +121,14 @@ def check_question(asked: Conversation, max_images: int | None) -> None:
     )
 
 
-def recorded_media(conversation: Conversation) -> list[dict[str, Any]]:
+def media_of(question: Document) -> tuple[MediaReference, ...]:
+    """Return the references of a question's media; none for plain text."""
+    return () if isinstance(question, PlainText) else question.media
+
+
+def recorded_media(question: Document) -> list[dict[str, Any]]:
     """Return the references of a question's pictures as a sample keeps them."""
-    return [{**vars(one)} for one in conversation.media]
+    return [{**vars(one)} for one in media_of(question)]
 
 
 def without_pixels(value: Any) -> Any:

@@ -17,8 +17,16 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.files import BadRow, find_files, read_rows
-from stages.data.messages import Document, PlainText, RowError
+from stages.data.messages import Conversation, Document, Message, PlainText, RowError
 from stages.harnesses.harness import Evaluation, Harness, TaskItem
+from stages.harnesses.pictures import (
+    MEDIA,
+    QuestionPictures,
+    check_question,
+    media_of,
+    recorded_media,
+    without_pixels,
+)
 
 
 def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
@@ -26,12 +34,15 @@ def read_questions(evaluation: Evaluation, task: str) -> Iterator[Prompt]:
     folder = question_folder(evaluation)
     try:
         files = find_files(folder, task)
-        reader = PromptReader(None)
+        reader = PromptReader(None, media=QuestionPictures(folder, files))
         for row in islice(read_rows(folder, files), evaluation.limit):
             if isinstance(row, BadRow):
                 raise EvaluationError(f"reading the questions of {task}: {row.place} {row.reason}; fix it")
             try:
-                yield reader.read(row.content)
+                prompt = reader.read(row.content, row.place)
+                if isinstance(prompt.document, Conversation) and prompt.document.media:
+                    check_question(prompt.document, evaluation.max_images)
+                yield prompt
             except RowError as error:
                 raise EvaluationError(f"reading the questions of {task}: {row.place} {error}; fix it") from error
     except DataError as error:
@@ -76,19 +87,30 @@ class QuestionSetHarness(Harness, Protocol):
 
 
 def question_text(document: Document) -> str:
-    """Return a question as plain text, without the special tokens of any model."""
+    """Return a question as plain text, without the special tokens of any model; `<image>` stands for a picture."""
     if isinstance(document, PlainText):
         return document.prompt
     if len(document.messages) == 1:
-        return str(document.messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in document.messages)
+        return _text(document.messages[0])
+    return "\n\n".join(f"{message['role']}: {_text(message)}" for message in document.messages)
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in content)
 
 
 def asked_hashes(prompt: Prompt) -> dict[str, str]:
-    """Return hashes of a question's row, prompt and right answer, whatever the chat template, to match samples."""
+    """Return hashes of a question's row, prompt and right answer, whatever the chat template, to match samples.
+
+    Pictures count by their content.
+    """
+    media = media_of(prompt.document)
     texts = {
-        "doc": json.dumps(prompt.row, sort_keys=True),
-        "prompt": question_text(prompt.document),
+        "doc": json.dumps(without_pixels(prompt.row) if media else prompt.row, sort_keys=True),
+        "prompt": "\n".join([question_text(prompt.document), *(one.sha256 for one in media)]),
         "target": prompt.reference or "",
     }
     return _hashes(texts)
@@ -105,13 +127,15 @@ def _hashes(texts: Mapping[str, str]) -> dict[str, str]:
 
 def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
     """Return a sample as a row of `samples/TASK.jsonl`. scores: values of metrics, and other fields to keep."""
+    media = media_of(prompt.document)
     return {
         "doc_id": number,
         "filter": "none",
-        "doc": prompt.row,
+        "doc": without_pixels(prompt.row) if media else prompt.row,
         "question": question_text(prompt.document),
         "target": prompt.reference,
         "resps": [[answer]],
+        **({MEDIA: recorded_media(prompt.document)} if media else {}),
         **asked_hashes(prompt),
         **scores,
     }

@@ -1,16 +1,18 @@
 """Language model as a judge of answers, on any server with OpenAI's API: config, requests, and the file of its answers.
 
-Every answer is appended to a file; after a kill the file is read first, so that nothing is asked twice.
+Every answer is appended to a file; after a kill the file is read first, so that nothing is asked twice. Pictures of a
+question are shown to the judge; the file has their digests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from stages.core.errors import DataError
+from stages.core.errors import DataError, ServerError
 from stages.core.fields import Seconds, StrictModel
 from stages.core.files import read_json_lines, remove_cut_off_line
+from stages.core.lines import counted
 from stages.core.redaction import quoted, redact
-from stages.data.messages import PlainText
+from stages.data.media.images import as_png_address
+from stages.data.messages import Conversation, PlainText
 from stages.remote.http import (
     Expected,
     RetryBackoff,
@@ -188,6 +192,7 @@ class JudgeReward(JudgeConfig, Reward):
 
 
 CONCURRENT_REQUESTS = 8
+PARAGRAPH = "\n\n"
 NUM_TRIES = 3
 """Largest number of times that a judge is asked the same question while its answers contain no rating."""
 # "Rating (1 to 10): **8**": a remark in brackets, Markdown around the colon and the number,
@@ -204,9 +209,17 @@ BETTER = re.compile(
 At the beginning of a line a remark may follow the verdict; within a line it must be the end."""
 TRIAL = Completion("What is 1 + 2?", "3", 1, "three", {}, PlainText("What is 1 + 2?", ""))
 """Question and answer that any judge can rate, to test that a judge works."""
+TRIAL_PIXELS = 64
+"""Width and height of the picture by which a judge shows that it sees."""
+MAX_PICTURE_CHARACTERS = 48 << 20
+"""Most characters of all pictures in one question to a judge, as base64; servers refuse larger requests."""
 TOKENS = ("prompt", "completion")
 """Kinds of tokens in the `usage` of a judge's response, as the API names them."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Messages to a judge in the form of OpenAI's API, with `sha256:…` in place of each picture's address."""
+Content = str | list[dict[str, Any]]
+"""Content of a message: text, or parts of which some are pictures."""
+DIGEST = "sha256:"
 Tokens = dict[str, int]
 """Number of tokens in a judge's request and response, by kind (`TOKENS`); 0 where the server does not say."""
 
@@ -229,7 +242,10 @@ class JudgeScore:
 
 @dataclass
 class JudgeClient:
-    """Judge in use: the connection to its server. answered: answers by the messages asked, as JSON."""
+    """Judge in use: the connection to its server. answered: answers by the messages asked, as JSON.
+
+    addresses: functions that return a picture's `data:` address, by its `sha256:…`.
+    """
 
     config: JudgeConfig
     http: httpx.Client
@@ -238,6 +254,7 @@ class JudgeClient:
     key: str
     answered: dict[str, JudgeAnswer]
     num_requests: int
+    addresses: dict[str, Callable[[], str]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -257,10 +274,38 @@ class JudgeClient:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def try_out(self) -> None:
-        """Ask the judge about a trivial answer, storing nothing; raises as `JudgeReward.opened` does."""
-        for messages in self._questions(TRIAL):
-            self._number(messages, keep=False)
+    def try_out(self, num_images: int = 0) -> None:
+        """Ask the judge about a trivial answer, storing nothing; raises as `JudgeReward.opened` does.
+
+        num_images: of the later question with the most; the judge must take as many. Raises DataError for one that
+        takes a picture without reading it.
+        """
+        (text, *_) = questions = self._questions(TRIAL)
+        for question in questions:
+            self._number(question, keep=False)
+        if num_images:
+            self._try_out_pictures(text, num_images)
+
+    def _try_out_pictures(self, text: Messages, num_images: int) -> None:
+        """Ask a question with pictures before it. text: the same question without them."""
+        from PIL import Image
+
+        place = f"{DIGEST}of the trial"
+        self.addresses[place] = lambda: as_png_address(Image.new("RGB", (TRIAL_PIXELS, TRIAL_PIXELS), "red"))
+        parts = [*[_picture(place)] * num_images, _text(text[0]["content"])]
+        what, pictures = f"{self.config.served_model} at {self.config.url}", counted(num_images, "picture")
+        try:
+            (_, without), (_, seen) = self._answer(text), self._answer([{"role": "user", "content": parts}])
+        except ServerError as error:
+            raise ServerError(
+                f"{what} takes no question with {pictures}, as it will be asked: {error}; take a judge that sees, and "
+                "a server that takes as many in a request"
+            ) from error
+        if 0 < seen["prompt"] <= without["prompt"]:
+            raise DataError(
+                f"{what} counts {seen['prompt']} tokens in a question with {pictures}, and {without['prompt']} in it "
+                "without: it leaves them out; take a judge that sees"
+            )
 
     def scores(self, completions: Sequence[Completion]) -> Iterator[float]:
         """Return the judge's score of each completion, asking for those that it has not judged yet.
@@ -306,7 +351,7 @@ class JudgeClient:
         reference = completion.reference or ""
         least, largest = config.scale or (0, 1)
         values = {
-            "prompt": completion.prompt,
+            "prompt": self._asked(completion),
             "completion": completion.text,
             "least": f"{least:g}",
             "largest": f"{largest:g}",
@@ -317,6 +362,20 @@ class JudgeClient:
             [{"role": "user", "content": _filled(config.asked, {**values, "first": first, "second": second})}]
             for first, second in orders[: 1 if config.scale else 2]
         ]
+
+    def _asked(self, completion: Completion) -> Content:
+        """Return a completion's prompt as the judge sees it. Raises DataError for pictures that are not at hand."""
+        document = completion.document
+        if isinstance(document, PlainText) or not document.media:
+            return completion.prompt
+        if completion.address is None or any(medium.kind != "image" for medium in document.media):
+            kinds = ", ".join(sorted({f"{medium.kind}s" for medium in document.media}))
+            raise DataError(f"has {kinds}, which are not shown to a judge here; leave out the judge, or these rows")
+        places = []
+        for medium in document.media:
+            places.append(f"{DIGEST}{medium.sha256}")
+            self.addresses[places[-1]] = functools.partial(completion.address, medium)
+        return question_parts(document, places)
 
     def _number(self, messages: Messages, *, keep: bool = True) -> float:
         """Return the judge's rating or choice as a number; raise DataError if several requests give none."""
@@ -375,7 +434,7 @@ class JudgeClient:
             if self.num_requests > self.config.max_requests:
                 raise DataError(f"the judge was asked `max_requests` times, {self.config.max_requests}; raise it")
         options = {"max_tokens": self.config.max_tokens, "temperature": 0}
-        request = {"model": self.config.served_model, "messages": messages, **options}
+        request = {"model": self.config.served_model, "messages": self._shown(messages), **options}
         server = f"the judge at {self.config.url}"
         expected = Expected(server, answer_bytes(request), self.config.timeout_s, key=self.key)
         backoff = RetryBackoff(f"asking {server}")
@@ -388,6 +447,28 @@ class JudgeClient:
             except (httpx.TransportError, TimeoutError) as error:
                 busy = busy_from_transport(error)
             backoff.wait(busy)
+
+    def _shown(self, messages: Messages) -> Messages:
+        """Return messages with the pictures themselves. Raises DataError for too much, or a picture that is gone."""
+        addresses: dict[str, str] = {}
+
+        def shown(part: dict[str, Any]) -> dict[str, Any]:
+            if part["type"] == "text":
+                return part
+            place = part["image_url"]["url"]
+            addresses.setdefault(place, self.addresses[place]())
+            return _picture(addresses[place])
+
+        whole = [
+            {**one, "content": [*map(shown, one["content"])]} if isinstance(one["content"], list) else one
+            for one in messages
+        ]
+        if (num := sum(map(len, addresses.values()))) > MAX_PICTURE_CHARACTERS:
+            raise DataError(
+                f"a question to {self.config.served_model} has {counted(len(addresses), 'picture')} of {num:,} "
+                f"characters in base64; expected at most {MAX_PICTURE_CHARACTERS:,}: scale them down"
+            )
+        return whole
 
     def _read(self, answer: Choices[ChatChoice]) -> tuple[str, Tokens]:
         used = answer.usage or Usage()
@@ -436,8 +517,50 @@ def _end_of(answer: str) -> str:
     return quoted(answer.strip().rpartition("\n")[2], 200)
 
 
-def _filled(template: str, values: dict[str, str]) -> str:
-    return PLACE.sub(lambda match: values[match[1]], template)
+def question_parts(document: Conversation, addresses: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a conversation's texts, and its pictures in their places. addresses: of its pictures, in their order."""
+    remaining = iter(addresses)
+    parts: list[dict[str, Any]] = []
+    for number, message in enumerate(document.messages):
+        role = f"{message['role']}: " if len(document.messages) > 1 else ""
+        content = message["content"]
+        parts.append(_text(f"{PARAGRAPH if number else ''}{role}{'' if isinstance(content, list) else content}"))
+        for part in content if isinstance(content, list) else ():
+            parts.append(part if part["type"] == "text" else _picture(next(remaining)))
+    return _joined(parts)
+
+
+def _picture(address: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": address}}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parts with neighbouring texts in one, and without empty ones."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = _text(joined[-1]["text"] + part["text"])
+        elif part["type"] != "text" or part["text"]:
+            joined.append(part)
+    return joined
+
+
+def _filled(template: str, values: Mapping[str, Content]) -> Content:
+    """Return a template with values in its places: a text, or parts if one of the values has pictures."""
+    if isinstance(prompt := values["prompt"], str):
+        return PLACE.sub(lambda match: str(values[match[1]]), template)
+    pieces = PLACE.split(template)  # texts, and between them the places' names
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(pieces):
+        if number % 2 and piece == "prompt":
+            parts += prompt
+        else:
+            parts.append(_text(str(values[piece]) if number % 2 else piece))
+    return _joined(parts)
 
 
 def kept_lines(file: Path) -> list[dict[str, Any]]:

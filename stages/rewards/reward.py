@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from stages.core.fields import StrictModel
+from stages.data.media_reference import MediaReference
 from stages.data.messages import Document
 
 
@@ -22,6 +23,7 @@ class Completion:
     """A model's answer with its prompt and dataset row, as rewards judge it.
 
     prompt: special tokens included. reference: the right answer, if any. document: the prompt before the chat template.
+    address: returns the `data:` address of one of its pictures; None where they are not at hand.
     """
 
     prompt: str
@@ -30,6 +32,7 @@ class Completion:
     reference: str | None
     row: Mapping[str, Any]
     document: Document
+    address: Callable[[MediaReference], str] | None = None
 
 
 Scores = Callable[[Sequence[Completion]], Iterator[float]]

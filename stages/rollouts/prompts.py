@@ -1,6 +1,6 @@
 """Prompts made from a dataset's rows, rendered by the model's chat template and checked before any model is asked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -10,6 +10,8 @@ from stages.core.errors import DataError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
 from stages.data.files import BadRow, RowLocation, find_files, read_rows
+from stages.data.media.rows import MediaSource
+from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
@@ -29,18 +31,23 @@ class RenderedPrompt:
     prompt: Prompt
     text: str
     token_ids: list[int]
+    address: Callable[[MediaReference], str] | None = None
+    """Function that returns the `data:` address of one of the prompt's pictures."""
 
     def completion(self, text: str, num_tokens: int) -> Completion:
         """Return a model's answer together with this prompt and its dataset row, in the form that rewards judge."""
         asked = self.prompt
-        return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document)
+        return Completion(self.text, text, num_tokens, asked.reference, asked.row, asked.document, self.address)
 
 
-def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -> list[RenderedPrompt]:
+def read_prompts(
+    folder: Path, options: PromptOptions, tokenizer_folder: Path, media: MediaSource | None = None
+) -> list[RenderedPrompt]:
     """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
-    tokenizer_folder: of the model that is asked. Raises DataError, with the bad rows, for rows that are no prompts or
-    lack what a reward needs, or no rows; ModelError for a folder without a usable tokenizer.
+    tokenizer_folder: of the model that is asked. media: source of the rows' media; None refuses them. Raises DataError,
+    with the bad rows, for rows that are no prompts or lack what a reward needs, or no rows; ModelError for a folder
+    without a usable tokenizer.
     """
     # the recipe's date, that of the model's training, or a fixed one: never today's, which would change the prompts
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
@@ -51,7 +58,8 @@ def read_prompts(folder: Path, options: PromptOptions, tokenizer_folder: Path) -
     bad: list[str] = []
     with ExitStack() as stack:
         checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
-        rows = _Rows(options, tokenizer, is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat, checks)
+        as_chat = is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat
+        rows = _Rows(options, tokenizer, as_chat, checks, media)
         for row in islice(read_rows(folder, files), options.limit):
             try:
                 if isinstance(row, BadRow):
@@ -86,18 +94,23 @@ class _Rows:
     """Maker of prompts from a dataset's rows."""
 
     def __init__(
-        self, options: PromptOptions, tokenizer: DocumentTokenizer, as_chat: bool, checks: Mapping[str, RowCheck]
+        self,
+        options: PromptOptions,
+        tokenizer: DocumentTokenizer,
+        as_chat: bool,
+        checks: Mapping[str, RowCheck],
+        media: MediaSource | None,
     ) -> None:
         """Create the maker of prompts. checks: each reward's check of rows, by the reward's name."""
         self._options = options
         self._checks = checks
         self._tokenizer = tokenizer
-        self._as_chat = as_chat
-        self._reader = PromptReader(options.reference, options.reference_field, options.columns)
+        self._as_chat, self._media = as_chat, media
+        self._reader = PromptReader(options.reference, options.reference_field, options.columns, media)
 
     def asked(self, place: RowLocation, row: object) -> RenderedPrompt:
         """Return a row's rendered prompt; RowError if it is none or lacks what a reward needs."""
-        prompt = self._reader.read(row)
+        prompt = self._reader.read(row, place)
         for name, reward in self._options.rewards.items():
             if reward.NEEDS_REFERENCE and prompt.reference is None:
                 raise RowError(
@@ -108,7 +121,7 @@ class _Rows:
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
-        return RenderedPrompt(place, prompt, text, token_ids)
+        return RenderedPrompt(place, prompt, text, token_ids, self._media.data_address if self._media else None)
 
     def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
         if isinstance(document, PlainText):

@@ -18,7 +18,7 @@ from stages.core.errors import DataError
 from stages.core.redaction import quoted
 from stages.data.files import READERS, RowLocation, format_suffix
 from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
-from stages.data.media.images import MAX_BYTES, PictureError, decode_picture, inspect_picture
+from stages.data.media.images import MAX_BYTES, PictureError, as_data_address, decode_picture, inspect_picture
 from stages.data.media_reference import MAX_PATH_BYTES, MediaKind, MediaReference
 from stages.data.messages import RowError, kind_of
 from stages.remote.pointers import SUFFIX, open_file
@@ -106,6 +106,13 @@ class MediaFolder:
                 "download the dataset again"
             )
         return data
+
+    def data_address(self, reference: MediaReference) -> str:
+        """Return a picture as a `data:` address for a request. Raises DataError as `encoded` does."""
+        try:
+            return as_data_address(self.encoded(reference))
+        except PictureError as error:
+            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
 
     def _reference(self, kind: MediaKind, path: str, data: bytes) -> MediaReference:
         size = inspect_picture(data, by_header=self.by_header)

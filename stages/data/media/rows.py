@@ -31,9 +31,12 @@ TEXT_ALONE = (
 
 
 class MediaSource(Protocol):
-    """Maker of references from the cells and parts of a row; implemented by `MediaFolder`."""
+    """Maker of references from the cells and parts of a row, and of requests; implemented by `MediaFolder`."""
 
     def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference: ...
+
+    def data_address(self, reference: MediaReference) -> str:
+        """Return a picture as a `data:` address for a request. Raises DataError if it is gone, or another now."""
 
 
 def with_media(

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.pictures import media_of
 from stages.harnesses.question_sets import QuestionSetHarness, read_questions
 from stages.serving.served_models import ServedModel
 
@@ -45,10 +46,13 @@ class Judge(QuestionSetHarness):
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:
         from stages.harnesses.judge.rating import probe_judge
 
+        most_pictures = 0
         for task in evaluation.tasks:
-            if not sum(1 for _ in read_questions(evaluation, task)):  # reads every question, which checks it
+            counts = [len(media_of(one.document)) for one in read_questions(evaluation, task)]  # checks every question
+            if not counts:
                 raise EvaluationError(f"the task {task} has no questions")
-        probe_judge(evaluation, cache)
+            most_pictures = max(most_pictures, *counts)
+        probe_judge(evaluation, cache, most_pictures)
 
     def evaluate(
         self, evaluation: Evaluation, context: StageContext, await_model: Callable[[], ServedModel]

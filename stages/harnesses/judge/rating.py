@@ -5,20 +5,26 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
+from stages.core.files import remove_cut_off_line
+from stages.data.files import find_files
+from stages.data.media.requests import openai_messages
+from stages.data.messages import PlainText
 from stages.harnesses.harness import Evaluation, Results
+from stages.harnesses.pictures import Address, QuestionPictures, media_of
 from stages.harnesses.question_sets import question_folder, question_text, sample_row
 from stages.rewards.judge import JudgeClient, JudgeScore, RatingConfig, bounded, cost_metrics
 from stages.rewards.reward import Completion
-from stages.rollouts.asking import Sample, sample_all
+from stages.rollouts.asking import Sample, ask_chats, sample_all
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
+from stages.serving.client import ChatAnswer, Client, Usage
 from stages.serving.served_models import ServedModel
 
 METRIC = "rating"
@@ -37,15 +43,14 @@ class AnsweredTask:
     def completions(self) -> Iterator[Completion]:
         """Yield the model's answers in the form that the judge rates, with the questions as plain text."""
         for asked, answer in zip(self.prompts, self.answers, strict=True):
-            prompt = asked.prompt
-            text = question_text(prompt.document)
-            yield Completion(text, answer.text, answer.num_tokens, prompt.reference, prompt.row, prompt.document)
+            text = question_text(asked.prompt.document)
+            yield replace(asked.completion(answer.text, answer.num_tokens), prompt=text)
 
 
-def probe_judge(evaluation: Evaluation, cache: Path) -> None:
-    """Ask the judge to rate a trivial answer, storing nothing; raises as `JudgeClient` does."""
+def probe_judge(evaluation: Evaluation, cache: Path, num_images: int) -> None:
+    """Ask the judge to rate a trivial answer, storing nothing; raises as `JudgeClient.try_out` does."""
     with JudgeClient.opened(_judge(evaluation), cache / JUDGE_FILE) as judge:
-        judge.try_out()
+        judge.try_out(num_images)
 
 
 def rated(evaluation: Evaluation, context: StageContext, model: ServedModel) -> Results:
@@ -83,7 +88,8 @@ def _answered(task: str, evaluation: Evaluation, context: StageContext, model: S
         apply_chat_template=evaluation.apply_chat_template,
         rewards={},
     )
-    prompts = read_prompts(question_folder(evaluation), as_asked, model.folder)
+    folder = question_folder(evaluation)
+    prompts = read_prompts(folder, as_asked, model.folder, QuestionPictures(folder, find_files(folder, task)))
     generation = evaluation.generation
     check_room(prompts, model.context_tokens, generation.max_tokens)
     options = SamplingOptions(
@@ -101,10 +107,92 @@ def _answered(task: str, evaluation: Evaluation, context: StageContext, model: S
             context.progress(num_done, num_all, "answers", f"asking {task}")
 
     kept = context.scratch / f"answers-{context.version}-{hashlib.sha256(task.encode()).hexdigest()[:12]}.jsonl"
-    answers = sample_all(model.client, [one.token_ids for one in prompts], options, kept, report)
+    if any(media_of(one.prompt.document) for one in prompts):
+        chats = sample_chats(model.client, prompts, options, kept, report)
+        answers: Sequence[Sample] = chats
+        if num_otherwise := sum(one.asked_otherwise for one in chats):
+            context.warn(
+                f"the server made other tokens of {num_otherwise} questions of {task} than training would: of special "
+                "tokens in their texts, or by another chat template; their scores may be too low"
+            )
+    else:
+        answers = sample_all(model.client, [one.token_ids for one in prompts], options, kept, report)
     if all(one.truncated for one in answers):
         context.warn(f"every answer to {task} was cut off at generation.max_tokens, {generation.max_tokens}; raise it")
     return AnsweredTask(prompts, answers)
+
+
+class ChatSample(Sample):
+    """Answer to a question asked as a chat, as stored. asked: digest of the request, with its pictures' digests.
+
+    asked_otherwise: whether the server made other tokens of the question than training would.
+    """
+
+    asked: str
+    asked_otherwise: bool
+
+
+def sample_chats(
+    client: Client,
+    prompts: Sequence[RenderedPrompt],
+    options: SamplingOptions,
+    kept: Path,
+    report: Callable[[int, int], None],
+) -> list[ChatSample]:
+    """Ask questions with pictures as chats; return the answers, also those that `kept` has from another attempt.
+
+    Few pictures are in memory at once, and none is written. Raises as `sample_all` does; DataError for a picture that
+    is gone.
+    """
+    remove_cut_off_line(kept)
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
+    answers = {one.asked: one for one in map(ChatSample.model_validate_json, lines)}
+    bodies = [_chat(client.model, one, options, lambda medium: f"sha256:{medium.sha256}") for one in prompts]
+    digests = [hashlib.sha256(json.dumps(one, sort_keys=True).encode()).hexdigest() for one in bodies]
+    with kept.open("a", encoding="utf-8") as stream:
+
+        def keep(number: int, request: dict[str, Any], answer: ChatAnswer) -> None:
+            choice, usage = answer.choices[0], answer.usage or Usage()
+            answers[digests[number]] = sample = ChatSample(
+                prompt=number,
+                sample=0,
+                seed=request["seed"],
+                text=choice.message.content or "",
+                num_tokens=usage.completion_tokens or 0,
+                truncated=choice.finish_reason == "length",
+                asked=digests[number],
+                asked_otherwise=answer.prompt_token_ids not in (None, prompts[number].token_ids),
+            )
+            stream.write(sample.model_dump_json() + "\n")
+            stream.flush()
+            report(len(answers), len(digests))
+
+        missing = {digest: number for number, digest in enumerate(digests) if digest not in answers}.values()
+        asked = ((number, _chat(client.model, prompts[number], options, prompts[number].address)) for number in missing)
+        ask_chats(client, asked, options.concurrent_requests, keep)
+    return [answers[digest] for digest in digests]
+
+
+def _chat(model: str, asked: RenderedPrompt, options: SamplingOptions, address: Address | None) -> dict[str, Any]:
+    document = asked.prompt.document
+    if isinstance(document, PlainText) or address is None:
+        raise EvaluationError(
+            f"{asked.place}: questions with pictures, and those beside them, are asked as a user of a chat, but the "
+            "model is asked in plain text: it was trained so, has no chat template, or the recipe says "
+            "`apply_chat_template: false`"
+        )
+    return {
+        "model": model,
+        "messages": openai_messages(document, address),
+        **({"tools": list(document.tools)} if document.tools else {}),
+        **({"chat_template_kwargs": document.variables} if document.variables else {}),
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "stop": list(options.stop) or None,
+        "seed": options.seed,
+        "return_token_ids": True,
+    }
 
 
 def _opinions(

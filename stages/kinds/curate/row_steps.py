@@ -166,9 +166,10 @@ def scored(config: Quality, rows: Iterable[SpooledRow], context: StageContext) -
             named = []
             for row in batch:
                 media = MediaFolder.of(context.inputs[row.place.dataset] / "data", ())
-                read = readers.setdefault(row.place.dataset, AnyRowReader(media)).read(row.content)
+                read = readers.setdefault(row.place.dataset, AnyRowReader(media)).read(row.content, row.place.place)
                 try:
-                    named.append((str(row.place), _completion(read, config.reference)))
+                    completion = replace(_completion(read, config.reference), address=media.data_address)
+                    named.append((str(row.place), completion))
                 except DataError as error:
                     raise DataError(f"`quality`: {row.place} {error}") from error
             for row, judgement in zip(batch, judge(named), strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
-from stages.data.messages import PlainText
+from stages.harnesses.pictures import MEDIA, recorded_question
 from stages.harnesses.scores import read_samples
 from stages.kinds.promote.paired import ASKED_ALIKE, Difference, win_rate_interval
 from stages.rewards.judge import JudgeClient, PairsConfig, bounded, cost_metrics
@@ -27,6 +27,15 @@ METRIC = "win_rate"
 PROGRESS_EVERY = 10
 Rows = Mapping[int, Mapping[str, Any]]
 """Samples of an evaluation task, by document number."""
+
+
+@dataclass(frozen=True)
+class AnswersToTask:
+    """Samples of one question set, and the evaluation's artifact that holds them."""
+
+    task: str
+    rows: Rows
+    evaluation: Path
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ def judged_pairs(
     kept = context.scratch / f"judge-{context.version}.jsonl"
     try:
         with JudgeClient.opened(pairs, kept) as judge:
-            judge.try_out()
-            differences = [_compared(task, ours[task], theirs[task], judge, pairs, context) for task in tasks]
+            judge.try_out(max(len(row.get(MEDIA, ())) for task in tasks for row in ours[task].rows.values()))
+            differences = [_compared(ours[task], theirs[task].rows, judge, pairs, context) for task in tasks]
     except DataError as error:
         raise EvaluationError(str(error)) from error
     shutil.copyfile(kept, context.work / JUDGE_FILE)
@@ -72,14 +81,15 @@ def judged_pairs(
 
 
 def _compared(
-    task: str, ours: Rows, theirs: Rows, judge: JudgeClient, pairs: PairsConfig, context: StageContext
+    answers: AnswersToTask, theirs: Rows, judge: JudgeClient, pairs: PairsConfig, context: StageContext
 ) -> Difference:
     """Return the win rate w on one question set, the mean of outcomes wᵢ from 0 to 1.
 
     The other model's rate is 1 − w, so the difference is the mean of 2wᵢ − 1.
     """
+    task, ours, evaluation = answers.task, answers.rows, answers.evaluation
     shared = sorted(ours.keys() & theirs.keys())
-    completions = [_pair(task, number, ours[number], theirs[number]) for number in shared]
+    completions = [_pair(task, number, ours[number], theirs[number], evaluation) for number in shared]
     wins: list[float] = []
     for number, opinion in enumerate(bounded(judge, completions, f"pairs of {task}", pairs.max_unjudged_fraction), 1):
         wins += [] if opinion.score is None else [opinion.score]
@@ -104,25 +114,29 @@ def _compared(
     )
 
 
-def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Completion:
-    """Return a question with both models' answers, the other's as reference; EvaluationError if questions differ."""
+def _pair(task: str, number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any], evaluation: Path) -> Completion:
+    """Return a question with both models' answers, the other's as reference; EvaluationError if questions differ.
+
+    evaluation: artifact of the samples, which names the folder of their pictures.
+    """
     if any(ours[key] != theirs[key] for key in ASKED_ALIKE):
         raise EvaluationError(
             f"comparing answers to {task}: question {number} is not the same for both; evaluate both on the same set"
         )
     question, answer = ours["question"], ours["resps"][0][0]
-    return Completion(question, answer, 0, theirs["resps"][0][0], ours["doc"], PlainText(question, ""))
+    asked, address = recorded_question(ours, evaluation)
+    return Completion(question, answer, 0, theirs["resps"][0][0], ours["doc"], asked, address)
 
 
-def _answered(evaluations: Sequence[Path]) -> dict[str, Rows]:
+def _answered(evaluations: Sequence[Path]) -> dict[str, AnswersToTask]:
     """Return the samples of question sets, by task; raise EvaluationError for unreadable files."""
-    rows_by_task: dict[str, Rows] = {}
+    answers: dict[str, AnswersToTask] = {}
     for folder in evaluations:
         try:
             for task in json.loads((folder / "scores.json").read_bytes())["configs"]:
                 rows = read_samples(folder, task)
                 if rows and "question" in rows[0]:
-                    rows_by_task[task] = {row["doc_id"]: row for row in rows}
+                    answers[task] = AnswersToTask(task, {row["doc_id"]: row for row in rows}, folder)
         except (OSError, ValueError, KeyError) as error:
             raise EvaluationError(f"reading the answers of {folder.name}: {type(error).__name__}: {error}") from error
-    return rows_by_task
+    return answers

@@ -96,7 +96,9 @@ def test_what_it_cannot_do_is_said_before_a_server_starts(evaluated: Any, sets: 
 
 @needs_evalscope
 def test_a_benchmark_that_fails_is_an_error_with_its_last_words(evaluated: Any, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"could not run ifeval: .* ended with exit code 1: .*few.shot.*; all"):
+    with pytest.raises(
+        EvaluationError, match=r"could not run ifeval: .* ended with exit code 1: .*few.shot.*; everything"
+    ):
         evaluated(num_fewshot=10_000, tasks=["ifeval"])
 
 

@@ -14,15 +14,20 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
-from stages.core.errors import EvaluationError
+from stages.core.contract import StageContext
+from stages.core.errors import DataError, EvaluationError, ServerError
 from stages.harnesses.harness import Evaluation
+from stages.harnesses.judge.harness import Judge
 from stages.harnesses.lm_eval.tasks import select_tasks
-from stages.harnesses.question_sets import read_questions
 from stages.kinds.evaluate.config import EvaluateConfig
-from stages.kinds.promote.paired import ASKED_ALIKE
+from stages.kinds.evaluate.run import _write
+from stages.kinds.promote.judged_pairs import judged_pairs
+from stages.kinds.promote.paired import ASKED_ALIKE, compare
+from stages.rewards.judge import PairsConfig, RatingConfig
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
 from tests.http_server import serving
+from tests.judge_server import KEY, MODEL, answer_in, judge_server
 from tests.unit.stages.data.media.conftest import config_fields, encoded, write_processor
 from tests.zoo.models import tiny_config
 
@@ -109,7 +114,9 @@ def asked(folder: Path, rows: list[dict[str, Any]], **fields: Any) -> Evaluation
     if rows:
         (folder / "colors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {"kind": "evaluate", "model": "sft", "tasks": ["colors"], "task_folder": str(folder)}
-    evaluation = EvaluateConfig.model_validate(tree | {"apply_chat_template": True}).evaluation
+    evaluation = EvaluateConfig.model_validate(
+        tree | {"apply_chat_template": True, "generation": {"max_tokens": 8}}
+    ).evaluation
     return replace(evaluation, **{"max_images": 2, **fields})
 
 
@@ -206,9 +213,110 @@ def test_a_question_without_room_is_named(model: Path, server: Server, tasks: Pa
         evaluate(asked(tasks, [row("red", "blue")]), model, server, tmp_path / "answers", 40)
 
 
-@pytest.mark.parametrize("harness", ["judge", "evalscope"])
-def test_question_sets_with_pictures_are_refused(tasks: Path, harness: str) -> None:
-    question = {"prompt": [{"role": "user", "content": "<image>Which?"}], **row("red")}
-    evaluation = asked(tasks, [question], harness=harness)
-    with pytest.raises(EvaluationError, match=r"colors\.jsonl:1 has `images`, which this model, or this stage"):
-        list(read_questions(evaluation, "colors"))
+def question_row(*names: str) -> dict[str, Any]:
+    return {"prompt": PLACED, **row(*names)}
+
+
+@pytest.fixture
+def judged(model: Path, server: Server, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Provide a judge's server, and a function that evaluates the model with it on rows of question sets."""
+    monkeypatch.setenv("CRITIC_KEY", KEY)
+    with judge_server() as judge:
+        judge.max_images = 2
+
+        def evaluate(*rows: dict[str, Any], name: str = "work", **fields: Any) -> tuple[Any, Path]:
+            config = {"url": judge.url, "served_model": MODEL, "key_variable": "CRITIC_KEY"}
+            evaluation = asked(tasks, [*rows], harness="judge", judge=RatingConfig(**config), **fields)
+            context = StageContext(tmp_path / name, name, "0" * 12, {}, {}, tmp_path / "cache")
+            context.work.mkdir(exist_ok=True)
+            recorded = {"name": name, "kind": "evaluate", "version": "0" * 12, "config": {"task_folder": str(tasks)}}
+            (context.work / "config.json").write_text(json.dumps({**recorded, "inputs": {}, "cache": str(tmp_path)}))
+            server.bodies.clear()
+            Judge().check(evaluation, tmp_path, None)
+            served = ServedModel(Client(server.url, "key", "tiny"), model, 256, False)
+            results = Judge().evaluate(evaluation, context, lambda: served)
+            _write(context.work, results)
+            return results, context.work
+
+        yield judge, evaluate
+
+
+def test_a_judge_sees_the_pictures_of_questions(judged: Any, server: Server, tasks: Path) -> None:
+    judge, evaluate = judged
+    judge.says = lambda question: f"Rating: {9 if answer_in(question) == 'red blue' else 2}"
+    pixels = [address(tasks / f"pictures/{name}.png") for name in ("lime", "blue")]
+    inside = {**question_row("lime", "blue"), "images": pixels}
+    results, work = evaluate(question_row("red", "blue"), inside)
+    assert results.scores["results"]["colors"]["rating,none"] == pytest.approx(5.5)
+    (message,) = next(one["messages"] for one in judge.asked if "The answer:\\nred" in json.dumps(one))
+    begin, first, between, second, last = message["content"]
+    assert [part["image_url"]["url"] for part in (first, second)] == [
+        address(tasks / "pictures/red.png"), address(tasks / "pictures/blue.png"),
+    ]  # fmt: skip
+    assert begin["text"].endswith("First ") and between["text"] == ", then "
+    assert last["text"].startswith("?\n\nThe answer:\nred blue")
+    first, second = results.samples["colors"]
+    assert first["question"] == PLACED
+    assert [one["path"] for one in first["media"]] == ["pictures/red.png", "pictures/blue.png"]
+    assert [one["path"] for one in second["media"]] == ["colors.jsonl#2"] * 2
+    written = "".join(file.read_text() for file in work.rglob("*.jsonl"))
+    assert "base64" not in written and first["media"][0]["sha256"] in (work / "judge.jsonl").read_text()
+    # Another attempt asks nothing but the trial again.
+    judge.asked.clear()
+    evaluate(question_row("red", "blue"), inside)
+    assert len(judge.asked) == 3 and not server.bodies
+
+
+def test_two_models_answers_to_pictures_are_paired_and_compared_by_a_judge(
+    judged: Any, tasks: Path, tmp_path: Path
+) -> None:
+    judge, evaluate = judged
+    judge.says = lambda question: f"Rating: {9 if answer_in(question) == 'red blue' else 2}"
+    rows = [question_row("red", "blue"), question_row("lime", "blue")]
+    (_, ours), (_, theirs) = evaluate(*rows, name="ours"), evaluate(*rows, name="theirs")
+    (difference,) = compare([ours], [theirs])
+    assert (difference.num_samples, difference.num_unpaired, difference.difference) == (2, 0, 0)
+    judge.asked.clear()
+    judge.says = lambda question: "Better: A"
+    pairs = PairsConfig(url=judge.url, served_model=MODEL, key_variable="CRITIC_KEY")
+    context = StageContext(tmp_path / "promote", "promote", "0" * 12, {}, {}, tmp_path / "cache")
+    context.work.mkdir()
+    assert judged_pairs(pairs, [ours], [theirs], context).metrics["colors.win_rate"] == 0.5
+    shown = json.dumps(judge.asked)
+    assert all(address(tasks / f"pictures/{name}.png") in shown for name in COLORS)
+    assert "<image>" not in shown and "base64" not in (context.work / "judge.jsonl").read_text()
+    # A picture that is another now is no longer what the models saw, and a changed one is another question.
+    (tasks / "pictures" / "red.png").write_bytes((tasks / "pictures" / "lime.png").read_bytes())
+    with pytest.raises(EvaluationError, match=r"pictures/red\.png .* has changed"):
+        judged_pairs(pairs.model_copy(update={"template": "{prompt} {first} {second}"}), [ours], [theirs], context)
+    judge.says = lambda question: "Rating: 2"
+    _, changed = evaluate(*rows, name="changed")
+    with pytest.raises(EvaluationError, match="colors"):
+        compare([changed], [theirs])
+
+
+@pytest.mark.parametrize(
+    ("takes", "fields", "error", "message"),
+    [
+        (0, {}, ServerError, r"critic-1 at http\S+ takes no question with 2 pictures, .* take a judge that sees"),
+        (1, {}, ServerError, "takes no question with 2 pictures"),
+        (2, {"max_images": 1}, EvaluationError, r"colors\.jsonl:1 has 2 pictures, .* at most 1"),
+        (2, {"max_images": 0}, EvaluationError, "has pictures, and the model reads text alone"),
+    ],
+)
+def test_questions_with_pictures_that_cannot_be_judged_are_refused(
+    judged: Any, server: Server, takes: int, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    judge, evaluate = judged
+    judge.max_images = takes
+    with pytest.raises(error, match=message):
+        evaluate(question_row("red", "blue"), **fields)
+    assert not server.bodies
+
+
+def test_a_judge_that_ignores_pictures_is_refused(judged: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, evaluate = judged
+    judge.tokens_of_picture = 0
+    with pytest.raises(DataError, match=r"critic-1 .* counts 90 tokens .* and 90 in it without: it leaves them out"):
+        evaluate(question_row("red", "blue"))
+    assert not server.bodies
