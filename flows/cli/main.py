@@ -24,7 +24,7 @@ from flows.cli.recipe_commands import data, init, layouts, render
 from flows.cli.refresh_commands import logs, report, retry, runs
 from flows.cli.schedule_commands import schedule, schedules
 from flows.cli.server_commands import doctor, down, metrics, status, up
-from flows.cli.store_commands import adopt, chat, gc, serve, show, verify
+from flows.cli.store_commands import adopt, backup, chat, gc, restore, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 from stages.core.garbage import collect_rarely
 from stages.core.lines import VisibleStream, say
@@ -121,7 +121,25 @@ def schema() -> None:
 
 
 COMMANDS = (
-    *(init, data, retry, runs, logs, compare, calibrate, layouts, show, report, adopt, verify, gc, serve, chat),
+    *(
+        init,
+        data,
+        retry,
+        runs,
+        logs,
+        compare,
+        calibrate,
+        layouts,
+        show,
+        report,
+        adopt,
+        verify,
+        backup,
+        restore,
+        gc,
+        serve,
+        chat,
+    ),
     *(
         lineage,
         diff,

@@ -85,6 +85,39 @@ def adopt(path: Path, kind: Literal["model", "adapter", "dataset"], name: str, b
 
 
 @click.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@JSON_OPTION
+def backup(folder: Path, as_json: bool) -> None:
+    """Save this home in a folder of backups, while it runs; contents that an earlier backup has are not copied."""
+    from flows.service.backup import back_up
+
+    saved = back_up(folder)
+    if as_json:
+        print_json(saved.model_dump())
+        return
+    mib, new_mib = (number / 2**20 for number in (saved.num_bytes, saved.new_bytes))
+    click.echo(f"backup {saved.name}: {saved.num_files:,} files, {mib:,.1f} MiB, of which {new_mib:,.1f} are new")
+    for variable in saved.left_out:
+        click.echo(f"not in it: the database that {variable} names; save that with pg_dump", err=True)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--backup", "name", metavar="NAME", help="Restore this backup; default: the latest.")
+@JSON_OPTION
+def restore(folder: Path, name: str | None, as_json: bool) -> None:
+    """Restore a backup as the home that LIFECYCLE_HOME names, which must not exist. It is a copy: schedules pause."""
+    from flows.ledger.home import home
+    from flows.service.backup import restore as restored_from
+
+    restored = restored_from(folder, name)
+    if as_json:
+        print_json(restored.model_dump())
+    else:
+        click.echo(f"restored {restored.name} to {home()}: {restored.num_files:,} files; `lifecycle up` starts it")
+
+
+@click.command()
 @JSON_OPTION
 def verify(as_json: bool) -> None:
     """Check every artifact against its recorded hashes, and list the damaged ones."""

@@ -21,6 +21,7 @@ from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
 from stages.core.files import write_atomically
 
+FILE = "servers.json"
 ACTIVE = """
     SELECT COUNT(DISTINCT deployment.id) FROM deployment
     JOIN deployment_schedule ON deployment_schedule.deployment_id = deployment.id
@@ -82,6 +83,11 @@ def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False)
     write_atomically(_file(), written.model_dump_json(indent=1))
 
 
+def mark_as_copy(folder: Path) -> None:
+    """Record that the home in a folder is a copy whose servers were never started, whatever its original recorded."""
+    write_atomically(folder / FILE, ServerRecords(is_copy=True).model_dump_json(indent=1))
+
+
 def address_of(name: str) -> str | None:
     """Return the address of a local server; None when its process does not live on this machine."""
     record = read_records().get(name)
@@ -138,7 +144,7 @@ def _read() -> ServerRecords:
 
 
 def _file() -> Path:
-    return home() / "servers.json"
+    return home() / FILE
 
 
 def _heartbeat_file() -> Path:

@@ -123,6 +123,32 @@ def test_a_home_that_is_moved_keeps_its_key_and_schedules_and_one_that_is_restor
     assert [one["paused"] for one in schedules(home)] == [False]
 
 
+def test_a_backup_of_a_running_home_restores_to_a_home_in_which_all_is_cached(home, stopped_at_end):
+    recipe = home.write("built", {"rows": stage("ok", "built")})
+    assert home.run(recipe)[0] == 0
+    backups = home.folder.with_name("backups")
+    first = json.loads(home.lifecycle("backup", str(backups), "--json").stdout)
+    second = json.loads(home.lifecycle("backup", str(backups), "--json").stdout)
+    assert second["num_files"] >= first["num_files"]
+    restored = WorkerHome(home.folder.with_name("elsewhere"))
+    stopped_at_end(restored)
+    done = restored.lifecycle("restore", str(backups))
+    assert done.returncode == 0, done.stderr
+    assert restored.lifecycle("verify").returncode == 0
+    # While the original still runs: it is a copy, with servers, key and paused schedules of its own.
+    assert "paused: nightly;" in up(restored)
+    assert restored.key() != home.key()
+    ended, refresh = restored.run(recipe)
+    assert (ended, [one["state"] for one in refresh["stages"].values()]) == (0, ["cached"])
+    assert champion(restored) == "2"
+    restored.lifecycle("rollback", "adder")
+    assert [champion(one) for one in (home, restored)] == ["2", "1"]
+    assert restored.lifecycle("schedules", "resume", "nightly").returncode == 0
+    flow_run = restored.start_now("nightly")
+    restored.work("rows", "scratch/ready").with_name("release").touch()
+    assert restored.ended(flow_run)["state"]["type"] == "COMPLETED"
+
+
 def test_from_another_container_nothing_of_a_running_home_is_touched(home):
     if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make PID namespaces")
