@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from flows.ledger.record import COPIED, KILLED, AttemptRecord, RefreshRecord
+from flows.report.history import history_warnings
 from flows.report.layouts import Row
 from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
@@ -90,7 +91,7 @@ def _score(score: Score) -> str:
 
 
 def warnings_of(record: RefreshRecord) -> list[str]:
-    """Return warnings of stages built in this refresh (`STAGE, …: message`, each once), and of repeated attempts."""
+    """Return warnings of stages built here (`STAGE, …: message`, each once), of repeated attempts, and of changes."""
     stages: dict[str, list[str]] = {}
     for name, entry in record.stages.items():
         file = entry.artifact / "events.jsonl" if entry.state == "built" and entry.artifact else None
@@ -98,7 +99,8 @@ def warnings_of(record: RefreshRecord) -> list[str]:
         for message in {event["message"]: None for event in events if event["event"] == "warning"}:
             stages.setdefault(message, []).append(name)
     warned = [f"{', '.join(names)}: {message}" for message, names in stages.items()]
-    return [*warned, *(text for attempt in record.latest_try if (text := _retry_warning(attempt)))]
+    retried = (text for attempt in record.latest_try if (text := _retry_warning(attempt)))
+    return [*warned, *retried, *history_warnings(record)]
 
 
 def _retry_warning(attempt: AttemptRecord) -> str | None:

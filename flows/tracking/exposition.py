@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flows.ledger.home import home
-from flows.tracking.totals import Cursor, RecipeTotals, StageTotals, Totals, read_totals
+from flows.ledger.totals import Cursor, RecipeTotals, StageTotals, Totals, read_totals
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.ledger.totals import Totals
 from flows.tracking.exposition import _home_families, _recipe_families, _stage_families
-from flows.tracking.totals import Totals
 from stages.serving.tally import Tallies
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "prometheus"

@@ -94,12 +94,13 @@ class Night:
     def __init__(self, store, folder):
         self.store, self.folder, self.number = store, folder, 0
 
-    def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None):
+    def refresh(self, failing=None, error=HOSTILE, devices=2, rate=None, energy_j=None, revision=None):
         """Write an invented refresh's ledger and artifacts; return its record. failing: stage with this `error`."""
         self.number += 1
         tree = {**STAGES, "sft": {**STAGES["sft"], "learning_rate": rate or self.number * 1e-3}}
         recipe = load_stages("nightly", self.folder, tree)
         outside = {name: {"task_folder": "0" * 64} if "scores" in name else {} for name in recipe.stages}
+        outside["rows"] = {"revision": revision} if revision else {}
         made = plan(recipe, outside, self.store.index())
         ledger = ledger_of(f"nightly-{self.number}")
         began_ms = START_MS + self.number * 86_400_000

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from flows.ledger.events import AttemptBegan, CompareBegan, LayoutEntry, RefreshKilled, StageWaits, TrialEnded
 from flows.ledger.home import home
 from flows.ledger.refreshes import end_of, ledger_of
+from flows.ledger.totals import FORGOTTEN_AFTER_MS, Totals, catch_up, read_totals
 from flows.service.worker import add_metrics
 from flows.tracking.exposition import metrics_text
-from flows.tracking.totals import FORGOTTEN_AFTER_MS, Totals, catch_up, read_totals
 from tests.unit.flows.report.conftest import METRICS, START_MS
 
 OF_SFT = {"recipe": "nightly", "stage": "sft", "kind": "train"}

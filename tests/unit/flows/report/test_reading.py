@@ -12,6 +12,7 @@ import pytest
 from flows.ledger.record import StageEntry
 from flows.report.page import layouts_page, page
 from flows.report.reading import read_report
+from flows.report.sentences import warnings_of
 from flows.store.content import RECORD_FILE
 from stages.data.summaries import LENGTHS_FILE
 from tests.unit.flows.report.conftest import HOSTILE, LENGTHS, METRICS, PAIRED, STAGES, VERDICT
@@ -277,3 +278,25 @@ def test_without_samples_no_answers_are_shown(night, read):
 
     assert report.answers == ()
     assert "No evaluation of this refresh has samples in the store." in page(report)
+
+
+def test_a_slow_stage_an_unusual_score_and_a_data_set_that_shrank_are_warned_of(night, monkeypatch):
+    """Six usual nights, one with fewer tokens/s, a lower score and fewer rows, and one on other devices."""
+
+    def warned(number, rate, score, rows, devices=2):
+        monkeypatch.setitem(METRICS["sft"], "tokens_per_s", rate)
+        monkeypatch.setitem(METRICS["scores"], "sums.exact_match", score)
+        monkeypatch.setitem(METRICS["rows"], "num_rows", rows)
+        return warnings_of(night.refresh(devices=devices, revision=f"v{number}"))
+
+    for number, rate in enumerate((90.0, 100.0, 110.0, 1000.0, 100.0)):
+        assert warned(number, rate, 0.9 + number / 100, 1000.0) == []
+    assert warned(5, 68.0, 0.95, 901.0) == []
+    assert set(warned(6, 60.0, 0.5, 700.0)) == {
+        "rows: the data set shrank from 901 to 700 rows; look whether its source is whole",
+        "sft: 60 tokens/s; the last 6 attempts on the same hardware and layout had a median of 100; look for other "
+        "programs, heat, or a slower disk or network",
+        "scores: sums.exact_match is 0.5, and was 0.9 to 0.95 in the last 6 evaluations; look at the samples "
+        "(`lifecycle show STAGE --samples`) and at what changed",
+    }
+    assert warned(7, 10.0, 0.9, 700.0, devices=4) == []
