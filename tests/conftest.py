@@ -1,4 +1,4 @@
-"""Hooks for all tests: the longest test files run first, and no process outlives the last test."""
+"""Hooks for all tests: the longest test files run first, a crash fails one test, and no process outlives the last."""
 
 import gc
 import os
@@ -7,6 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from tests.costs import pytest_runtest_protocol, pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
+from tests.crashed_workers import pytest_xdist_make_scheduler
 from tests.databases import new_databases
 from tests.sweeper import pytest_configure, pytest_unconfigure
 
@@ -18,6 +19,7 @@ __all__ = [
     "pytest_terminal_summary",
     "pytest_testnodedown",
     "pytest_unconfigure",
+    "pytest_xdist_make_scheduler",
 ]
 
 # Threads that spin at a barrier take the core from the other file's test. torch reads this when it is imported.

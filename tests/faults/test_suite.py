@@ -1,4 +1,4 @@
-"""Runs of our test suite that are interrupted or killed leave no process behind, also with pytest-xdist."""
+"""Runs of our test suite that are interrupted or killed leave no process, and a crashed worker fails one test."""
 
 import os
 import signal
@@ -48,3 +48,15 @@ def test_tests_that_are_stopped_leave_no_process(tmp_path, fault, number, worker
         tests.send_signal(number)
         tests.wait(60)
         tiny.eventually(lambda: not marked_processes(f"MARK={tmp_path}"), "processes are left")
+
+
+def test_a_test_that_crashes_its_worker_fails_alone_and_all_others_run_once(tmp_path):
+    few = "import pytest\n\n@pytest.mark.parametrize('number', range(3))\ndef test_it(number): "
+    for name, body in {"a": "pass", "b": "pass", "c": "number == 1 and __import__('os')._exit(3)"}.items():
+        (tmp_path / f"test_{name}.py").write_text(few + body)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.crashed_workers", "-c", "/dev/null"]
+    command += ["--numprocesses=1", "--dist=loadfile", f"--basetemp={tmp_path / 'base'}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    assert "crashed while running 'test_c.py::test_it[1]'" in ended.stdout
+    assert "1 failed, 8 passed" in ended.stdout
