@@ -67,9 +67,14 @@ class DocumentTokenizer:
         turns: Literal["together", "separately"] = "together",
         template_date: date = DEFAULT_DATE,
         special_tokens_in_content: SpecialTokensPolicy = "text",
+        processor_folder: Path | None = None,
     ) -> None:
-        """Load the tokenizer of a model folder (an artifact's `model/`). Raises ModelError if none is usable."""
+        """Load the tokenizer of a model folder (an artifact's `model/`). Raises ModelError if none is usable.
+
+        processor_folder: of the model that reads the media; default: the tokenizer's.
+        """
         self._folder = folder
+        self._processor_folder = processor_folder or folder
         self._chat_template = chat_template
         self._train_on = train_on
         self._turns = turns
@@ -111,12 +116,9 @@ class DocumentTokenizer:
     @cached_property
     def processor(self) -> MediaProcessor:
         """Processor of the model's media. Raises ModelError if there is none, or it cannot be used."""
-        from stages.models.processor import MediaProcessor  # texts do without it
+        from stages.models.processor import needed_processor  # not for texts
 
-        processor = MediaProcessor.of(self._folder)
-        if processor is None:
-            raise ModelError(f"the data have media, but {self._folder} has no processor; take a model that reads them")
-        return processor
+        return needed_processor(self._processor_folder)
 
     @property
     def template_cpu_s(self) -> float:
@@ -200,8 +202,7 @@ class DocumentTokenizer:
     def encode_prompt(self, document: Document) -> tuple[str, list[int]]:
         """Return a prompt's text and token ids, which end where the model's answer begins; raise as `render`.
 
-        A plain text's prompt follows the special tokens that begin a text. The ids of media are the processor's, while
-        the text has their placeholders.
+        A plain text's prompt follows the special tokens that begin a text. Media are placeholders in the text alone.
         """
         if isinstance(document, PlainText):
             text = self._content.shield(self._unframed(document).prompt)
@@ -214,6 +215,11 @@ class DocumentTokenizer:
         if isinstance(document, Conversation) and document.media:
             whole = expanded(Rendered(text, ()), document, self.processor).text
         return self._content.unshielded(text), [*begin, *self._content.encode(whole)[0]]
+
+    def unexpanded(self, question: Conversation) -> list[int]:
+        """Return a prompt's token ids as `encode_prompt` does, with one placeholder in place of each picture's."""
+        text = self.template.render_text(self._shielded(question), add_generation_prompt=True)
+        return self._content.encode(text)[0]
 
     def tool_prompt(self, question: Conversation, learned: Sequence[int]) -> ToolPrompt | None:
         """Return a sample prompt with tools or media and its token ids in training, to compare with a server's.

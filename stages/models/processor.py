@@ -35,6 +35,14 @@ DRAWN = ((64, 40), (48, 90))
 """Sizes of the drawn pictures, (width, height) in pixels, that a processor is tried with."""
 
 
+def needed_processor(folder: Path) -> MediaProcessor:
+    """Return the processor of a model folder. Raises ModelError if there is none, or it cannot be used."""
+    processor = MediaProcessor.of(folder)
+    if processor is None:
+        raise ModelError(f"the data have media, but {folder} has no processor; take a model that reads them")
+    return processor
+
+
 @dataclass(frozen=True)
 class Replacement:
     """Text that takes the place of a picture's placeholder, from character `start` up to `end` of the rendered chat."""

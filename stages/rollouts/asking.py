@@ -1,14 +1,18 @@
 """Client that sends many completion requests to a server concurrently, and sampling of answers to a dataset's prompts.
 
-By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time.
+By aiohttp: on the cores that a server on a CPU needs, a request costs a tenth of httpx's time. Prompts with pictures
+are asked of the engine itself, since its proxy passes no prompts of token ids and pictures on.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import aiohttp
 import numpy as np
@@ -17,15 +21,32 @@ from pydantic import ValidationError
 from stages.core.errors import ServerError, TransientError
 from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
+from stages.remote import http
 from stages.remote.http import AnswerModel, Expected, RetryBackoff, ask_aiohttp, busy_from_status, busy_from_transport
 from stages.rollouts.options import SamplingOptions
+from stages.rollouts.pictures import PromptPictures
 from stages.serving.client import CHAT, COMPLETIONS, ChatAnswer, Choice, Choices, Client, answer_bytes
 
+if TYPE_CHECKING:  # what its HTTP imports would bring
+    from stages.serving.backend import EngineAddress
+    from stages.serving.engine import Engine
+
 Request = dict[str, Any]
-"""Body of an HTTP request for completions, to `/v1/completions`."""
+"""Body of an HTTP request for completions, to `/v1/completions`; with `PICTURES`, if its prompt has some."""
+PICTURES = "pictures"
+"""Field of a request with the pictures of its prompt (`PromptPictures`), which are read when it is sent."""
 Answer = Choices[Choice]
 Job = TypeVar("Job")
 Shape = TypeVar("Shape", bound=AnswerModel)
+
+
+class AskedServer(Protocol):
+    """Protocol of a server whose engine is reached itself, for prompts with pictures."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def address(self) -> EngineAddress: ...
 
 
 def ask_all(
@@ -34,13 +55,16 @@ def ask_all(
     concurrent: int,
     keep: Callable[[Job, Request, Answer], None],
     stall_s: float | None = None,
+    *,
+    server: AskedServer | None = None,
 ) -> None:
     """Send completion requests, `concurrent` at a time; pass each answer to `keep` as it arrives.
 
-    requests: pairs of any identifying value and a body. Raises ServerError for a request that is refused,
-    TransientError when the server is gone, or gives no answer at all for `stall_s` seconds.
+    requests: pairs of any identifying value and a body. server: for requests with pictures. Raises ServerError for a
+    request that is refused, TransientError when the server is gone, or gives no answer at all for `stall_s` seconds;
+    DataError for a picture that has changed.
     """
-    asyncio.run(_ask_all(client, requests, concurrent, keep, _Route(COMPLETIONS, Answer, stall_s)))
+    asyncio.run(_ask_all(client, requests, concurrent, keep, _Route(COMPLETIONS, Answer, stall_s, server)))
 
 
 def ask_chats(
@@ -55,11 +79,12 @@ def ask_chats(
 
 @dataclass(frozen=True)
 class _Route(Generic[Shape]):
-    """Path of a server, with the form of its answers. stall_s: as of `ask_all`."""
+    """Path of a server, with the form of its answers. stall_s, server: as of `ask_all`."""
 
     path: str
     shape: type[Shape]
     stall_s: float | None = None
+    server: AskedServer | None = None
 
 
 async def _ask_all(
@@ -74,13 +99,17 @@ async def _ask_all(
     num_answers = 0
     headers = {"Authorization": f"Bearer {client.api_key}"}
     connections = aiohttp.TCPConnector(limit=concurrent)  # aiohttp's own limit is 100
-    async with aiohttp.ClientSession(headers=headers, connector=connections) as http:
+    async with aiohttp.ClientSession(headers=headers, connector=connections) as session:
 
         async def work() -> None:
             nonlocal num_answers
             for job, request in remaining:
                 expected = client.expected(route.path, answer_bytes(request))
-                keep(job, request, await _answer(http, expected, route.shape, request))
+                if PICTURES in request:
+                    answer = await _seeing_answer(route.server, expected, request)
+                else:
+                    answer = (await _answer(session, expected, expected.server, request)).parsed(route.shape)
+                keep(job, request, answer)
                 num_answers += 1
 
         workers = [asyncio.create_task(work()) for _ in range(concurrent)]
@@ -101,15 +130,28 @@ async def _ask_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _answer(http: aiohttp.ClientSession, expected: Expected, shape: type[Shape], request: Request) -> Shape:
+async def _seeing_answer(server: AskedServer | None, expected: Expected, request: Request) -> Any:
+    """Ask an engine itself for completions of a prompt with pictures, in the form of `/v1/completions`."""
+    assert server, "prompts with pictures are for engines that are reached"
+    pictures: PromptPictures = request[PICTURES]
+    # in a thread: pictures are read from disk meanwhile
+    document = await asyncio.to_thread(pictures.seen, request["prompt"])
+    route, body = server.engine.seeing_request(request, document)
+    headers = {"Authorization": f"Bearer {expected.key}"}
+    async with aiohttp.ClientSession(headers=headers, connector=server.address.connector()) as session:
+        answer = await _answer(session, replace(expected, server=route), server.address.url / route, body)
+    return server.engine.seeing_answer(answer, document)
+
+
+async def _answer(session: aiohttp.ClientSession, expected: Expected, url: Any, request: Request) -> http.Answer:
     """Send one request, and repeat it a few times while the server is busy or does not answer."""
     backoff = RetryBackoff("asking for a completion")
     while True:
         try:
-            answer = await ask_aiohttp(http, expected, "POST", expected.server, json=request)
+            answer = await ask_aiohttp(session, expected, "POST", url, json=request)
             busy = busy_from_status(answer.status, answer.headers)
             if busy is None:
-                return answer.parsed(shape)
+                return answer
         except (aiohttp.ClientError, OSError) as error:
             busy = busy_from_transport(error)
         # in a thread: it sleeps, and the other workers go on
@@ -137,11 +179,14 @@ def sample_all(
     options: SamplingOptions,
     kept: Path,
     report: Callable[[int, int], None],
+    *,
+    pictures: Mapping[int, PromptPictures] = MappingProxyType({}),
+    server: AskedServer | None = None,
 ) -> list[Sample]:
     """Sample `num_samples` completions of each prompt (token ids), and return them in the order of the prompts.
 
     kept: file that each completion is appended to; those in it are not asked for again. report(done, all): called after
-    each. Raises ServerError for a request that is refused, TransientError when the server is gone.
+    each. pictures: of prompts by their numbers. server: as of `ask_all`, which it also raises as.
     """
     samples = {(sample.prompt, sample.sample): sample for sample in _read(kept)}
     jobs = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(options.num_samples)]
@@ -155,8 +200,17 @@ def sample_all(
             report(len(samples), len(jobs))
 
         missing = (job for job in jobs if job not in samples)
-        requests = ((job, _request(client.model, prompts[job[0]], options, seed_of(options, *job))) for job in missing)
-        ask_all(client, requests, options.concurrent_requests, keep)
+        requests = (
+            (
+                job,
+                {
+                    **_request(client.model, prompts[job[0]], options, seed_of(options, *job)),
+                    **({PICTURES: pictures[job[0]]} if job[0] in pictures else {}),
+                },
+            )
+            for job in missing
+        )
+        ask_all(client, requests, options.concurrent_requests, keep, server=server)
     return [samples[job] for job in jobs]
 
 

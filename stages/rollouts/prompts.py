@@ -10,14 +10,17 @@ from stages.core.errors import DataError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
 from stages.data.files import BadRow, RowLocation, find_files, read_rows
+from stages.data.media.folder import MediaFolder
 from stages.data.media.rows import MediaSource
 from stages.data.media_reference import MediaReference
-from stages.data.messages import Conversation, PlainText, RowError, make_message
+from stages.data.messages import Conversation, Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.processor import reads_media
 from stages.models.recorded import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
 from stages.rollouts.options import PromptOptions
+from stages.rollouts.pictures import PromptPictures
 
 NUM_NAMED = 10
 """Largest number of rows that an error message lists."""
@@ -25,7 +28,10 @@ NUM_NAMED = 10
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """Prompt of a dataset row, rendered by the chat template, as text and as the token ids that the server gets."""
+    """Prompt of a dataset row, rendered by the chat template, as text and as the token ids that the model reads.
+
+    pictures: None for text alone.
+    """
 
     place: RowLocation
     prompt: Prompt
@@ -33,6 +39,7 @@ class RenderedPrompt:
     token_ids: list[int]
     address: Callable[[MediaReference], str] | None = None
     """Function that returns the `data:` address of one of the prompt's pictures."""
+    pictures: PromptPictures | None = None
 
     def completion(self, text: str, num_tokens: int) -> Completion:
         """Return a model's answer together with this prompt and its dataset row, in the form that rewards judge."""
@@ -41,17 +48,23 @@ class RenderedPrompt:
 
 
 def read_prompts(
-    folder: Path, options: PromptOptions, tokenizer_folder: Path, media: MediaSource | None = None
+    folder: Path,
+    options: PromptOptions,
+    tokenizer_folder: Path,
+    media: MediaSource | None = None,
+    model_folder: Path | None = None,
 ) -> list[RenderedPrompt]:
     """Read the prompts in a dataset's `folder`, check them, and render them by the model's chat template.
 
-    tokenizer_folder: of the model that is asked. media: source of the rows' media; None refuses them. Raises DataError,
-    with the bad rows, for rows that are no prompts or lack what a reward needs, or no rows; ModelError for a folder
-    without a usable tokenizer.
+    tokenizer_folder: of the model or adapter that is asked. media: source of the rows' media; None refuses them.
+    model_folder: of an adapter's base, whose processor reads them. Raises DataError, with the bad rows, for rows that
+    are no prompts or lack what a reward needs, or no rows; ModelError for a folder without a usable tokenizer.
     """
     # the recipe's date, that of the model's training, or a fixed one: never today's, which would change the prompts
     own_date = options.template_date or noted_date(tokenizer_folder) or DEFAULT_DATE
-    tokenizer = DocumentTokenizer(tokenizer_folder, options.chat_template, "assistant", template_date=own_date)
+    tokenizer = DocumentTokenizer(
+        tokenizer_folder, options.chat_template, "assistant", template_date=own_date, processor_folder=model_folder
+    )
     as_chat = options.apply_chat_template
     files = find_files(folder, options.split)
     prompts: list[RenderedPrompt] = []
@@ -90,6 +103,21 @@ def check_room(prompts: Sequence[RenderedPrompt], context_tokens: int, max_token
         )
 
 
+def check_pictures(prompts: Sequence[RenderedPrompt], max_images: int) -> None:
+    """Raise DataError, with the prompts' places, if some have more pictures than a server takes with one request."""
+    if too_many := [one for one in prompts if one.pictures and len(one.pictures.media) > max_images]:
+        named = ", ".join(str(one.place) for one in too_many[:NUM_NAMED])
+        raise DataError(
+            f"{len(too_many)} of {len(prompts)} prompts have more than {max_images} pictures, which is what the server "
+            f"takes with one request: {named}; raise serving.max_images, or leave these rows out"
+        )
+
+
+def media_of(folder: Path, split: str, model_folder: Path) -> MediaFolder | None:
+    """Return a dataset's folder as the source of its rows' media; None for a model that reads text alone."""
+    return MediaFolder.of(folder, find_files(folder, split)) if reads_media(model_folder) else None
+
+
 class _Rows:
     """Maker of prompts from a dataset's rows."""
 
@@ -121,7 +149,13 @@ class _Rows:
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
         prompt = replace(prompt, document=self._as_asked(prompt.document))
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
-        return RenderedPrompt(place, prompt, text, token_ids, self._media.data_address if self._media else None)
+        address = self._media.data_address if self._media else None
+        return RenderedPrompt(place, prompt, text, token_ids, address, self._pictures(prompt.document))
+
+    def _pictures(self, document: Document) -> PromptPictures | None:
+        if not isinstance(self._media, MediaFolder) or not isinstance(document, Conversation) or not document.media:
+            return None
+        return PromptPictures(self._tokenizer.unexpanded(document), document.media, self._media)
 
     def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
         if isinstance(document, PlainText):

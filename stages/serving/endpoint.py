@@ -48,6 +48,8 @@ class Endpoint:
             context_tokens,
             self.spec.serving.trust_remote_code,
             engine.capabilities.token_prompts,
+            self.spec.max_images,
+            self.server,
         )
 
     def _compare(self, context_tokens: int) -> None:

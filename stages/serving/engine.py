@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from pydantic import AliasChoices, Field, JsonValue
 
@@ -34,8 +34,9 @@ from stages.models.recorded import Predicted
 from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.remote.http import Answer
     from stages.serving.backend import EngineAddress
-    from stages.serving.client import Client
+    from stages.serving.client import Choice, Choices, Client
     from stages.serving.held_weights import HeldWeights
 
 
@@ -313,6 +314,18 @@ class Engine(Protocol):
         Raises ServerError if the engine refuses one, or reads a picture as other tokens than the trainer.
         """
 
+    def seeing_request(self, request: Mapping[str, Any], document: SeenDocument) -> tuple[str, dict[str, Any]]:
+        """Return the engine's own route for prompts with pictures, and the body that asks there what `request` asks.
+
+        request: to `/v1/completions`. document: the prompt.
+        """
+
+    def seeing_answer(self, answer: Answer, document: SeenDocument) -> Choices[Choice]:
+        """Return an answer of that route as one of `/v1/completions`.
+
+        Raises ServerError for a malformed one, or if the engine read a picture as other tokens than the trainer.
+        """
+
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path
     ) -> list[LoadResult]:
@@ -469,8 +482,10 @@ class FixedWeights:
     def _refuse_reloads(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(f"{self.title} loads its weights once; completions to learn from are sampled by vllm")
 
-    def seeing_predictions(self, *_: object) -> NoReturn:
+    def _refuse_pictures(self, *_: object) -> NoReturn:
         raise ModelError(f"{self.title} serves no model that sees; vllm does")
+
+    seeing_predictions = seeing_request = seeing_answer = _refuse_pictures
 
     check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
     weight_transfer = connected = _refuse_reloads

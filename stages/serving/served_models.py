@@ -31,6 +31,7 @@ from stages.serving.registry import (
 
 if TYPE_CHECKING:
     from stages.serving.client import Client
+    from stages.serving.server import Server
 
 NOT_PUT_ON_A_BASE = ("use_dora", "modules_to_save", "target_parameters")
 """Adapter options that vLLM can serve only after the adapter is merged into its base model."""
@@ -81,7 +82,8 @@ def adapter_folders(names: Sequence[str], base: str, inputs: Mapping[str, Path])
 class ServedModel:
     """Model on a running server, with its client, context length and tokenizer folder, for a stage that queries it.
 
-    context_tokens: of prompt and answer together. takes_tokens: whether prompts may be token ids.
+    context_tokens: of prompt and answer together. takes_tokens: whether prompts may be token ids. max_images: in one
+    request. server: of this stage, whose engine it reaches itself; None for a serve stage's.
     """
 
     client: Client
@@ -89,6 +91,8 @@ class ServedModel:
     context_tokens: int
     trust_remote_code: bool
     takes_tokens: bool = True
+    max_images: int = 0
+    server: Server | None = None
 
 
 class AskExecution(ServeExecution):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 MAX_QUOTED = 80
+COPIES = "media"
+"""Folder, in that of rows, of media that came with them from another dataset, under their digests."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,14 @@ class MediaFolder:
             return as_data_address(self.encoded(reference))
         except PictureError as error:
             raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+
+    def copied(self, reference: MediaReference, target: Path) -> str:
+        """Copy a medium into another dataset's folder, once, and return its path there. Raises as `encoded` does."""
+        path = target / COPIES / reference.sha256
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.encoded(reference))
+        return path.relative_to(target).as_posix()
 
     def _reference(self, kind: MediaKind, path: str, data: bytes) -> MediaReference:
         size = inspect_picture(data, by_header=self.by_header)

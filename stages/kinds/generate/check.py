@@ -8,7 +8,7 @@ from stages.core.errors import LifecycleError
 from stages.kinds.generate.config import GenerateConfig
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
-from stages.rollouts.prompts import read_prompts
+from stages.rollouts.prompts import media_of, read_prompts
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
@@ -18,8 +18,11 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
     yield from ((f"rewards.{name}", error) for name, error in opening_problems(config.rewards, context))
     artifact = stage_input.inputs[config.model]
     folder = next((path for path in (artifact / ADAPTER_FOLDER, artifact / "model") if path.is_dir()), None)
+    base = stage_input.inputs[config.base] / "model" if config.base else None
     try:
         if folder:  # a serve stage's artifact has none; its prompts are read when its turn comes
-            read_prompts(stage_input.inputs[config.prompts.dataset] / "data", config.prompt_options, folder)
+            data = stage_input.inputs[config.prompts.dataset] / "data"
+            media = media_of(data, config.prompts.split, base or folder)
+            read_prompts(data, config.prompt_options, folder, media, base)
     except LifecycleError as error:
         yield "prompts", error

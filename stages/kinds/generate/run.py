@@ -14,15 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stages.core.contract import StageContext, StageResult
 from stages.core.errors import DataError, full_disk_named
 from stages.kinds.generate.config import GenerateConfig
-from stages.kinds.generate.selection import Candidate, Choice, choose
+from stages.kinds.generate.selection import Candidate, Choice, Row, choose
 from stages.rewards.judging import Judgement, Named, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.asking import Sample, sample_all
-from stages.rollouts.prompts import RenderedPrompt, check_room, read_prompts
+from stages.rollouts.prompts import RenderedPrompt, check_pictures, check_room, media_of, read_prompts
 from stages.serving.endpoint import endpoint_for
 from stages.serving.served_models import ServedModel
 
@@ -52,9 +53,9 @@ def run(config: GenerateConfig, context: StageContext) -> StageResult:
     kept = context.scratch / f"rewards-{context.version}"
     with judging(config.rewards, RewardContext(context.inputs, kept, context.warn)) as judge:
         with endpoint_for(config, context) as endpoint:
-            prompts = read_prompts(
-                context.inputs[config.prompts.dataset] / "data", config.prompt_options, endpoint.asked_folder
-            )
+            data, model = context.inputs[config.prompts.dataset] / "data", endpoint.spec.model
+            media = media_of(data, config.prompts.split, model)
+            prompts = read_prompts(data, config.prompt_options, endpoint.asked_folder, media, model)
             served = endpoint.await_model()
             started_s = time.monotonic()
             samples = _sampled(prompts, served, config, context)
@@ -76,6 +77,13 @@ def _sampled(
     prompts: Sequence[RenderedPrompt], served: ServedModel, config: GenerateConfig, context: StageContext
 ) -> list[Sample]:
     check_room(prompts, served.context_tokens, config.max_tokens)
+    check_pictures(prompts, served.max_images)
+    pictures = {number: prompt.pictures for number, prompt in enumerate(prompts) if prompt.pictures}
+    if pictures and not served.server:
+        raise DataError(
+            f"prompts with pictures, such as {prompts[min(pictures)].place}, are asked of the engine itself, which is "
+            f"reached by its own stage alone; instead of {config.model}, name the stage that made the model in `model`"
+        )
 
     def report(num_done: int, num_all: int) -> None:
         if num_done % PROGRESS_EVERY == 0 or num_done == num_all:
@@ -84,7 +92,9 @@ def _sampled(
     kept = context.scratch / f"completions-{context.version}.jsonl"
     token_ids = [prompt.token_ids for prompt in prompts]
     with full_disk_named("keeping completions", kept):
-        return sample_all(served.client, token_ids, config.sampling_options, kept, report)
+        return sample_all(
+            served.client, token_ids, config.sampling_options, kept, report, pictures=pictures, server=served.server
+        )
 
 
 def _named(prompts: Sequence[RenderedPrompt], samples: Sequence[Sample]) -> Iterator[Named]:
@@ -109,9 +119,10 @@ def _chosen(
 
 def _write(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: StageContext) -> int:
     """Write the training rows and all completions; returns the number of rows. Without any row, the stage fails."""
-    rows = [row for prompt in answered for row in prompt.choice.rows]
-    (context.work / "data").mkdir(exist_ok=True)
+    data = context.work / "data"
+    data.mkdir(exist_ok=True)
     with full_disk_named("writing completions", context.work):
+        rows = [row for prompt in answered for row in _with_pictures(prompt, data)]
         _write_lines(context, "data/train.jsonl", rows)
         _write_lines(context, COMPLETIONS_FILE, (line for prompt in answered for line in _lines(prompt)))
     if not rows:
@@ -124,6 +135,15 @@ def _write(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: St
             )
         )
     return len(rows)
+
+
+def _with_pictures(answered: ScoredPrompt, data: Path) -> list[Row]:
+    """Return a prompt's training rows with the paths of its pictures, which are copied to the rows' folder."""
+    pictures, rows = answered.prompt.pictures, answered.choice.rows
+    if pictures is None or not rows:
+        return [*rows]
+    paths = [pictures.folder.copied(reference, data) for reference in pictures.media]
+    return [{**row, "images": paths} for row in rows]
 
 
 def _write_lines(context: StageContext, file: str, rows: Iterable[object]) -> None:

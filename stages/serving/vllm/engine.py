@@ -47,8 +47,9 @@ from stages.serving.vllm.transfers.registry import TRANSFERS, chosen, transfer_a
 from stages.serving.vllm.transfers.transfer import WeightRoutes
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
+    from stages.remote.http import Answer
     from stages.serving.backend import EngineAddress
-    from stages.serving.client import Client
+    from stages.serving.client import Choice, Choices, Client
 
 
 BYTES_PER_GIB = 2**30
@@ -285,6 +286,16 @@ class Vllm:
         from stages.serving.vllm.pictures import predictions
 
         return predictions(address, client, documents)
+
+    def seeing_request(self, request: Mapping[str, Any], document: SeenDocument) -> tuple[str, dict[str, Any]]:
+        from stages.serving.vllm.pictures import ROUTE, completing
+
+        return ROUTE, completing(request, document)
+
+    def seeing_answer(self, answer: Answer, document: SeenDocument) -> Choices[Choice]:
+        from stages.serving.vllm.pictures import completed
+
+        return completed(answer, document)
 
     def generate_load(
         self, client: Client, spec: LaunchSpec, benchmark: BenchmarkConfig, folder: Path

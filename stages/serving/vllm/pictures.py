@@ -1,19 +1,20 @@
-"""Predictions of documents with pictures by vLLM's route for prompts of token ids and media, `/inference/v1/generate`.
+"""Predictions and completions of documents with pictures by vLLM's route for prompts of token ids and media.
 
-`/v1/completions` takes no pictures. The proxy passes this route on to no one; vLLM has it with `--enable-scale-out`.
+`/v1/completions` takes no pictures. This route, `/inference/v1/generate`, which vLLM has with `--enable-scale-out`, is
+reached by none but us: the proxy does not pass it on.
 """
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from stages.core.errors import ServerError
 from stages.core.lines import counted
 from stages.models.recorded import Predicted
-from stages.remote.http import AnswerModel, Expected
+from stages.remote.http import Answer, AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
-from stages.serving.client import Client
+from stages.serving.client import ChatLogProbs, Choice, Choices, Client, Count, TokenLogProbs, Usage
 from stages.serving.engine import SeenDocument
 
 ROUTE = "inference/v1/generate"
@@ -45,15 +46,7 @@ def predictions(address: EngineAddress, client: Client, documents: Sequence[Seen
     longest = max((len(one.tokens) for one in documents), default=0)
     expected = Expected(ROUTE, BASE_BYTES + longest * TOKEN_BYTES, client.timeout_s, key=client.api_key)
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-    bodies = (
-        {
-            "model": client.model,
-            "token_ids": one.prompt,
-            "content_parts": [{"type": "image_url", "url": address} for address in one.pictures],
-            "sampling_params": sampling,
-        }
-        for one in documents
-    )
+    bodies = ({**_asked(client.model, one), "sampling_params": sampling} for one in documents)
     answers = post_to_engine(address, expected, ROUTE, bodies)
     return [_predicted(answer.parsed(Answered), one) for answer, one in zip(answers, documents, strict=True)]
 
@@ -63,10 +56,79 @@ def _predicted(answer: Answered, document: SeenDocument) -> Predicted:
     names = [str(token) for token in document.tokens[1:]]
     found = [place or {} for place in places[1:]]
     if len(found) != len(names) or any(name not in place for name, place in zip(names, found, strict=True)):
-        raise ServerError(
-            f"vLLM reads a document of {counted(len(document.pictures), 'picture')} as {len(places)} tokens, and "
-            f"training read it as {len(document.tokens)}, or as others of as many; serve the model with the "
-            "processor's files of its training"
-        )
+        raise _read_otherwise(len(places), document)
     log_probabilities = [place[name].logprob for name, place in zip(names, found, strict=True)]
     return Predicted(log_probabilities, [int(min(place, key=lambda one: place[one].rank)) for place in found])
+
+
+SAMPLING = (
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "logprobs",
+)
+"""Fields of a request to `/v1/completions` that say how to sample; those that are None are left to the server."""
+
+
+class SeenChoice(AnswerModel):
+    """One completion of a prompt with pictures."""
+
+    index: Count = 0
+    text: str
+    finish_reason: str | None = None
+    token_ids: list[Count]
+    logprobs: ChatLogProbs | None = None
+
+
+class Completed(AnswerModel):
+    """Completions of a prompt with pictures; prompt_token_ids: of the prompt, as the model read it."""
+
+    choices: Annotated[list[SeenChoice], Field(min_length=1)]
+    prompt_token_ids: list[Count]
+    usage: Usage | None = None
+
+
+def completing(request: Mapping[str, Any], document: SeenDocument) -> dict[str, Any]:
+    """Return the body that completes a prompt with pictures as `request` to `/v1/completions` says."""
+    sampling = {name: request[name] for name in SAMPLING if request.get(name) is not None}
+    shown = {"output_mode": "text", "return_token_ids": True}
+    return {**_asked(request["model"], document), **shown, "sampling_params": sampling}
+
+
+def completed(answer: Answer, document: SeenDocument) -> Choices[Choice]:
+    """Return vLLM's answer as one of `/v1/completions`. Raises ServerError if it read other tokens than training."""
+    found = answer.parsed(Completed)
+    if found.prompt_token_ids != document.tokens:
+        raise _read_otherwise(len(found.prompt_token_ids), document)
+    return Choices[Choice](choices=[*map(_choice, found.choices)], usage=found.usage)
+
+
+def _choice(seen: SeenChoice) -> Choice:
+    content = seen.logprobs and seen.logprobs.content
+    logprobs = TokenLogProbs(token_logprobs=[token.logprob for token in content]) if content else None
+    return Choice(
+        index=seen.index,
+        text=seen.text,
+        finish_reason=seen.finish_reason,
+        logprobs=logprobs,
+        token_ids=seen.token_ids,
+    )
+
+
+def _asked(model: str, document: SeenDocument) -> dict[str, Any]:
+    parts = [{"type": "image_url", "url": address} for address in document.pictures]
+    return {"model": model, "token_ids": document.prompt, "content_parts": parts}
+
+
+def _read_otherwise(num_tokens: int, document: SeenDocument) -> ServerError:
+    return ServerError(
+        f"vLLM reads a document of {counted(len(document.pictures), 'picture')} as {num_tokens} tokens, and training "
+        f"read it as {len(document.tokens)}, or as others of as many; serve the model with the processor's files of "
+        "its training"
+    )
