@@ -117,8 +117,9 @@ def check_first_rows(
 
 
 def _has_media(read: object) -> bool:
-    """Return whether any document of a row has media; what readers of prompts return has none."""
-    return isinstance(read, tuple) and any(getattr(document, "media", ()) for document in read)
+    """Return whether any document of a row has media. read: the documents, or a `Prompt`."""
+    documents = read if isinstance(read, tuple) else (getattr(read, "document", None),)
+    return any(getattr(document, "media", ()) for document in documents)
 
 
 def _kind_of(row: Row | BadRow, config: DataConfig) -> RowKind | None:

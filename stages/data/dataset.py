@@ -223,6 +223,10 @@ class PackedDataset:
         starts = ((self._media_starts[number], self._media_starts[number + 1]) for number in self.row_documents([row]))
         return [of_records(self._media[begin:end].tobytes()) for begin, end in starts]
 
+    def media_folder(self, _row: int) -> MediaFolder | None:
+        """Return the folder in which the media of a packed row lie; None for text."""
+        return self._media_folder
+
     def patches(self, row: int) -> list[int]:
         """Return the number of patches of each picture of a packed row, by the sizes in its records."""
         return [self._num_patches(one.size) for media in self.media(row) for one in media if self._num_patches]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stages.core.cache import content_key
 from stages.data.dataset import Description, PackedDataset, Row, row_order
+from stages.data.media.folder import MediaFolder
 from stages.data.media_reference import MediaReference
 from stages.models.recorded import ToolPrompt
 
@@ -81,6 +82,9 @@ class MixedDataset(PackedDataset):
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         number, own = self._place(row)
         return self._list[number].media(own)
+
+    def media_folder(self, row: int) -> MediaFolder | None:
+        return self._list[self._place(row)[0]].media_folder(row)
 
     def pictures(self, row: int) -> list[list[Image]]:
         number, own = self._place(row)

@@ -15,6 +15,7 @@ from stages.data.any_rows import PromptReader
 from stages.data.bad_rows import check_first_rows
 from stages.data.config import DataConfig
 from stages.data.files import find_files
+from stages.data.media.folder import MediaFolder
 from stages.data.templates import read_template
 from stages.kinds.train.checks import media_problems
 from stages.kinds.train.fields import TrainFields
@@ -83,7 +84,9 @@ def first_problems(
             if folder and split:
                 try:
                     root, files = _files(folder, split)
-                    has_media |= check_first_rows(root, files, part, config.learning.rows, _reader(config, part))
+                    has_media |= check_first_rows(
+                        root, files, part, config.learning.rows, _reader(config, part, root, files)
+                    )
                 except DataError as error:
                     yield f"data.{place}{field}: {error}"
                 except LifecycleError:  # the download reports it
@@ -92,11 +95,14 @@ def first_problems(
             yield from media_problems(config, f"{place}dataset")
 
 
-def _reader(config: TrainFields, part: DataConfig) -> Callable[[object], object] | None:
+def _reader(
+    config: TrainFields, part: DataConfig, folder: Path, files: list[Path]
+) -> Callable[[object], object] | None:
     """Return the function that reads a row's prompt, for a method that samples completions; None for other methods."""
     if not config.rollouts:
         return None
-    return PromptReader(config.rollouts.reference, f"{config.method}.reference", part.columns).read
+    media = MediaFolder.of(folder, files, by_header=True)
+    return PromptReader(config.rollouts.reference, f"{config.method}.reference", part.columns, media).read
 
 
 def _files(dataset: Path, split: str) -> tuple[Path, list[Path]]:

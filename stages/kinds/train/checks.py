@@ -297,14 +297,20 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
         untried.append("`precision: fp8`, which towers have not been tried with")
     if config.optimizer.name != "adamw":
         untried.append(f"`optimizer: {config.optimizer.name}`, which towers have not been tried with")
-    if config.sampling or config.learning.needs_score_head:
-        untried.append(f"`method: {config.method}`, which reads text alone")
-    if config.teacher_server:
-        untried.append(f"`{config.method}.teacher_server`, which is asked about text alone")
+    untried += _readers_of_text(config)
     if config.mtp_loss_weight:
         untried.append("`mtp_loss_weight`, which has not been tried with pictures")
     if untried:
         yield f"rows with pictures do not go with {'; nor with '.join(untried)}; remove it, or the rows' pictures"
+
+
+def _readers_of_text(config: TrainFields) -> Iterator[str]:
+    if config.learning.needs_score_head:
+        yield f"`method: {config.method}`, which reads text alone"
+    if config.sampling and config.sampling.server:
+        yield f"`{config.sampling_block}.server`, which others started, and which is asked about text alone"
+    if config.teacher_server:
+        yield f"`{config.method}.teacher_server`, which is asked about text alone"
 
 
 def adapter_errors(engine: EngineName, adapter: AdapterConfig) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -16,8 +15,8 @@ from stages.data.summaries import Lengths, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.check_model import InputModels
-from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.media import check_media, media_tags
 from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, TeacherTargets, ask_teacher
@@ -58,17 +57,8 @@ class RowData:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
-        if (config.freeze or config.part_learning_rates.named) and not prepared.has_media:
-            field = "freeze" if config.freeze else "part_learning_rates"
-            raise DataError(
-                f"`{field}` names parts of a model that sees, and the rows have no pictures, so that only its language "
-                f"model learns; remove `{field}`, or add rows with pictures"
-            )
-        if config.media.named and not prepared.has_media:
-            raise DataError("`media` bounds pictures, and the rows have none; remove it, or add rows with pictures")
+        check_media(config, has_media=prepared.has_media)
         if prepared.has_media:
-            if problems := "; ".join(picture_errors(config)):
-                raise DataError(f"the rows have pictures: {problems}")
             _see(prepared, models, trust_remote_code=config.trust_remote_code)
         return cls(config, context, models, prepared)
 
@@ -103,11 +93,7 @@ class RowData:
 
     @property
     def tags(self) -> dict[str, str]:
-        digests = sorted(self.prepared.training.media_digests)
-        if not digests:
-            return {}
-        content = hashlib.sha256("\n".join(digests).encode()).hexdigest()
-        return {"media_sha256": content, "different_media": str(len(digests))}
+        return media_tags(self.prepared.training.media_digests)
 
     @property
     def lengths(self) -> Lengths:

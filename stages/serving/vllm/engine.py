@@ -374,7 +374,9 @@ class Vllm:
         self, address: EngineAddress, api_key: str, spec: LaunchSpec, timeout_s: float
     ) -> AbstractContextManager[WeightConnection]:
         assert spec.weight_transfer, "a server that takes folders is not connected"
-        return TRANSFERS[spec.weight_transfer].connected(WeightRoutes(address, api_key, timeout_s), spec)
+        return TRANSFERS[spec.weight_transfer].connected(
+            WeightRoutes(address, api_key, timeout_s, sees=bool(spec.max_images)), spec
+        )
 
     def sleep(self, address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
         from stages.serving.vllm.swap import sleep

@@ -7,7 +7,8 @@ that others started is asked about itself, and gets its weights, by vLLM's devel
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,12 +20,14 @@ from stages.core.errors import ModelError, ServerError, TransientError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
 from stages.models.facts import ModelFacts
+from stages.models.processor import reads_media
 from stages.remote.http import AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
 from stages.serving.client import Client, Count
 from stages.serving.engine import SleepingPart
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = re.compile(r"(?P<head>.*?)model\.(?:language_model\.)?embed_tokens\.weight")
+"""Names of the embedding of tokens in files, after which that of the head follows."""
 HEAD_FILE = "head.safetensors"
 ANSWER_BYTES = 2**20
 
@@ -58,6 +61,8 @@ def reload_weights(address: EngineAddress, api_key: str, folder: Path, timeout_s
     post(address, api_key, "collective_rpc", body, f" of {folder}", timeout_s)
     # A prompt that was seen before would be answered from the keys and values of the former weights.
     post(address, api_key, "reset_prefix_cache", {}, "", timeout_s)
+    if reads_media(folder):  # and a picture, with what the former tower made of it
+        post(address, api_key, "reset_encoder_cache", {}, "", timeout_s)
 
 
 def sleep(address: EngineAddress, api_key: str, timeout_s: float, *, keeps_weights: bool) -> None:
@@ -84,29 +89,40 @@ def prepare_reloads(folder: Path) -> None:
     On a CPU it keeps the head in another order, which it does not renew when tied: new layers would answer through an
     old head. Raises ModelError for a model whose weights have other names than most have.
     """
-    config = ModelFacts(folder).config
-    if not config.get("tie_word_embeddings"):
+    facts = ModelFacts(folder)
+    config = facts.config
+    if not facts.fields.get("tie_word_embeddings"):
         return
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as stored:
-            if EMBEDDING in stored.keys():  # noqa: SIM118 (it is no mapping)
-                save_file({HEAD: stored.get_tensor(EMBEDDING)}, folder / HEAD_FILE, {"format": "pt"})
+            if heads := tied_heads(stored.keys()):
+                ((head, embedding),) = heads.items()
+                save_file({head: stored.get_tensor(embedding)}, folder / HEAD_FILE, {"format": "pt"})
                 break
     else:
         raise ModelError(
-            f"giving new weights to a running vLLM on a CPU: {folder} ties its head, and has no {EMBEDDING} to make "
-            "one of; train it on GPUs, or untie its head"
+            f"giving new weights to a running vLLM on a CPU: {folder} ties its head, and has no embedding under a "
+            "known name (model.embed_tokens.weight) to make one of; train it on GPUs, or untie its head"
         )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         content = json.loads(index.read_text(encoding="utf-8"))
-        content["weight_map"][HEAD] = HEAD_FILE
+        content["weight_map"][head] = HEAD_FILE
         write_atomically(index, json.dumps(content))
     # Last: with the untied config, a folder needs the head that was written above.
-    write_atomically(folder / "config.json", json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+    untied: dict[str, Any] = {"tie_word_embeddings": False}
+    if isinstance(text := config.get("text_config"), dict):
+        untied["text_config"] = {**text, **untied}
+    write_atomically(folder / "config.json", json.dumps({**config, **untied}, indent=2))
+
+
+def tied_heads(names: Iterable[str]) -> dict[str, str]:
+    """Return the name that a head in a file of its own would have, with that of the embedding it is tied to."""
+    matches = filter(None, map(EMBEDDING.fullmatch, names))
+    return {f"{match['head']}lm_head.weight": match[0] for match in matches}
 
 
 def post(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +24,9 @@ import torch
 
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
+from stages.data.dataset import MOST_PICTURE_BYTES
+from stages.data.media.images import as_png_address
+from stages.data.media.prompts import MOST_PROMPTS
 from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
@@ -30,16 +34,24 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.media import check_media, media_tags
 from stages.kinds.train.methods.rollouts import RolloutOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, checked_prompts
+from stages.kinds.train.rollouts.documents import (
+    AnsweredPrompt,
+    PackedAnswers,
+    checked_prompts,
+    completion_packing,
+)
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
 from stages.kinds.train.rollouts.server import BOUNDS_NATS, RolloutServer, SyncedServer, check_difference
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from stages.models.recorded import ToolPrompt
 from stages.parallel.processes import gathered
+from stages.planner.workload import RowPictures
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import RenderedPrompt
@@ -68,7 +80,7 @@ class RolloutBatches:
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
         self._samples = RoundSamples(data.context, data.prompts)
-        self._parts: list[list[Batch]] = []
+        self._parts: list[list[PackedAnswers]] = []
         self._measured: dict[str, float] = {}
         self._is_first = True
 
@@ -80,10 +92,10 @@ class RolloutBatches:
         if self._plan.staleness(step) == 0:
             self._parts = self._new_round(step)
             self._watchdog.begins_step(step)
-        return self._parts[self._plan.part(step)]
+        return [packed.seen() for packed in self._parts[self._plan.part(step)]]
 
     def metrics(self, step: int, update_s: float) -> dict[str, float]:
-        num_tokens = sum(int(batch.signal.has_target.sum()) for batch in self._parts[self._plan.part(step)])
+        num_tokens = sum(int(one.batch.signal.has_target.sum()) for one in self._parts[self._plan.part(step)])
         return {
             **self._measured,
             "staleness_steps": float(self._plan.staleness(step)),
@@ -97,7 +109,7 @@ class RolloutBatches:
     def close(self) -> None:
         self._resources.close()
 
-    def _new_round(self, step: int) -> list[list[Batch]]:
+    def _new_round(self, step: int) -> list[list[PackedAnswers]]:
         path = self._folder / f"step-{step}.json"
         if is_main_process():
             self._clear(path)
@@ -161,12 +173,13 @@ class RolloutBatches:
                 self._prompts[group.prompt].token_ids,
                 next(advantages),
                 is_learned=not (completion.truncated and self._options.mask_truncated_completions),
+                pictures=self._prompts[group.prompt].pictures,
             )
             for group in sampled.groups
             for completion in group.completions
         ]
 
-    def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[Batch]]:
+    def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[PackedAnswers]]:
         """Return this process's micro-batches for each step of a round, with the engine's log-probabilities."""
         self._watchdog.begins("the engine's log-probabilities of the completions")
         # e.g. 96 completions, steps_per_generation 3: parts of 32, one for each optimizer step
@@ -175,23 +188,24 @@ class RolloutBatches:
             self._server.packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
             for first in range(0, len(documents), size)
         ]
-        return [[self._with_log_probabilities(batch) for batch in share] for share in shares]
+        return [[self._with_log_probabilities(packed) for packed in share] for share in shares]
 
-    def _with_log_probabilities(self, batch: Batch) -> Batch:
-        assert batch.signal.rollouts
-        reference = self._reference.target_log_probabilities(batch) if self._reference else None
+    def _with_log_probabilities(self, packed: PackedAnswers) -> PackedAnswers:
+        seen = packed.seen()
+        assert seen.signal.rollouts
+        reference = self._reference.target_log_probabilities(seen) if self._reference else None
         rollouts = replace(
-            batch.signal.rollouts,
+            seen.signal.rollouts,
             # before the round's first update, when the engine still has the weights that sampled
-            old_log_probabilities=self._engine.target_log_probabilities(batch),
+            old_log_probabilities=self._engine.target_log_probabilities(seen),
             reference_log_probabilities=reference,
         )
-        return batch.with_signal(rollouts=rollouts)
+        return replace(packed, batch=packed.batch.with_signal(rollouts=rollouts))
 
-    def _differences(self, parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+    def _differences(self, parts: Sequence[Sequence[PackedAnswers]]) -> dict[str, float]:
         """Return mean and largest |Δ log-probability| of tokens between sampling server and engine, in nats."""
         differences = [torch.zeros(1)]  # a process may have padding alone
-        for batch in (batch for part in parts for batch in part):
+        for batch in (packed.batch for part in parts for packed in part):
             assert batch.signal.rollouts and batch.signal.rollouts.server_log_probabilities is not None
             change = batch.signal.rollouts.old_log_probabilities - batch.signal.rollouts.server_log_probabilities
             differences.append(change[batch.signal.has_target].abs())  # [targets of the batch]
@@ -225,6 +239,7 @@ class RolloutData:
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
+        check_media(config, has_media=any(one.pictures for one in prompts))
         return cls(config, context, options, model, prompts, build_reference)
 
     @property
@@ -233,7 +248,14 @@ class RolloutData:
 
     @property
     def has_media(self) -> bool:
-        return False  # prompts with media are refused
+        return any(one.pictures for one in self.prompts)
+
+    @cached_property
+    def processor(self) -> MediaProcessor | None:
+        """Processor of the prompts' pictures; None if they have none."""
+        if not self.has_media:
+            return None
+        return MediaProcessor(self.model.folder, trust_remote_code=self.config.trust_remote_code)
 
     @property
     def conversations(self) -> bool:
@@ -243,27 +265,42 @@ class RolloutData:
     def tool_prompts(self) -> tuple[ToolPrompt, ...]:
         documents = [(asked.prompt.document, asked.token_ids) for asked in self.prompts]
         with_tools = [(chat, ids) for chat, ids in documents if isinstance(chat, Conversation) and chat.tools]
-        if not with_tools:
+        seen = [one for one in self.prompts if one.pictures]
+        if not with_tools and not seen:
             return ()
         tokenizer = DocumentTokenizer(self.model.folder, self.config.data.chat_template, "assistant")
         prompts = (tokenizer.tool_prompt(chat, ids) for chat, ids in with_tools)
-        return tuple(islice(filter(None, prompts), 1))
+        return (*islice(filter(None, prompts), 1), *islice(_shown(tokenizer, seen), MOST_PROMPTS))
 
     @property
     def counts(self) -> dict[str, float]:
-        return {"num_prompts": float(len(self.prompts))}
+        num_media = sum(len(one.pictures.media) for one in self.prompts if one.pictures)
+        return {"num_prompts": float(len(self.prompts)), **({"num_media": float(num_media)} if num_media else {})}
 
     @property
     def lengths(self) -> None:
         return None
 
     @property
-    def pictures(self) -> None:
-        return None
+    def pictures(self) -> RowPictures | None:
+        """Patches of packed completions: at most those of a row that the densest prompt fills."""
+        if self.processor is None:
+            return None
+        row, length = self.config.data.sequence_length, self.options.max_completion_length
+        seen = [
+            (one, [self.processor.num_patches(medium.size) for medium in one.pictures.media])
+            for one in self.prompts
+            if one.pictures
+        ]
+        fill = row if self.config.data.packing else 1
+        most = max(sum(patches) * max(1, fill // (len(one.token_ids) + 1)) for one, patches in seen)
+        total = sum(sum(patches) for _, patches in seen)
+        num_rows = sum((len(one.token_ids) + length) / row for one in self.prompts) if fill > 1 else len(self.prompts)
+        return RowPictures(most, total / num_rows, total / sum(len(patches) for _, patches in seen))
 
     @property
     def tags(self) -> dict[str, str]:
-        return {}
+        return media_tags(medium.sha256 for one in self.prompts if one.pictures for medium in one.pictures.media)
 
     @property
     def steps_of_epochs(self) -> int:
@@ -275,7 +312,10 @@ class RolloutData:
 
     def batches(self, engine: Engine, last_step: int, watchdog: Watchdog) -> RolloutBatches:
         config = self.config
-        server = SyncedServer(config, self.context, self.options, self.model, engine=engine, watchdog=watchdog)
+        packing = completion_packing(config, self.options, self.model, self.processor)
+        server = SyncedServer(
+            config, self.context, self.options, self.model, engine=engine, watchdog=watchdog, packing=packing
+        )
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
         return RolloutBatches(self, engine, watchdog, server, reference)
 
@@ -286,3 +326,16 @@ class RolloutData:
         # global_batch_size counts completions, of which each prompt has num_generations
         per_round = config.global_batch_size * options.steps_per_generation // options.num_generations
         return RoundPlan(len(self.prompts), per_round, options, config.seed)
+
+
+def _shown(tokenizer: DocumentTokenizer, prompts: Sequence[RenderedPrompt]) -> Iterator[ToolPrompt]:
+    """Yield prompts with pictures, of few bytes in all, by which a server shows that it renders them as training."""
+    left = MOST_PICTURE_BYTES
+    for one in prompts:
+        document = one.prompt.document
+        assert one.pictures and isinstance(document, Conversation)
+        pictures = [as_png_address(image) for image in one.pictures.images()]
+        prompt = tokenizer.tool_prompt(document, one.token_ids)
+        if prompt and (num_bytes := sum(map(len, pictures))) <= left:
+            left -= num_bytes
+            yield prompt.model_copy(update={"pictures": pictures})

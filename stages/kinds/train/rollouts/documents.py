@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from stages.core.errors import DataError
 from stages.data.batch import Batch, Rollouts
@@ -19,8 +20,11 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import even_micro_batches
 from stages.models.facts import ModelFacts
+from stages.models.processor import MediaProcessor
 from stages.rollouts.options import PromptOptions
-from stages.rollouts.prompts import RenderedPrompt, read_prompts
+from stages.rollouts.pictures import PromptPictures
+from stages.rollouts.prompts import RenderedPrompt, check_pictures, media_of, read_prompts
+from stages.serving.engine import max_images_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class AnsweredPrompt:
     """Training document of a prompt and its sampled completion, as token ids.
 
     log_probabilities: the server's, of the completion's tokens, in nats. is_learned: whether those tokens are targets.
+    pictures: of the prompt; None for text alone.
     """
 
     prompt: list[int]
@@ -35,6 +40,7 @@ class AnsweredPrompt:
     log_probabilities: list[float]
     advantage: float
     is_learned: bool = True
+    pictures: PromptPictures | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -45,11 +51,36 @@ class AnsweredPrompt:
         return replace(self, completion=self.completion[:room], log_probabilities=self.log_probabilities[:room])
 
 
+DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
+"""Reader and writer of documents in JSON."""
+
+
+@dataclass(frozen=True)
+class PackedAnswers:
+    """Micro-batch of completions without pictures, and its documents, whose pictures are put in when it is used."""
+
+    batch: Batch
+    documents: Sequence[AnsweredPrompt]
+    processor: MediaProcessor | None
+
+    def seen(self) -> Batch:
+        """Return the batch with its documents' pictures, if any. Raises DataError for one that has changed."""
+        if self.processor is None:
+            return self.batch
+        from stages.engines.media import with_media
+
+        # completions of one prompt share its pictures
+        of_prompt = {id(one.pictures): one.pictures.images() for one in self.documents if one.pictures}
+        images = [of_prompt.get(id(one.pictures), []) for one in self.documents]
+        return with_media(self.batch, images, self.processor)
+
+
 @dataclass(frozen=True)
 class Packing:
     """Sizes for packing prompts with completions.
 
     sequence_length: of packed rows. most_tokens: of a document. temperature: of the probabilities that learn.
+    processor: of the pictures; None if no prompt has some.
     """
 
     sequence_length: int
@@ -58,8 +89,11 @@ class Packing:
     micro_batch_size: int
     padding_token: int
     temperature: float = 1.0
+    processor: MediaProcessor | None = None
 
-    def share(self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int) -> list[Batch]:
+    def share(
+        self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int
+    ) -> list[PackedAnswers]:
         """Pack the documents and return one process's micro-batches, equally many on each; some may be only padding."""
         lengths = [len(one) for one in documents]
         rows = (
@@ -70,7 +104,7 @@ class Packing:
         shares = even_micro_batches(len(rows), self.micro_batch_size, data_rank, data_parallel_size)
         return [self.batch([[documents[number] for number in rows[row]] for row in share]) for share in shares]
 
-    def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> Batch:
+    def batch(self, rows: Sequence[Sequence[AnsweredPrompt]]) -> PackedAnswers:
         """Return one micro-batch of completions; its `old_log_probabilities` are zeros, to be computed later."""
         width = (
             self.sequence_length
@@ -95,7 +129,8 @@ class Packing:
             # completions that are not learned have no targets
             server_log_probabilities=server.where(batch.signal.has_target, 0.0),
         )
-        return batch.with_signal(rollouts=rollouts, temperature=self.temperature)
+        batch = batch.with_signal(rollouts=rollouts, temperature=self.temperature)
+        return PackedAnswers(batch, [document for row in rows for document in row], self.processor)
 
 
 def _row(documents: Sequence[AnsweredPrompt]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -127,7 +162,8 @@ def checked_prompts(
         columns=data.columns,
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
     )
-    prompts = read_prompts(folder, asked, model.folder)
+    prompts = read_prompts(folder, asked, model.folder, media_of(folder, data.split, model.folder))
+    check_pictures(prompts, max_images_of(model.folder, options.serving))
     most = most_tokens(config, options, model)
     room = most - options.max_completion_length
     if too_long := [one for one in prompts if len(one.token_ids) > room]:
@@ -140,7 +176,9 @@ def checked_prompts(
     return prompts
 
 
-def completion_packing(config: TrainConfig, options: SamplingOptions, model: ModelFacts) -> Packing:
+def completion_packing(
+    config: TrainConfig, options: SamplingOptions, model: ModelFacts, processor: MediaProcessor | None
+) -> Packing:
     """Return the options for packing prompts with completions, such as sequence length and micro-batch size."""
     return Packing(
         config.data.sequence_length,
@@ -149,6 +187,7 @@ def completion_packing(config: TrainConfig, options: SamplingOptions, model: Mod
         config.layout.micro_batch_size,
         DocumentTokenizer(model.folder, None, "assistant").padding_token,
         options.temperature,
+        processor,
     )
 
 

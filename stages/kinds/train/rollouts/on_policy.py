@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from stages.core.contract import StageContext, is_main_process
 from stages.core.errors import DataError
 from stages.core.files import write_atomically
+from stages.core.lines import counted
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
 from stages.data.tokenizer import DocumentTokenizer
@@ -25,15 +25,15 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.batches import BatchSource, RowBatches
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
-from stages.kinds.train.rollouts.documents import AnsweredPrompt
+from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, completion_packing
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
 from stages.kinds.train.rollouts.rounds import PromptRequest, request_seed, sample_completions
 from stages.kinds.train.rollouts.server import RolloutServer, SyncedServer
 from stages.kinds.train.teacher import TeacherTargets, with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
-
-DOCUMENTS = TypeAdapter(list[AnsweredPrompt])
+from stages.models.processor import MediaProcessor
+from stages.rollouts.pictures import PromptPictures
 
 
 @dataclass
@@ -101,15 +101,19 @@ class OnPolicyBatches:
     def _write_answers(self, step: int, server: RolloutServer) -> None:
         """Sample answers to a global batch's prompts on rank 0, and write them to the shared file, some for people."""
         sampling = self.steps.sampling
-        prompts = prompts_of(self.texts.training.dataset, self.texts.order.global_batch(step))
-        asked = asked_of(prompts, self.server.packing.most_tokens, sampling.max_completion_length, self.seed, step)
+        dataset, packing = self.texts.training.dataset, self.server.packing
+        prompts = prompts_of(dataset, self.texts.order.global_batch(step), packing.processor)
+        asked = asked_of(prompts, packing.most_tokens, sampling.max_completion_length, self.seed, step)
         answers = [one for (one,) in sample_completions(server, sampling, asked, 1)]
-        documents = [answer.after(prompt) for prompt, answer in zip(prompts, answers, strict=True)]
+        documents = [
+            answer.after(prompt.tokens, pictures=prompt.pictures)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.file, DOCUMENTS.dump_json(documents).decode())
         assert self.samples
         shown = zip(prompts[:NUM_SHOWN], answers, strict=False)
-        self.samples.write(step, ({"prompt": self.decode(prompt), **answer.shown} for prompt, answer in shown))
+        self.samples.write(step, ({"prompt": self.decode(one.tokens), **answer.shown} for one, answer in shown))
 
     def _teacher_batches(self, documents: Sequence[AnsweredPrompt]) -> list[Batch]:
         """Return this process's micro-batches of the answers, with the teacher's likeliest tokens at each target."""
@@ -124,8 +128,8 @@ class OnPolicyBatches:
 
     def _share(self, documents: Sequence[AnsweredPrompt], data_rank: int) -> list[Batch]:
         """Return a data-parallel rank's micro-batches of answers, with the temperature of the distillation loss."""
-        batches = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
-        return [batch.with_signal(rollouts=None, temperature=self.asked.temperature) for batch in batches]
+        shares = self.server.packing.share(documents, data_rank, self.engine.data_parallel_size)
+        return [one.seen().with_signal(rollouts=None, temperature=self.asked.temperature) for one in shares]
 
 
 def on_policy_batches(
@@ -141,14 +145,17 @@ def on_policy_batches(
     """Return the batches of on-policy distillation; the server starts with the first weights. texts: of rows."""
     asked, steps = config.teacher_tokens, config.on_policy
     assert asked and steps
-    check_prompts(texts.training.dataset)
+    training = texts.training.dataset
+    check_prompts(training)
+    processor = MediaProcessor(model.folder, trust_remote_code=config.trust_remote_code) if training.has_media else None
+    packing = completion_packing(config, steps.sampling, model, processor)
     return OnPolicyBatches(
         texts=texts,
         steps=steps,
         asked=asked,
         teacher_targets=teacher_targets,
         engine=engine,
-        server=SyncedServer(config, context, steps.sampling, model, engine=engine, watchdog=watchdog),
+        server=SyncedServer(config, context, steps.sampling, model, engine=engine, watchdog=watchdog, packing=packing),
         seed=config.seed,
         file=context.scratch / "rollouts" / "answers.json",
         watchdog=watchdog,
@@ -157,8 +164,16 @@ def on_policy_batches(
     )
 
 
+@dataclass(frozen=True)
+class RowPrompt:
+    """Prompt of a dataset's document: the tokens before its last answer, and its pictures, if it has some."""
+
+    tokens: list[int]
+    pictures: PromptPictures | None = None
+
+
 def asked_of(
-    prompts: Sequence[list[int]], most_tokens: int, max_completion_length: int, seed: int, step: int
+    prompts: Sequence[RowPrompt], most_tokens: int, max_completion_length: int, seed: int, step: int
 ) -> list[PromptRequest]:
     """Return the prompts to complete in a step, each with a seed and token limit; a resumed run gets the same.
 
@@ -166,14 +181,15 @@ def asked_of(
     """
     asked = []
     for position, prompt in enumerate(prompts):
-        room = most_tokens - len(prompt)
+        room = most_tokens - len(prompt.tokens)
         if room < 1:
             raise DataError(
-                f"step {step}: a prompt of {len(prompt)} tokens leaves no room for an answer in the {most_tokens} "
-                "that the model, sequence_length and sampling.serving.max_model_len allow together; raise these, "
-                "or leave such rows out"
+                f"step {step}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer in the "
+                f"{most_tokens} that the model, sequence_length and sampling.serving.max_model_len allow together; "
+                "raise these, or leave such rows out"
             )
-        asked.append(PromptRequest(prompt, request_seed(seed, step, position), min(room, max_completion_length)))
+        own_seed, length = request_seed(seed, step, position), min(room, max_completion_length)
+        asked.append(PromptRequest(prompt.tokens, own_seed, length, prompt.pictures))
     return asked
 
 
@@ -182,16 +198,32 @@ def is_on_policy(seed: int, step: int, share: float) -> bool:
     return bool(np.random.default_rng([seed, step, 1]).random() < share)
 
 
-def prompts_of(dataset: PackedDataset, rows: Sequence[int]) -> list[list[int]]:
-    """Return the prompt tokens of every document in these rows that has targets: those before its last answer."""
-    documents = (one for row in rows for one in dataset.documents(row))
-    return [tokens[: _prompt_length(loss)].tolist() for tokens, loss in documents if loss[1:].any()]
+def prompts_of(dataset: PackedDataset, rows: Sequence[int], processor: MediaProcessor | None = None) -> list[RowPrompt]:
+    """Return the prompt of every document in these rows that has targets: what is before its last answer.
+
+    processor: of the pictures; None for text. Raises DataError for a prompt that no server could read as it is.
+    """
+    prompts = []
+    for row in rows:
+        for (tokens, loss), media in zip(dataset.documents(row), dataset.media(row), strict=True):
+            if loss[1:].any():
+                prompt = tokens[: _prompt_length(loss)].tolist()
+                folder = dataset.media_folder(row)
+                short = processor.collapsed(prompt, [one.size for one in media]) if processor and media else None
+                if media and processor and not (short and folder):
+                    raise DataError(
+                        f"a prompt with {counted(len(media), 'picture')}, of row {row} of the packed ones, has special "
+                        "tokens inside of its texts, or pictures after its last answer, so that no server could read "
+                        "it as training does; leave such rows out, or say `lmbda: 0`"
+                    )
+                prompts.append(RowPrompt(prompt, PromptPictures(short, media, folder) if short and folder else None))
+    return prompts
 
 
 def check_prompts(dataset: PackedDataset) -> None:
     """Raise DataError if a dataset's first row has no prompts: all of its tokens but the first are targets."""
     for name, rows in dataset.member_rows.items():
-        if max(map(len, prompts_of(dataset, [rows.start])), default=0) <= 1:
+        if max((len(one.tokens) for one in prompts_of(dataset, [rows.start])), default=0) <= 1:
             raise DataError(
                 f"the rows{f' of {name}' if name else ''} have no prompts that the model could answer (`lmbda`): all "
                 "of them is learned; expected prompts and answers, or conversations"

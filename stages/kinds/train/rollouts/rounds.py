@@ -21,7 +21,8 @@ from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import RolloutServer
 from stages.rewards.judging import Judge, Named
-from stages.rollouts.asking import Answer, Request
+from stages.rollouts.asking import PICTURES, Answer, Request
+from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.client import Choice
 
@@ -40,9 +41,16 @@ class Completion:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
 
-    def after(self, prompt: list[int], advantage: float = 0.0, *, is_learned: bool = True) -> AnsweredPrompt:
-        """Return the training document that consists of `prompt` and this completion."""
-        return AnsweredPrompt(prompt, self.token_ids, self.log_probabilities, advantage, is_learned)
+    def after(
+        self,
+        prompt: list[int],
+        advantage: float = 0.0,
+        *,
+        is_learned: bool = True,
+        pictures: PromptPictures | None = None,
+    ) -> AnsweredPrompt:
+        """Return the training document that consists of `prompt`, with its pictures, and this completion."""
+        return AnsweredPrompt(prompt, self.token_ids, self.log_probabilities, advantage, is_learned, pictures)
 
     @property
     def shown(self) -> dict[str, object]:
@@ -141,11 +149,12 @@ EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Prompt for the sampling server, as token ids, with its seed, and `max_tokens` of a completion."""
+    """Prompt for the sampling server, as token ids, with its seed, `max_tokens` of a completion, and its pictures."""
 
     prompt: list[int]
     seed: int
     max_tokens: int
+    pictures: PromptPictures | None = None
 
     def request(self, options: SamplingOptions, num_completions: int) -> Request:
         return {
@@ -159,6 +168,7 @@ class PromptRequest:
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
             **EVERY_TOKEN,
+            **({PICTURES: self.pictures} if self.pictures else {}),
         }
 
 
@@ -211,6 +221,7 @@ class Sampler:
                     # of the position too: the same prompt, drawn twice, must not get the same completions
                     request_seed(self.plan.seed, first_step, num_draws, position),
                     self.options.max_completion_length,
+                    self.prompts[prompt].pictures,
                 )
                 for position, prompt in enumerate(prompts)
             ]

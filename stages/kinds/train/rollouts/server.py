@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
@@ -27,7 +27,7 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
-from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing, completion_packing, most_tokens
+from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, Packing, most_tokens
 from stages.kinds.train.rollouts.own_server import OwnServer, shared_gpu
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
@@ -103,7 +103,7 @@ class RolloutServer:
         sleeps: bool = False,
     ) -> None:
         self._host = host
-        self._execution = execution
+        self._execution, self._concurrent = execution, execution.concurrent_requests
         self._warn = warn
         self._is_adapter = is_adapter
         self._sleeps = sleeps
@@ -152,7 +152,7 @@ class RolloutServer:
             server, client = self._running, self._client
             named = [(number, {**request, "model": client.model}) for number, request in remaining.items()]
             try:
-                ask_all(client, named, self._execution.concurrent_requests, kept, stall_s=client.timeout_s)
+                ask_all(client, named, self._concurrent, kept, stall_s=client.timeout_s, server=server)
             except (ServerError, TransientError) as error:
                 # A healthy server refused the request itself; its successor would refuse it, too.
                 if isinstance(error, ServerError) and server.alive() and server.client.is_healthy():
@@ -177,11 +177,16 @@ class RolloutServer:
         else:
             self._restarts = 0
 
-    def predictions(self, rows: list[list[int]]) -> list[Predicted]:
-        """Return the server's log-probabilities of the tokens in each row; TransientError if it fails repeatedly."""
+    def predictions(self, documents: Sequence[AnsweredPrompt]) -> list[Predicted]:
+        """Return the server's log-probabilities of all tokens of documents; TransientError if it fails repeatedly."""
+        of_text = [one.prompt + one.completion for one in documents if not one.pictures]
+        seen = [one.pictures.seen(one.prompt, one.completion) for one in documents if one.pictures]
         while True:
             try:
-                return self._client.predictions(rows)
+                client, server = self._client, self._running
+                rows = iter(client.predictions(of_text) if of_text else ())
+                pictured = iter(server.engine.seeing_predictions(server.address, client, seen) if seen else ())
+                return [next(pictured if one.pictures else rows) for one in documents]
             except (ServerError, TransientError) as error:
                 self._restart(error)
 
@@ -304,24 +309,27 @@ class Probe:
     def take(cls, documents: Sequence[AnsweredPrompt], packing: Packing, engine: Engine) -> Probe:
         """Choose completions to compare by, with log-probabilities before training; all pass the same. Collective."""
         # at least one document, whatever its length; the others only as they fit into the same row
-        chosen = [documents[0].cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
-        for one in documents[1:NUM_DOCUMENTS]:
-            if sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens:
+        # and one with pictures, if there is any: with a tower of former weights, the server would answer otherwise
+        first = next((one for one in documents if one.pictures), documents[0])
+        chosen = [first.cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
+        for one in documents[:NUM_DOCUMENTS]:
+            fits = sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens
+            if one is not first and fits:
                 chosen.append(one)
-        batch = _untempered(packing).batch([chosen])
+        batch = _untempered(packing).batch([chosen]).seen()
         return cls(chosen, engine.target_log_probabilities(batch)[batch.signal.has_target], batch)
 
     def write(self, path: Path) -> None:
         untrained = None if self.untrained is None else self.untrained.tolist()
-        content = {"documents": [asdict(one) for one in self.documents], "untrained_tokens": untrained}
+        content = {"documents": DOCUMENTS.dump_python(self.documents, mode="json"), "untrained_tokens": untrained}
         write_atomically(path, json.dumps(content))
 
     @classmethod
     def read(cls, path: Path, packing: Packing) -> Probe:
         content = json.loads(path.read_text(encoding="utf-8"))
-        documents = [AnsweredPrompt(**one) for one in content["documents"]]
+        documents = DOCUMENTS.validate_python(content["documents"])
         untrained = content.get("untrained_tokens")
-        batch = _untempered(packing).batch([documents])
+        batch = _untempered(packing).batch([documents]).seen()
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
     def compare(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
@@ -329,7 +337,7 @@ class Probe:
 
         Raises TrainingError when the server answers with other weights than the engine's.
         """
-        rows = server.predictions([one.prompt + one.completion for one in self.documents])
+        rows = server.predictions(self.documents)
         served = [
             value
             for row, one in zip(rows, self.documents, strict=True)
@@ -469,10 +477,11 @@ class SyncedServer:
         *,
         engine: Engine,
         watchdog: Watchdog,
+        packing: Packing,
     ) -> None:
         self._engine = engine
         self._watchdog = watchdog
-        self.packing = completion_packing(config, options, model)
+        self.packing = packing
         self._dtype = "float32" if config.precision == "fp32" else "bfloat16"
         dtype = options.dtype(config.precision)
         # bf16 on either side rounds to some 0.01 nats, however exact the other side is.
@@ -584,7 +593,8 @@ class SyncedServer:
 
     def recorded(self) -> RecordedBatch:
         assert self._probe, "completions were learned from"
-        return RecordedBatch(self._probe.batch, self._probe.untrained)
+        pictures = [one.pictures.images() if one.pictures else [] for one in self._probe.documents]
+        return RecordedBatch(self._probe.batch, self._probe.untrained, pictures if any(pictures) else ())
 
     def close(self) -> None:
         self._server.close()

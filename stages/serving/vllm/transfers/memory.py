@@ -18,8 +18,6 @@ from stages.serving.vllm.transfers.transfer import IN_WORKER, WeightRoutes, chec
 if TYPE_CHECKING:
     from stages.serving.held_weights import Bucket, HeldWeights
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 
 class ByMemory:
     """Way of weights by memory files of the training process, on the same machine."""
@@ -54,8 +52,10 @@ class MemoryConnection:
 
     def _head_of(self, weights: HeldWeights) -> dict[str, str]:
         """Return which weight is the server's output head, too, where its folder was untied (`prepare_reloads`)."""
-        is_lacking = HEAD in self.served and HEAD not in weights.shapes
-        return {HEAD: EMBEDDING} if is_lacking else {}
+        from stages.serving.vllm.swap import tied_heads  # and aiohttp
+
+        heads = tied_heads(weights.shapes)
+        return {head: name for head, name in heads.items() if head in self.served and head not in weights.shapes}
 
     @staticmethod
     def _message(bucket: Bucket, head_of: Mapping[str, str]) -> dict[str, object]:

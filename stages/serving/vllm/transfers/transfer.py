@@ -48,11 +48,12 @@ class WeightTransfer(Protocol):
 
 @dataclass(frozen=True)
 class WeightRoutes:
-    """Routes of a running vLLM by which its workers take new weights."""
+    """Routes of a running vLLM by which its workers take new weights. sees: whether it keeps what its tower sees."""
 
     address: EngineAddress
     api_key: str
     timeout_s: float
+    sees: bool = False
 
     def post(self, route: str, body: dict[str, Any], what: str = "") -> None:
         """Post to a route. Raises ServerError for a refusal, TransientError for no answer."""
@@ -75,6 +76,8 @@ class WeightRoutes:
         self.post("finish_weight_update", {})
         # A prompt that was seen before would be answered from the keys and values of the former weights.
         self.post("reset_prefix_cache", {})
+        if self.sees:  # and a picture, with what the former tower made of it
+            self.post("reset_encoder_cache", {})
 
 
 def described(weights: Sequence[HeldWeight]) -> dict[str, Any]:

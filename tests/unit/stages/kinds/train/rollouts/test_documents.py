@@ -26,7 +26,7 @@ def test_shares_hold_every_completion_once_with_what_belongs_to_it(packing: bool
     shares = [one.share(DOCUMENTS, rank, size) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1, "processes wait for one another in every micro-batch"
     found = []
-    for batch in (batch for share in shares for batch in share):
+    for batch in (packed.batch for share in shares for packed in share):
         assert batch.signal.rollouts is not None
         assert batch.inputs.input_ids.shape[0] == 2
         for number in range(batch.documents.count):
@@ -59,9 +59,9 @@ def test_shares_hold_every_completion_once_with_what_belongs_to_it(packing: bool
 def test_a_row_is_as_wide_as_its_packing_says() -> None:
     packed = Packing(8, 8, True, 1, 0).share(DOCUMENTS[:1], 0, 1)
     alone = Packing(8, 8, False, 1, 0, temperature=0.5).share(DOCUMENTS[:1], 0, 1)
-    assert [batch.inputs.input_ids.shape for batch in packed] == [(1, 8)]
-    assert [(batch.inputs.input_ids.shape, batch.signal.temperature) for batch in alone] == [((1, 5), 0.5)]
-    assert torch.equal(alone[0].signal.targets, torch.tensor([[IGNORED, IGNORED, 4, 5, IGNORED]]))
+    assert [one.batch.inputs.input_ids.shape for one in packed] == [(1, 8)]
+    assert [(one.batch.inputs.input_ids.shape, one.batch.signal.temperature) for one in alone] == [((1, 5), 0.5)]
+    assert torch.equal(alone[0].batch.signal.targets, torch.tensor([[IGNORED, IGNORED, 4, 5, IGNORED]]))
 
 
 def test_a_probe_is_of_no_temperature_as_what_servers_give_to_tokens_that_they_are_shown(tmp_path: Path) -> None:
@@ -69,5 +69,5 @@ def test_a_probe_is_of_no_temperature_as_what_servers_give_to_tokens_that_they_a
         json.dumps({"documents": [asdict(one) for one in DOCUMENTS], "untrained": [0.0] * 4})
     )
     packing = Packing(32, 8, packing=True, micro_batch_size=1, padding_token=0, temperature=0.7)
-    assert packing.batch([DOCUMENTS]).signal.temperature == 0.7
+    assert packing.batch([DOCUMENTS]).batch.signal.temperature == 0.7
     assert Probe.read(tmp_path / "probe.json", packing).batch.signal.temperature == 1

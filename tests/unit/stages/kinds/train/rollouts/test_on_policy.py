@@ -13,7 +13,7 @@ from stages.core.errors import DataError
 from stages.data.look import NullReporter
 from stages.data.prepare import prepare
 from stages.kinds.train.check import check
-from stages.kinds.train.rollouts.on_policy import _prompt_length, asked_of, is_on_policy, prompts_of
+from stages.kinds.train.rollouts.on_policy import RowPrompt, _prompt_length, asked_of, is_on_policy, prompts_of
 from stages.models.facts import ModelFacts
 from tests.train_stage import make_artifacts, make_config
 
@@ -57,15 +57,15 @@ def test_the_share_of_steps_is_that_of_draws_of_their_own() -> None:
 
 def test_a_run_that_goes_on_asks_the_same_again() -> None:
     """A resumed training samples with the same requests, which depend on the recipe and the training step alone."""
-    prompts = [[1, 2, 3], [4], [1, 2, 3]]
+    prompts = [RowPrompt(ids) for ids in ([1, 2, 3], [4], [1, 2, 3])]
     asked = asked_of(prompts, 8, 6, seed=0, step=3)
-    assert [one.prompt for one in asked] == prompts
+    assert [one.prompt for one in asked] == [one.tokens for one in prompts]
     assert [one.max_tokens for one in asked] == [5, 6, 5], "what the prompt leaves, at most as many as are asked for"
     assert asked == asked_of(prompts, 8, 6, seed=0, step=3)
     seeds = [one.seed for seed, step in ((0, 3), (0, 4), (1, 3)) for one in asked_of(prompts, 8, 6, seed, step)]
     assert len(set(seeds)) == len(seeds) == 9
     with pytest.raises(DataError, match="step 3: a prompt of 8 tokens leaves no room for an answer in the 8"):
-        asked_of([[1] * 8], 8, 6, seed=0, step=3)
+        asked_of([RowPrompt([1] * 8)], 8, 6, seed=0, step=3)
 
 
 def test_texts_without_prompts_are_named_before_training(artifacts: dict[str, Path], tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_prompt_is_all_before_the_last_answer(artifacts: dict[str, Path], tm
     assert len(dataset) == 1
     tokenizer = AutoTokenizer.from_pretrained(base)
     expected = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, tokenize=False)
-    assert list(map(tokenizer.decode, prompts_of(dataset, [0]))) == [expected] * 3
+    assert [tokenizer.decode(one.tokens) for one in prompts_of(dataset, [0])] == [expected] * 3
 
 
 @pytest.mark.parametrize(
