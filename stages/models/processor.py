@@ -194,13 +194,19 @@ class MediaProcessor:
         return spatial
 
     def check_sees_alike(self, folder: Path) -> None:
-        """Check by drawn pictures that the model in another folder takes pictures as this one; raises ModelError."""
+        """Check by drawn pictures that the model in another folder takes pictures as this one; raises ModelError.
+
+        Of what size pictures become this processor decides for both models: bounds of their pixels may differ.
+        """
         other = MediaProcessor.of(folder, trust_remote_code=self._trust_remote_code)
         if other is None:
             raise ModelError(
                 f"the rows have pictures, and the model in {folder} cannot see them: it has no processor; take one of "
                 "text and images"
             )
+        images, of_other = self._processor.image_processor, other._processor.image_processor
+        if scales_to_pixels(images) and scales_to_pixels(of_other):
+            of_other.size = images.size
         for size in DRAWN:
             if (other.token_ids(size), other._drawn(size)) != (self.token_ids(size), self._drawn(size)):
                 raise ModelError(
@@ -312,6 +318,12 @@ class MediaProcessor:
 def reads_media(folder: Path) -> bool:
     """Return whether a model folder has a processor of media beside its tokenizer."""
     return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def scales_to_pixels(image_processor: Any) -> bool:
+    """Return whether an image processor of Transformers scales pictures to a number of pixels between two bounds."""
+    known = {*getattr(image_processor.valid_kwargs, "__annotations__", {})}
+    return {"min_pixels", "max_pixels"} <= known
 
 
 def _blank(size: tuple[int, int]) -> Image:

@@ -15,7 +15,7 @@ from stages.core.files import read_json_object, write_atomically
 from stages.kinds.train.blocks import PictureBounds
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
-from stages.models.processor import reads_media
+from stages.models.processor import reads_media, scales_to_pixels
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""
@@ -52,7 +52,7 @@ def _size(folder: Path, bounds: PictureBounds, *, trust_remote_code: bool) -> di
     if not reads_media(folder):
         raise ModelError(f"`media` bounds pictures, and {folder} has no processor of pictures; remove `media`")
     images = load_processor(folder, trust_remote_code=trust_remote_code).image_processor
-    if not {*NAMES} <= {*getattr(images.valid_kwargs, "__annotations__", {})}:
+    if not scales_to_pixels(images):
         raise ModelError(
             f"`media`: {type(images).__name__} of {folder} does not scale pictures to a number of pixels; remove "
             "`media`, and set its own sizes in the model's processor files"

@@ -15,6 +15,7 @@ from stages.core.errors import DataError, ModelError
 from stages.data.media.images import decode_picture
 from stages.data.messages import in_parts
 from stages.engines.export import weight_shapes
+from stages.hubs.builtin import qwen3_vl
 from stages.kinds.train import run as training
 from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.checks import picture_errors
@@ -198,3 +199,15 @@ def test_pictures_are_scaled_as_the_recipe_bounds_them(tmp_path, inputs):
     assert weight_shapes(bounded.folder) == weight_shapes(start.folder)
     with pytest.raises(ModelError, match=r"Gemma3ImageProcessor of .* does not scale pictures to a number of pixels"):
         InputModels(ModelFacts(inputs["base"] / "model")).as_started(config, tmp_path / "room")
+
+
+def test_a_teacher_with_other_bounds_sees_what_the_model_that_learns_sees(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "completion")
+    inputs["base"] = tmp_path / "qwen"
+    (tmp_path / "qwen" / "model").mkdir(parents=True)
+    qwen3_vl.make(tmp_path / "qwen" / "model")
+    bounds = {"min_pixels": 128 * 128, "max_pixels": 160 * 160}
+    # As teacher of itself, without the bounds: of equal weights, the divergence is that of what they see.
+    losses = first_losses(tmp_path, inputs, "distill", teacher="base", steps=1, media=bounds)
+    assert losses[0] < 1e-6
+    assert [MediaProcessor(tmp_path / one / "model").num_tokens(40, 40) for one in ("qwen", "work")] == [4, 64]
