@@ -11,9 +11,13 @@ from safetensors.torch import load_file, save_file
 from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, merged_weight
 from stages.adapters.files import read_adapter
+from stages.core.contract import StageContext
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.parts import parts_of
+from stages.engines.recorded import RecordedBatch, record_log_probabilities
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.merge.config import MergeConfig
+from stages.kinds.merge.merging import merge
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.models.loading import model_without_weights
@@ -60,6 +64,46 @@ def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tm
             engine.close()
         found.append([number for step in steps for number in (step.loss, step.grad_norm)])
     assert found == [pytest.approx(found[0], rel=1e-6)] * len(saved)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("combination", ["linear", "ties"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])  # whose files call weights otherwise
+def test_mixed_adapters_are_merged_as_peft_does(family: str, combination: str, tmp_path: Path) -> None:
+    """Adapters of the language part and of all parts are mixed; pictures in recorded documents tell of the towers."""
+    inputs = {name: tmp_path / name for name in ("base", "language", "whole")}
+    folder = save_family(family, inputs["base"] / "model")
+    documents = Documents(folder)
+    for name, targets in (("language", r".*language_model.*[qv]_proj"), ("whole", r".*[qv]_proj|.*qkv")):
+        settings = EngineSettings(
+            Layout(), "fp32", AdamSettings(1e-2), adapter=AdapterConfig(rank=2, target_modules=targets),
+            media=MediaSettings(),
+        )  # fmt: skip
+        with one_process():
+            engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+            for _ in range(2):
+                engine.train_step([documents.batch()], SftLoss(), 1e-2, None)
+            engine.export(inputs[name] / "adapter", torch.float32)
+            recorded = RecordedBatch(documents.batch(), pictures=documents.pictures)
+            record_log_probabilities(engine, recorded, inputs[name])
+            engine.close()
+    density = {"density": 0.5} if combination == "ties" else {}
+    fields = {"model": "base", "adapters": ["language", "whole"], "combination": combination, **density}
+    config = MergeConfig.model_validate({"kind": "merge", "max_difference": 1e-5, **fields})
+    (tmp_path / "work").mkdir()
+    context = StageContext(tmp_path / "work", "merged", "0" * 12, inputs, {}, tmp_path / "work")
+    merge(config, context)
+    assert not context.findings
+    mixed = PeftModel.from_pretrained(load_seeing(folder), str(inputs["language"] / "adapter"), "language")
+    mixed.load_adapter(str(inputs["whole"] / "adapter"), "whole")
+    mixed.add_weighted_adapter(["language", "whole"], [1.0, 1.0], "mixed", combination, **density)
+    mixed.set_adapter("mixed")
+    merged = load_seeing(tmp_path / "work" / "model")
+    with torch.no_grad():
+        found, expected = (log_probabilities(one, documents, documents.batch()) for one in (merged, mixed.eval()))
+    torch.testing.assert_close(found, expected, atol=LARGEST_OF_PICTURES, rtol=0)
+    before, after = (dict(parts_of(one)["vision_tower"]) for one in (load_seeing(folder), merged))
+    assert any(not torch.equal(weight, after[name]) for name, weight in before.items())
 
 
 def pictures(folder: Path) -> str:
