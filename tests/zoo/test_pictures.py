@@ -12,6 +12,11 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, merged_weight
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext
+from stages.data.media.expansion import expanded
+from stages.data.media_reference import MediaReference
+from stages.data.messages import Conversation
+from stages.data.templates import Rendered
+from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.parts import parts_of
 from stages.engines.recorded import RecordedBatch, record_log_probabilities
@@ -31,6 +36,21 @@ LARGEST_OF_PICTURES = 5e-6
 MOST_FLOPS_ERROR = 0.04
 SEE = [family for family, cells in recorded().items() if cells["pictures"] in WORKS]
 """Families that train on pictures, as the table of families shows."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", SEE)
+def test_what_a_processor_writes_for_pictures_is_never_learned(family: str, tmp_path: Path) -> None:
+    documents = Documents(save_family(family, tmp_path))
+    tokenizer = DocumentTokenizer(tmp_path, None, "all")
+    for text, ids, pictures in zip(documents.texts, documents.ids, documents.pictures, strict=True):
+        media = tuple(MediaReference("image", "a.png", "0" * 64, *one.size) for one in pictures)
+        whole = Rendered(text, ((0, len(text)),))  # of which every token would be learned
+        (found,) = tokenizer.encode([expanded(whole, Conversation([], media=media), documents.processor)])
+        assert found.ids.tolist() == ids.tolist()
+        around = documents.processor._tokens(text.replace(documents.processor.placeholder, " "))
+        assert found.ids[found.loss].tolist() == around[1:]  # nothing predicts the first
+        assert bool(media) != found.loss[1:].all()
 
 
 @pytest.mark.nightly
