@@ -24,7 +24,7 @@ def not_compiled(request: SearchRequest) -> str | None:
     if not request.workload.even_rows:
         return "rows differ in length, and layers would be compiled again for each"
     if request.workload.pictures or request.shape.tower:  # a plan knows the model, and seldom its rows
-        return "pictures differ in size, and layers would be compiled again for each"
+        return "steps of models that see were not measured with compiled layers"
     if request.hardware.host_is_device:
         return "compiled layers were measured to be no faster on a CPU"
     if not request.hardware.compiles:

@@ -87,6 +87,23 @@ def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tm
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])  # positions in pictures; tokens that see each other
+def test_compiled_layers_beside_a_tower_have_the_same_losses(family: str, tmp_path: Path) -> None:
+    folder = save_family(family, tmp_path)
+    batch = Documents(folder).batch()
+    found = []
+    for compiles in (False, True):
+        layout = Layout(compile=compiles, recompute="full")
+        settings = EngineSettings(layout, "fp32", AdamSettings(LEARNING_RATE), media=MediaSettings())
+        with one_process():
+            engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+            steps = [engine.train_step([batch], SftLoss(), LEARNING_RATE, None) for _ in range(2)]
+            engine.close()
+        found.append([number for step in steps for number in (step.loss, step.grad_norm)])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("combination", ["linear", "ties"])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])  # whose files call weights otherwise
 def test_mixed_adapters_are_merged_as_peft_does(family: str, combination: str, tmp_path: Path) -> None:

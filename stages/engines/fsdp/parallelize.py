@@ -97,7 +97,10 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         weights = {name: value.detach() for name, value in model.state_dict().items()}
     # Before sharding, whose hooks then lie outside of the compiled code.
     if layout.compile:
-        compile_layers(layers, layout, packs=model.verdict.packs)
+        # Towers are not compiled: each picture has another size, which would compile them again.
+        seen = [] if model.drawn is None else [one for one in layers if one not in text_layers(model.causal_lm)]
+        compile_layers([one for one in layers if one not in seen], layout, packs=model.verdict.packs)
+        recompute_layers(seen, layout)
         model.is_compiled = True
     else:
         apply_recompute(model.causal_lm, layout)
@@ -136,6 +139,13 @@ def compile_layers(layers: list[nn.Module], layout: Layout, *, packs: bool = Tru
         if layout.recomputes:
             forward = partial(_recomputed, forward, _checkpoint_options(layout, mixes))
         layer.forward = forward if mixes else compiled(forward)
+
+
+def recompute_layers(layers: list[nn.Module], layout: Layout) -> None:
+    """Recompute the layers of a tower that stay as they are beside compiled ones."""
+    for layer in layers:
+        if layout.recomputes and isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(_recomputed, layer.forward, _checkpoint_options(layout, mixes=False))
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: Any, **arguments: Any) -> Any:

@@ -291,8 +291,6 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
         untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
     if adapter and adapter.init == "eva":
         untried.append("`adapter.init: eva`, whose start is measured on text")
-    if isinstance(config.layout, Layout) and config.layout.compile:
-        untried.append("`layout.compile`, whose graphs would be compiled again for each size of a picture")
     if config.precision == "fp8":
         untried.append("`precision: fp8`, which towers have not been tried with")
     if config.optimizer.name != "adamw":

@@ -108,8 +108,8 @@ def test_what_is_sound_is_planned_without_a_word(planned) -> None:
             "stages.sft.data.dataset: the rows have pictures: `rows with pictures` needs `engine: fsdp`",
         ),
         (
-            {**of_rows("seen"), "layout": {"compile": True}},
-            "stages.sft.data.dataset: the rows have pictures: rows with pictures do not go with `layout.compile`",
+            {**of_rows("seen"), "optimizer": {"name": "muon"}},
+            "stages.sft.data.dataset: the rows have pictures: rows with pictures do not go with `optimizer: muon`",
         ),
         (of_rows("chats", evaluation_split="test"), "stages.sft.data.evaluation_split: no files of the split 'test'"),
         (
