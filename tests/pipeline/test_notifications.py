@@ -19,10 +19,10 @@ from uuid import uuid4
 import pytest
 from refreshes import eventually, finish, request, stage
 
-from flows.ledger.events import RefreshBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger
 from flows.servers.local import is_answering
+from tests.beginnings import beginning
 
 pytestmark = pytest.mark.timeout(900)
 VARIABLE = "ADDRESS_OF_RECEIVER"
@@ -167,15 +167,8 @@ def test_a_webhook_is_told_of_a_death_whose_prior_event_prefect_does_not_have(wo
     run = worker_home.planned("mortal")[0]  # which has no event: Prefect's scheduler leaves it out
     began = time.monotonic()
     worker_home.prefect(f"flow_runs/{run['id']}/set_state", {"state": {"type": "RUNNING"}, "force": True})
-    began_here = RefreshBegan(
-        refresh=run["name"],
-        recipe="mortal",
-        recipe_path=worker_home.folder.parent / "mortal.yaml",
-        process=ProcessIdentity(pid=os.getpid(), started_ticks=1),  # which has died
-        hardware="1 × abacus",
-        git_commit=None,
-        stages={},
-    )
+    died = ProcessIdentity(pid=os.getpid(), started_ticks=1)  # no process of this number began then
+    began_here = beginning(worker_home.folder.parent, {}, run["name"], "mortal", process=died)
     Ledger(worker_home.folder / "ledger" / run["name"]).append(began_here)
     eventually(lambda: received)
     assert [message["subject"] for message in received] == [f"{run['name']}: Crashed"]

@@ -9,15 +9,13 @@ from flows.ledger.events import (
     CompareBegan,
     LayoutEntry,
     LayoutMeasured,
-    PlannedEntry,
-    RefreshBegan,
     RefreshEnded,
     TrialEnded,
 )
-from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import Ledger, end_of
 from flows.tracking.cursor import read_shipped, write_shipped
 from flows.tracking.shipper import EXPERIMENT, Shipper
+from tests.beginnings import beginning
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +31,7 @@ def client(tmp_path_factory):
 @pytest.fixture
 def ledger(tmp_path):
     ledger = Ledger(tmp_path / "ledger" / tmp_path.name)
-    ledger.append(
-        RefreshBegan(
-            refresh=tmp_path.name,
-            recipe="tiny",
-            recipe_path=tmp_path / "tiny.yaml",
-            time_ms=1,
-            process=ProcessIdentity.own(),
-            hardware="1 × abacus",
-            git_commit=None,
-            stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
-        )
-    )
+    ledger.append(beginning(tmp_path, {"sft": "train"}, tmp_path.name, "tiny", time_ms=1))
     return ledger
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BOUNDS = {
-    "flows": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 99},
+    "flows": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 97},
     "stages": {"riddles": 0, "worn phrases": 0, "long files": 0, "import lines a thousand": 86},
     "tests": {"riddles": 0, "worn phrases": 17, "long files": 0, "import lines a thousand": 85},
 }

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from flows.cli.live import PlainView, StageFeed, TerminalView, metrics_text, progress_text, stage_table
-from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, RefreshBegan, StageCached, StageWaits
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.events import AttemptBegan, AttemptEnded, PlannedEntry, StageCached, StageWaits
 from flows.ledger.record import after, fold
 from flows.ledger.refreshes import ledger_of
+from tests.beginnings import beginning
 
 ROWS, COLUMNS = 24, 80
 SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\\\|([\s\S])")
@@ -34,17 +34,7 @@ def record(tmp_path, monkeypatch):
     """Provide the record of a refresh whose only stage failed, with a two-line error and many metrics."""
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     ledger = ledger_of("nightly-1")
-    ledger.append(
-        RefreshBegan(
-            refresh="nightly-1",
-            recipe="nightly",
-            recipe_path=tmp_path / "recipe.yaml",
-            process=ProcessIdentity.own(),
-            hardware="1 × abacus",
-            git_commit=None,
-            stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
-        )
-    )
+    ledger.append(beginning(tmp_path, {"sft": "train"}))
     ledger.append(AttemptBegan(stage="sft", number=1, work=tmp_path, first_byte=0, params={}, tags={}))
     metrics = {f"a_metric_with_a_very_long_name_{number}": 1.0 for number in range(3)}
     ledger.append(
@@ -140,15 +130,7 @@ def refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path))
     said = {"metrics": {"gates_missed": 1.0}, "tags": {"verdict": "not promoted"}}
     (tmp_path / "result.json").write_text(json.dumps(said))
-    began = RefreshBegan(
-        refresh="nightly-1",
-        recipe="nightly",
-        recipe_path=tmp_path / "recipe.yaml",
-        process=ProcessIdentity.own(),
-        hardware="1 × abacus",
-        git_commit=None,
-        stages={"promote": PlannedEntry(kind="promote", version="0123456789ab")},
-    )
+    began = beginning(tmp_path, {"promote": "promote"})
     attempt = {"stage": "promote", "number": 1}
     events = {
         "cached": [StageCached(stage="promote", artifact=tmp_path, attempt=None, seconds=0.0)],
@@ -287,15 +269,7 @@ def busy(tmp_path, monkeypatch):
         "evaluate-preferences": PlannedEntry(kind="evaluate", version="1" * 12, upstream=("preferences",)),
         "evaluate-base": PlannedEntry(kind="evaluate", version="2" * 12),
     }
-    began = RefreshBegan(
-        refresh="nightly-1",
-        recipe="nightly",
-        recipe_path=tmp_path / "recipe.yaml",
-        process=ProcessIdentity.own(),
-        hardware="1 × abacus",
-        git_commit=None,
-        stages=planned,
-    )
+    began = beginning(tmp_path, {}, stages=planned)
     attempt = AttemptBegan(stage="preferences", number=1, work=tmp_path, first_byte=0, params={}, tags={})
     feed = StageFeed(tmp_path)
     feed.done, feed.total, feed.unit, feed.per_s, feed.eta_s = 480.0, 1200.0, "steps", 8.25, 87.3

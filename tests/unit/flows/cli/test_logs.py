@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from flows.cli import logs as module
 from flows.cli.logs import find_log
 from flows.cli.refresh_commands import logs
-from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
+from flows.ledger.events import AttemptBegan, RefreshEnded
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
 from stages.core.errors import StoreError
+from tests.beginnings import beginning
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +29,7 @@ def begin(home, refresh, number=1, process=None):
     work = home / "work" / f"{refresh}-{number}"
     work.mkdir(parents=True)
     if number == 1:
-        ledger.append(
-            RefreshBegan(
-                refresh=refresh,
-                recipe="tiny",
-                recipe_path=home / "recipe.yaml",
-                process=process or ProcessIdentity.own(),
-                hardware="1 × abacus",
-                git_commit=None,
-                stages={"sft": PlannedEntry(kind="train", version="0123456789ab")},
-            )
-        )
+        ledger.append(beginning(home, {"sft": "train"}, refresh, "tiny", process=process or ProcessIdentity.own()))
     tags = {"recipe": "tiny", "kind": "train", "version": "0123456789ab"}
     ledger.append(AttemptBegan(stage="sft", number=number, work=work, first_byte=0, params={}, tags=tags))
     return ledger, work

@@ -3,10 +3,11 @@
 import pytest
 
 from flows.cli.runs import as_text, not_listed, stage_runs
-from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan
+from flows.ledger.events import AttemptBegan
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.refreshes import end_of, ledger_of
 from flows.tracking.cursor import Shipped, ShippedAttempt, write_shipped
+from tests.beginnings import beginning
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +20,7 @@ def record(home, refresh, recipe, *stages, process=None):
     """Write the event log (ledger) of a refresh whose stages each failed once, then succeeded; the last still runs."""
     ledger = ledger_of(refresh)
     ledger.append(
-        RefreshBegan(
-            refresh=refresh,
-            recipe=recipe,
-            recipe_path=home / "recipe.yaml",
-            process=process or ProcessIdentity.own(),
-            hardware="1 × abacus",
-            git_commit=None,
-            stages={stage: PlannedEntry(kind="download", version="0123456789ab") for stage in stages},
-        )
+        beginning(home, dict.fromkeys(stages, "download"), refresh, recipe, process=process or ProcessIdentity.own())
     )
     tags = {"recipe": recipe, "kind": "download", "version": "0123456789ab"}
     for stage in stages:

@@ -13,8 +13,6 @@ from flows.cli.show import state_of
 from flows.ledger.events import (
     AttemptBegan,
     FlowRunKnown,
-    PlannedEntry,
-    RefreshBegan,
     RefreshEnded,
     StageCached,
     StageFailed,
@@ -28,6 +26,7 @@ from flows.running.request import retry_of
 from flows.tracking import shipper
 from flows.tracking.shipper import ship_pending, shipper_lock
 from stages.core.errors import StoreError
+from tests.beginnings import beginning
 
 ROOT = Path(__file__).parents[4]
 DEAD = ProcessIdentity(pid=1, started_ticks=-1)
@@ -46,18 +45,8 @@ def begin(home):
 
     def begin(name, *stages, recipe="nightly", process=None, **fields):
         ledger = ledger_of(name)
-        ledger.append(
-            RefreshBegan(
-                refresh=name,
-                recipe=recipe,
-                recipe_path=home / "nightly.yaml",
-                process=process or ProcessIdentity.own(),
-                hardware="1 × abacus",
-                git_commit=None,
-                stages={stage: PlannedEntry(kind="download", version="0123456789ab") for stage in stages},
-                **fields,
-            )
-        )
+        process = process or ProcessIdentity.own()
+        ledger.append(beginning(home, dict.fromkeys(stages, "download"), name, recipe, process=process, **fields))
         return ledger
 
     return begin
@@ -116,7 +105,7 @@ def test_a_retry_asks_for_the_same_but_forces_nothing_that_was_done(begin, home)
     failed.append(end_of(attempt(failed, home, "sft"), "failed", error="no memory"))
     failed.append(RefreshEnded(state="failed", seconds=1.0))
     request = retry_of(failed.read())
-    assert (request.recipe, request.overrides) == (str(home / "nightly.yaml"), ("stages.sft.steps=3",))
+    assert (request.recipe, request.overrides) == (str(home / "recipe.yaml"), ("stages.sft.steps=3",))
     assert (request.until, request.force) == ("awq", ("sft", "awq"))
 
 

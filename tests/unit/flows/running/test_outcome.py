@@ -6,8 +6,7 @@ import pytest
 
 from flows.cli.run_command import closing_lines
 from flows.cli.show import refresh_as_json, refresh_as_text
-from flows.ledger.events import AttemptBegan, FlowRunKnown, PlannedEntry, RefreshBegan, RefreshEnded
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.events import AttemptBegan, FlowRunKnown, RefreshEnded
 from flows.ledger.refreshes import end_of, ledger_of
 from flows.report.sentences import warnings_of
 from flows.running.outcome import summary_lines
@@ -16,6 +15,7 @@ from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan
 from flows.tracking.cursor import Shipped, write_shipped
 from stages.core.intervals import zero_score_warning
+from tests.beginnings import beginning
 
 RISEN = "the held-out loss has risen again"
 VERDICT = {"outcome": "not promoted", "name": "adder", "champion_version": "1", "against": "champion (version 1)"}
@@ -34,17 +34,7 @@ def ended(home, state, **fields):
     """Write the event log of a refresh that trained, evaluated and refused to promote; return its record."""
     ledger = ledger_of("nightly-1")
     kinds = {"sft": "train", "scores": "evaluate", "promote": "promote"}
-    ledger.append(
-        RefreshBegan(
-            refresh="nightly-1",
-            recipe="nightly",
-            recipe_path=home / "recipe.yaml",
-            process=ProcessIdentity.own(),
-            hardware="1 × abacus",
-            git_commit=None,
-            stages={stage: PlannedEntry(kind=kind, version="0123456789ab") for stage, kind in kinds.items()},
-        )
-    )
+    ledger.append(beginning(home, kinds))
     ledger.append(FlowRunKnown(prefect_flow_run_id="flow-run-of-prefect", prefect_run_count=1))
     for stage, kind in kinds.items():
         artifact = home / stage

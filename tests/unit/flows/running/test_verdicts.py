@@ -8,18 +8,16 @@ from prefect.logging import disable_run_logger
 from flows.ledger.events import (
     AttemptBegan,
     AttemptEnded,
-    PlannedEntry,
-    RefreshBegan,
     RefreshEnded,
     StageCached,
     StageFailed,
 )
-from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import after, fold
 from flows.running.refresh import build_stage, final_state
 from flows.service.notifications import STATES
 from stages.core.errors import RefreshStoppedError
 from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from tests.beginnings import beginning
 
 MISSED = "regression of sums.exact_match (standard errors) 6.514 > 2, missed by 4.514"
 
@@ -50,15 +48,7 @@ def judged(tmp_path, monkeypatch):
 
 def began(folder, *stages):
     kinds = {"scores": "evaluate", "promote": "promote", "rows": "download"}
-    yield RefreshBegan(
-        refresh="nightly-1",
-        recipe="nightly",
-        recipe_path=folder / "nightly.yaml",
-        process=ProcessIdentity.own(),
-        hardware="1 × abacus",
-        git_commit=None,
-        stages={name: PlannedEntry(kind=kinds[name], version="0123456789ab") for name in stages},
-    )
+    yield beginning(folder, {name: kinds[name] for name in stages})
 
 
 def built(folder, stage, metrics, **tags):

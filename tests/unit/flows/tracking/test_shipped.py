@@ -7,10 +7,10 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from flows.ledger.events import AttemptBegan, PlannedEntry, RefreshBegan, RefreshEnded
-from flows.ledger.process_identity import ProcessIdentity
+from flows.ledger.events import AttemptBegan, RefreshEnded
 from flows.ledger.refreshes import Ledger, end_of, ledger_of
 from flows.servers.guard import LOGIN_PAGE
+from tests.beginnings import beginning
 from tests.promotion import own_mlflow
 
 NUM_STEPS = 10
@@ -27,17 +27,7 @@ def client(tmp_path, monkeypatch):
 
 def began(work, stages) -> Ledger:
     ledger = ledger_of("nightly-1")
-    ledger.append(
-        RefreshBegan(
-            refresh="nightly-1",
-            recipe="nightly",
-            recipe_path=work / "recipe.yaml",
-            process=ProcessIdentity.own(),
-            hardware="1 × abacus",
-            git_commit=None,
-            stages={name: PlannedEntry(kind=kind, version="0123456789ab") for name, kind in stages.items()},
-        )
-    )
+    ledger.append(beginning(work, stages))
     return ledger
 
 
