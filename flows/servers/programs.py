@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flows.servers.supervised_commands import DESCRIPTOR
 from stages.core.errors import ServerError
+from stages.core.lines import logs_json
 
 LOOPBACK = "127.0.0.1"
 NO_TELEMETRY = {
@@ -116,6 +117,7 @@ def _worker_environment(folder: Path, _: int) -> dict[str, str]:
     return {
         "PREFECT_HOME": str(folder.parent / PREFECT.name),
         QUERY_SECONDS: os.environ.get(QUERY_SECONDS) or "5",
+        **({"PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json"} if logs_json() else {}),
         # Else Prefect's client starts a server of its own where it finds none.
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     }

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from flows.ledger.home import home
+from stages.core.lines import print_timed
 
 RESERVE_BYTES = 32 << 20
 """Size of the file of reserved disk space, far more than event logs and databases need to record one failure."""
@@ -25,7 +26,7 @@ def keep_reserve() -> None:
     is_made = file.exists()
     if is_made and free_bytes < LOW_BYTES:
         file.unlink()
-        print(f"the disk of {home()} is full: {RESERVE_BYTES >> 20} MiB kept for this are free now", flush=True)
+        print_timed(f"the disk of {home()} is full: {RESERVE_BYTES >> 20} MiB kept for this are free now")
     elif not is_made and free_bytes >= PLENTY_BYTES:
         # A sparse file would reserve nothing.
         with file.open("wb") as stream:

@@ -48,6 +48,7 @@ from flows.store.policy import policy_file
 from flows.tracking.exposition import CONTENT_TYPE, metrics_text
 from stages.core.errors import LifecycleError, ServerError
 from stages.core.garbage import collect_rarely
+from stages.core.lines import print_timed
 from stages.core.process_tree import working_directories
 from stages.core.supervised import SupervisedProcess
 
@@ -139,10 +140,9 @@ class Clock:
         self._offset_s = offset_s
         if behind_s > TOLERATED_S:
             self._behind_until_s = time.monotonic() + behind_s
-            print(
+            print_timed(
                 f"the clock was set back by {behind_s / 60:.0f} min: for so long Prefect's server plans no runs and "
-                "reports none as late; the worker plans them; `lifecycle down`, then `up` ends this",
-                flush=True,
+                "reports none as late; the worker plans them; `lifecycle down`, then `up` ends this"
             )
         if time.monotonic() < self._behind_until_s:
             self._plan()
@@ -220,14 +220,14 @@ def repeat(duty: BackgroundTask) -> None:
         try:
             duty.perform()
         except Exception as error:
-            print(f"could not {duty.name}: {type(error).__name__}: {error}", flush=True)
+            print_timed(f"could not {duty.name}: {type(error).__name__}: {error}")
         time.sleep(duty.interval_s)
 
 
 def end_if_moved(here: HomeIdentity) -> None:
     """End the worker when its lifecycle home has been moved or removed."""
     if not here.is_here():
-        print(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place", flush=True)
+        print_timed(f"{home()} was moved: the worker ends; `lifecycle up` starts it in the new place")
         os._exit(1)  # without cleanup, which would stop running refreshes; those keep their open files
 
 
@@ -246,7 +246,7 @@ def apply_retention() -> None:
     """
     if not policy_file().exists():
         return
-    print(f"applying {policy_file()}", flush=True)
+    print_timed(f"applying {policy_file()}")
     command = [sys.executable, "-c", "from flows.cli.main import main; main()", "gc", "--policy"]
     program = SupervisedProcess(command, environment=os.environ, output=sys.stdout.buffer)
     try:
@@ -270,14 +270,14 @@ def main() -> None:
     try:
         update_entrypoints()
     except ServerError as error:
-        print(f"could not look at the deployments: {error}", flush=True)
+        print_timed(f"could not look at the deployments: {error}")
     for duty in background_tasks():  # each in a thread of its own: a slow one keeps no other waiting
         threading.Thread(target=repeat, args=(duty,), daemon=True).start()
     server_heartbeat().start()
     try:
         asyncio.run(work(public))
     except KeyboardInterrupt:
-        print("stopped", flush=True)
+        print_timed("stopped")
     finally:
         shutil.rmtree(home() / "worker" / "runner_storage", ignore_errors=True)
 

@@ -44,6 +44,7 @@ from flows.tracking.rows import (
     stage_tags,
     trial_rows,
 )
+from flows.tracking.spans import send_missing_spans
 from flows.tracking.writing import LONGEST_VALUE, log_datasets, log_files, log_metrics, log_params, set_tags
 from stages.core.errors import StoreError
 from stages.core.garbage import collect_rarely
@@ -250,6 +251,7 @@ def main() -> None:
             pause_s = INTERVAL_S if _try_to_ship(shipper) else RETRY_INTERVAL_S
         # A refresh writes its last event before it closes its end of stdin, so this ships all of them.
         complete = _try_to_ship(shipper)
+    send_missing_spans()
     # Only if MLflow has just answered.
     if complete:
         ship_pending(client)

@@ -4,13 +4,17 @@ A text from outside (a row, a model's answer, a name on a hub) may hold control 
 direction, which a terminal would obey, and hide or replace what stands beside them.
 """
 
+import json
+import os
 import re
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, TextIO
 
 UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Pattern of control characters (not tab, newline), writing directions and surrogates, which no terminal must get."""
+LOG_VARIABLE = "LIFECYCLE_LOG"
 INTERVAL_S = 10.0
 """Seconds between the lines that are printed while a server starts."""
 
@@ -34,9 +38,14 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print text at once, with unsafe characters escaped; in a log (no terminal) each line begins with the time."""
+    """Print text at once, with unsafe characters escaped; in a log (no terminal) each line begins with the time.
+
+    With LIFECYCLE_LOG=json the text is one line, a JSON object with time, process and message, also on a terminal.
+    """
     text = visible(text)
-    if not stream.isatty():
+    if logs_json():
+        text = _as_json(text)
+    elif not stream.isatty():
         now = time.strftime("%H:%M:%S")
         text = "\n".join(f"{now} {line}" for line in text.splitlines())
     print_line(text, stream)
@@ -44,7 +53,17 @@ def say(text: str, stream: TextIO) -> None:
 
 def print_timed(message: str) -> None:
     """Print a line at once that begins with the time of day, also on a terminal."""
-    print_line(f"{time.strftime('%H:%M:%S')} {message}")
+    print_line(_as_json(message) if logs_json() else f"{time.strftime('%H:%M:%S')} {message}")
+
+
+def logs_json() -> bool:
+    """Return whether LIFECYCLE_LOG asks for lines of JSON instead of lines that begin with the time."""
+    return os.environ.get(LOG_VARIABLE) == "json"
+
+
+def _as_json(message: str) -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "pid": os.getpid(), "message": message}, ensure_ascii=False)
 
 
 def starting_lines(title: str) -> Callable[[float], None]:

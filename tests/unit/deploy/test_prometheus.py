@@ -1,5 +1,6 @@
 """Alert rules name metrics that there are, and Debian's `promtool` sees each of them fire."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -36,6 +37,14 @@ def test_every_metric_in_a_rule_is_exposed():
     for name, rule in ALERTS.items():
         assert set(re.findall(r"lifecycle_\w+", re.sub(r"by \([^)]*\)", "", rule["expr"]))) <= exposed(), name
         assert {"summary", "action"} <= rule["annotations"].keys(), name
+
+
+def test_every_metric_on_the_board_is_exposed():
+    board = json.loads((FOLDER / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    for expression in expressions:
+        assert set(re.findall(r"lifecycle_\w+", re.sub(r"by \([^)]*\)", "", expression))) <= exposed(), expression
+    assert len(expressions) > 10
 
 
 def test_every_alert_has_a_test_in_which_it_fires():

@@ -1,12 +1,16 @@
 """Control characters in texts from outside are shown, not executed, by a terminal."""
 
 import io
+import json
+import os
 import subprocess
 import sys
+import time
+from datetime import datetime
 
 import pytest
 
-from stages.core.lines import VisibleStream, raw_stream, say, visible
+from stages.core.lines import VisibleStream, print_timed, raw_stream, say, visible
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,13 @@ def test_lines_of_two_processes_on_one_unbuffered_stdout_stay_whole():
     for name in ("parent", "child"):
         assert [line for line in written if line.startswith(name)] == [f"{name} {number}" for number in range(4000)]
     assert len(written) == 8000
+
+
+def test_a_log_in_json_has_one_object_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("LIFECYCLE_LOG", "json")
+    say("first\nsecond \x1b", sys.stdout)
+    print_timed("über")
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["message"], second["message"]) == ("first\nsecond \\x1b", "über")
+    assert first["pid"] == os.getpid()
+    assert abs(time.time() - datetime.fromisoformat(first["time"]).timestamp()) < 60
