@@ -19,6 +19,7 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
+from stages.models.known_vision import known_seeing
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES, lacked_feature
 from stages.parallel.layout import ENGINES, EngineName, Layout
@@ -200,6 +201,8 @@ def _of_config(model: str) -> ModelShape:
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
         return measured_shape(ModelFacts(path))
+    if seeing := known_seeing(model):
+        return measured_shape(seeing)
     known = known_model(model)
     if known is None:
         raise ModelError(

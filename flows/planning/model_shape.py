@@ -21,6 +21,7 @@ from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.known_models import known_model
+from stages.models.known_vision import known_seeing
 from stages.models.shape import ModelShape
 from stages.models.walked import shape_of
 
@@ -74,6 +75,8 @@ class ModelConfigs:
         if facts is not None:
             return measured_shape(facts)
         source = str(self._recipe.fetched[name].source)
+        if seeing := known_seeing(source):
+            return measured_shape(seeing)
         known = known_model(source)
         if known is None:
             raise TransientError(

@@ -6,6 +6,7 @@ window in some layers (Gemma, GPT OSS, EXAONE 4) as attention over the whole row
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from stages.models.shape import LatentAttention, ModelShape
@@ -176,9 +177,14 @@ KNOWN = {
 
 def known_model(name: str) -> ModelShape | None:
     """Return the sizes of the published model that `name` mentions (`LLAMA3.1_405B`), by its longest match, or None."""
+    found = longest_match(name, KNOWN)
+    return KNOWN[found] if found else None
+
+
+def longest_match(name: str, known: Iterable[str]) -> str | None:
+    """Return the longest of the known names whose words are all in `name`, or None."""
     words = _words(name)
-    matches = [known for known in KNOWN if set(known.split()) <= words]
-    return KNOWN[max(matches, key=len)] if matches else None
+    return max((one for one in known if set(one.split()) <= words), key=len, default=None)
 
 
 def _words(name: str) -> set[str]:

@@ -98,8 +98,9 @@ def load_image_processor(config: Any, folder: Path) -> Any:
     if hasattr(processor, "patch_size"):
         processor.patch_size = patch_side(config)
     seen = next((one.image_size for one in sub_configs(config) if isinstance(getattr(one, "image_size", None), int)), 0)
-    if seen and {*(processor.size or ())} == {"height", "width"}:
-        processor.size = {"height": seen, "width": seen}
+    # A size is a dict, or Transformers' own class, which yields pairs.
+    if seen and dict(processor.size or {}).keys() == {"height", "width"}:
+        processor.size = type(processor.size)(height=seen, width=seen)
     return processor
 
 

@@ -134,18 +134,17 @@ class _Tower:
         self._layers = [layer for layer in transformer_layers(model) if layer in seeing]
         by_size = _pictures(model, folder)
         self._usual = by_size[USUAL_SIZE]
-        self._pictures = [*{one.num_patches: one for one in by_size.values()}.values()]
+        self._pictures = [*by_size.values()]
 
     def measured(self) -> Tower:
         self._learn(tower=False, projector=False)
-        costs = {one.num_patches: self._run(one).products for one in self._pictures}
-        per_patch, per_pair = _fitted(costs)
-        largest = max(self._pictures, key=lambda one: one.num_patches)
-        of_projector = self._run(largest, self._projector).weight_products / largest.num_patches
-        inputs = sum(one.untyped_storage().nbytes() for one in self._layer_inputs(largest)) / largest.num_patches
-        pixels = largest.features["pixel_values"]
+        per_patch, per_pair = _fitted([(one.num_patches, self._run(one).products) for one in self._pictures])
+        # What grows with patches alone is measured with a picture of a usual size, as larger ones take long.
+        usual = self._usual
+        inputs = sum(one.untyped_storage().nbytes() for one in self._layer_inputs(usual)) / usual.num_patches
+        pixels = usual.features["pixel_values"]
         assert pixels is not None
-        kept = self._kept(largest, inputs)
+        kept, of_projector = self._kept(usual, inputs), self._of_projector()
         self._model.float()
         return Tower(
             num_layers=len(self._layers),
@@ -156,11 +155,20 @@ class _Tower:
             products=per_patch - of_projector,
             projector_products=of_projector,
             pair_products=per_pair,
-            patch_values=pixels.numel() / largest.num_patches,
-            picture_patches=self._usual.num_patches,
+            patch_values=pixels.numel() / usual.num_patches,
+            picture_patches=usual.num_patches,
             kept_bf16=kept,
-            kept_fp32=self._kept(largest, 2 * inputs),
+            kept_fp32=self._kept(usual, 2 * inputs),
         )
+
+    def _of_projector(self) -> float:
+        """Return the projector's multiplications for a patch: the mean of pictures with as many patches as a usual one.
+
+        A tower like LFM2-VL's gets as many of each, most of them padding, which the projector leaves out.
+        """
+        alike = [one for one in self._pictures if one.num_patches == self._usual.num_patches]
+        products = sum(self._run(one, self._projector).weight_products for one in alike)
+        return products / len(alike) / self._usual.num_patches
 
     @property
     def _results(self) -> int:
@@ -246,15 +254,18 @@ def _pictures(model: Any, folder: Path) -> dict[tuple[int, int], _Picture]:
     return by_size
 
 
-def _fitted(costs: Mapping[int, float]) -> tuple[float, float]:
-    """Return a and b ≥ 0 for which a × patches + b × patches² is nearest to the costs, each relative to itself."""
-    rows = [(number / cost, number**2 / cost) for number, cost in costs.items() if cost]
+def _fitted(costs: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return a and b ≥ 0 for which a × patches + b × patches² is nearest to the costs, each relative to itself.
+
+    costs: pairs of a picture's number of patches, and its multiplications.
+    """
+    rows = [(number / cost, number**2 / cost) for number, cost in costs if cost]
     if not rows:
         raise ModelError("measuring what pictures cost: the model's tower does nothing with a blank picture")
     aa, ab, bb = (sum(one[i] * one[j] for one in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a1, b1 = (sum(one[i] for one in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    per_pair = (aa * b1 - ab * a1) / determinant if len(rows) > 1 and determinant > 0 else 0.0
+    per_pair = (aa * b1 - ab * a1) / determinant if len({number for number, _ in costs}) > 1 else 0.0
     if per_pair <= 0:
         return a1 / aa, 0.0
     return (a1 - ab * per_pair) / aa, per_pair

@@ -58,8 +58,7 @@ def test_what_a_processor_writes_for_pictures_is_never_learned(family: str, tmp_
 def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     errors = [abs(tower_error(tmp_path, size)) for size in ((40, 40), (48, 90), (100, 70))]
-    # LFM2-VL's tower gets patches of padding, which its projector leaves out.
-    assert max(errors) <= (0.05 if family == "lfm2_vl" else MOST_FLOPS_ERROR)
+    assert max(errors) <= MOST_FLOPS_ERROR
 
 
 @pytest.mark.nightly

@@ -4,7 +4,10 @@ import pytest
 import torch
 import transformers
 
+from stages.models.facts import ModelFacts
 from stages.models.known_models import PUBLISHED, known_model
+from stages.models.known_vision import SEEING, known_seeing
+from stages.models.walked import shape_of
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -12,6 +15,25 @@ def test_parameters_are_those_published(name: str) -> None:
     published = PUBLISHED[name]
     assert published.source
     assert published.shape.num_parameters == pytest.approx(published.parameters, rel=0.005)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_parameters_of_models_that_see_are_those_published(name: str) -> None:
+    published = SEEING[name]
+    config = transformers.AutoConfig.for_model(**published.config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    assert published.source
+    assert num_parameters == pytest.approx(published.parameters, rel=0.005)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SEEING)
+def test_towers_of_models_that_see_are_planned(name: str) -> None:
+    shape = shape_of(ModelFacts(SEEING[name].config))
+    assert shape.num_parameters == pytest.approx(SEEING[name].parameters, rel=0.005)
+    assert shape.tower and shape.tower.picture_patches > 1000
 
 
 @pytest.mark.parametrize(
@@ -56,3 +78,17 @@ def test_names_are_understood_as_hubs_write_them(written: str, name: str) -> Non
 @pytest.mark.parametrize("written", ["ibm-granite/granite-8b-code-base", "google/codegemma-2b", "microsoft/phi-4-mini"])
 def test_other_models_of_a_family_are_not_taken_for_a_known_one(written: str) -> None:
     assert known_model(written) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5 vl 7b"),
+        ("hf://Qwen/Qwen3-VL-8B-Instruct", "qwen3 vl 8b"),
+        ("google/gemma-3-12b-it", "gemma3 12b"),
+    ],
+)
+def test_names_of_models_that_see_are_understood(written: str, name: str) -> None:
+    facts = known_seeing(written)
+    assert facts and facts.config == SEEING[name].config
+    assert known_seeing("google/gemma-3-1b-it") is None
