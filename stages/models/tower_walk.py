@@ -27,7 +27,7 @@ from stages.models.parts import parts_of, tower_of
 from stages.models.tower import USUAL_SIZE, Tower, TowerBytes, num_patches, patch_side
 from stages.models.walk import WALKED, Walk, attend
 
-SIZES = ((64, 40), (128, 128), (224, 224), USUAL_SIZE, (1280, 960))
+SIZES = ((32, 32), (128, 128), (224, 224), USUAL_SIZE, (1280, 960))
 """Sizes of pictures, (width, height), between whose costs those of others lie."""
 MOST_PATCHES = 2**16
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -138,13 +138,15 @@ class _Tower:
 
     def measured(self) -> Tower:
         self._learn(tower=False, projector=False)
-        per_patch, per_pair = _fitted([(one.num_patches, self._run(one).products) for one in self._pictures])
+        per_patch, per_pair = _fitted(self._costs(self._pictures))
         # What grows with patches alone is measured with a picture of a usual size, as larger ones take long.
         usual = self._usual
         inputs = sum(one.untyped_storage().nbytes() for one in self._layer_inputs(usual)) / usual.num_patches
         pixels = usual.features["pixel_values"]
         assert pixels is not None
-        kept, of_projector = self._kept(usual, inputs), self._of_projector()
+        alike = [one for one in self._pictures if one.num_patches == usual.num_patches]
+        of_projector = self._costs(alike, self._projector)[usual.num_patches] / usual.num_patches
+        kept = self._kept(usual, inputs)
         self._model.float()
         return Tower(
             num_layers=len(self._layers),
@@ -161,14 +163,17 @@ class _Tower:
             kept_fp32=self._kept(usual, 2 * inputs),
         )
 
-    def _of_projector(self) -> float:
-        """Return the projector's multiplications for a patch: the mean of pictures with as many patches as a usual one.
+    def _costs(self, pictures: Sequence[_Picture], weights: Sequence[Tensor] | None = None) -> dict[int, float]:
+        """Return the multiplications of pictures by their number of patches. weights: only those with these weights.
 
-        A tower like LFM2-VL's gets as many of each, most of them padding, which the projector leaves out.
+        Of pictures of as many patches, the middle of the least and the most: a tower like LFM2-VL's always gets the
+        same number, many of them padding, which its projector leaves out.
         """
-        alike = [one for one in self._pictures if one.num_patches == self._usual.num_patches]
-        products = sum(self._run(one, self._projector).weight_products for one in alike)
-        return products / len(alike) / self._usual.num_patches
+        found: dict[int, list[float]] = {}
+        for one in pictures:
+            walk = self._run(one, weights)
+            found.setdefault(one.num_patches, []).append(walk.weight_products if weights else walk.products)
+        return {number: (min(costs) + max(costs)) / 2 for number, costs in found.items()}
 
     @property
     def _results(self) -> int:
@@ -254,18 +259,15 @@ def _pictures(model: Any, folder: Path) -> dict[tuple[int, int], _Picture]:
     return by_size
 
 
-def _fitted(costs: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return a and b ≥ 0 for which a × patches + b × patches² is nearest to the costs, each relative to itself.
-
-    costs: pairs of a picture's number of patches, and its multiplications.
-    """
-    rows = [(number / cost, number**2 / cost) for number, cost in costs if cost]
+def _fitted(costs: Mapping[int, float]) -> tuple[float, float]:
+    """Return a and b ≥ 0 for which a × patches + b × patches² is nearest to the costs, each relative to itself."""
+    rows = [(number / cost, number**2 / cost) for number, cost in costs.items() if cost]
     if not rows:
         raise ModelError("measuring what pictures cost: the model's tower does nothing with a blank picture")
     aa, ab, bb = (sum(one[i] * one[j] for one in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a1, b1 = (sum(one[i] for one in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    per_pair = (aa * b1 - ab * a1) / determinant if len({number for number, _ in costs}) > 1 else 0.0
+    per_pair = (aa * b1 - ab * a1) / determinant if len(rows) > 1 else 0.0
     if per_pair <= 0:
         return a1 / aa, 0.0
     return (a1 - ab * per_pair) / aa, per_pair
