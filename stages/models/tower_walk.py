@@ -144,8 +144,8 @@ class _Tower:
         inputs = sum(one.untyped_storage().nbytes() for one in self._layer_inputs(usual)) / usual.num_patches
         pixels = usual.features["pixel_values"]
         assert pixels is not None
-        alike = [one for one in self._pictures if one.num_patches == usual.num_patches]
-        of_projector = self._costs(alike, self._projector)[usual.num_patches] / usual.num_patches
+        padded = [one for one in self._pictures if one.num_patches == usual.num_patches]
+        of_projector = self._costs(padded, self._projector)[usual.num_patches] / usual.num_patches
         kept = self._kept(usual, inputs)
         self._model.float()
         return Tower(

@@ -25,7 +25,9 @@ from stages.kinds.merge.config import MergeConfig
 from stages.kinds.merge.merging import merge
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.known_vision import SEEING
 from stages.models.loading import model_without_weights
+from stages.models.walked import shape_of
 from stages.parallel.layout import Layout
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family, tower_error
 from tests.zoo.proofs import LEARNING_RATE, one_process
@@ -59,6 +61,14 @@ def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path)
     save_family(family, tmp_path)
     errors = [abs(tower_error(tmp_path, size)) for size in ((40, 40), (48, 90), (100, 70))]
     assert max(errors) <= MOST_FLOPS_ERROR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SEEING)
+def test_the_tower_of_a_published_model_is_planned(name: str) -> None:
+    shape = shape_of(ModelFacts(SEEING[name].config))
+    assert shape.num_parameters == pytest.approx(SEEING[name].parameters, rel=0.005)
+    assert shape.tower and shape.tower.picture_patches > 1000
 
 
 @pytest.mark.nightly

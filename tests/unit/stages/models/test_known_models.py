@@ -4,10 +4,8 @@ import pytest
 import torch
 import transformers
 
-from stages.models.facts import ModelFacts
 from stages.models.known_models import PUBLISHED, known_model
 from stages.models.known_vision import SEEING, known_seeing
-from stages.models.walked import shape_of
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -26,14 +24,6 @@ def test_parameters_of_models_that_see_are_those_published(name: str) -> None:
     num_parameters = sum(weight.numel() for weight in model.parameters())
     assert published.source
     assert num_parameters == pytest.approx(published.parameters, rel=0.005)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SEEING)
-def test_towers_of_models_that_see_are_planned(name: str) -> None:
-    shape = shape_of(ModelFacts(SEEING[name].config))
-    assert shape.num_parameters == pytest.approx(SEEING[name].parameters, rel=0.005)
-    assert shape.tower and shape.tower.picture_patches > 1000
 
 
 @pytest.mark.parametrize(
