@@ -178,19 +178,15 @@ class QuantizeConfig(StageConfig):
 
     def problem_of_tower(self, facts: ModelFacts) -> str | None:
         """Return why the method cannot take a model that sees, if it is one; None for a method that can."""
-        if self.method != "gguf" or not facts.config.get("vision_config"):
+        problem = METHODS[self.method].loses_towers
+        if not problem or not facts.config.get("vision_config"):
             return None
-        others = ", ".join(name for name, entry in METHODS.items() if entry.engine == "vllm")
-        return (
-            "a GGUF file has no place for the tower of a model that sees: llama.cpp reads it from a second file "
-            f"(mmproj), which nothing here writes; choose one of {others}, which leave the tower as it is"
-        )
+        others = ", ".join(name for name, entry in METHODS.items() if not entry.loses_towers)
+        return f"{problem}; choose one of {others}, which leave the tower as it is"
 
     def idle_fields(self) -> Iterator[tuple[str, str]]:
         yield from super().idle_fields()
-        if self.method == "gguf":
-            yield "tensor_parallel_size", "llama.cpp divides no layers"
-            yield "seed", "`method: gguf` draws no random numbers"
+        yield from METHODS[self.method].idle
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:
         """Return llama.cpp's version for the cache key, only for K-quants, which its library writes."""

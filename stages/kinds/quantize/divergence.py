@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from stages.core.errors import ModelError
 from stages.engines.recorded import pictures_of
-from stages.kinds.quantize.pictures import RowPictures
+from stages.kinds.quantize.registry import RowPictures
 from stages.kinds.quantize.samples import batches
 from stages.models.loading import head_of, load_config, load_model, load_tokenizer
 from stages.models.model_folder import GGUF_FILE, holds_gguf

@@ -1,14 +1,33 @@
 """Registry of the quantization methods, and the protocol of a quantizer; a new method is a line here."""
 
+from __future__ import annotations
+
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stages.core.errors import ModelError
-from stages.kinds.quantize.pictures import RowPictures
 from stages.serving.engine import Quantization, WeightFormat
+
+if TYPE_CHECKING:
+    from stages.data.media.folder import MediaFolder
+    from stages.data.media_reference import MediaReference
+    from stages.models.processor import MediaProcessor
+
+
+@dataclass(frozen=True)
+class RowPictures:
+    """Pictures of rows, decoded when a row is asked for. media: of each row that has pictures, by its number."""
+
+    media: Mapping[int, Sequence[MediaReference]]
+    folder: MediaFolder
+    processor: MediaProcessor
+
+    def inputs(self, number: int, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the model's arguments (tensors) for a row; raise DataError for a picture that has changed."""
+        return self.processor.inputs(token_ids, [self.folder.load_image(one) for one in self.media[number]])
 
 
 @dataclass(frozen=True)
@@ -49,6 +68,10 @@ class MethodEntry:
     weights: WeightFormat | None
     module: str
     engine: str = "vllm"
+    loses_towers: str | None = None
+    """Why a model that sees cannot be quantized so, as a clause; None: its tower stays as it is."""
+    idle: tuple[tuple[str, str], ...] = ()
+    """Fields of the recipe that have no effect, each with the reason."""
 
 
 METHODS: dict[str, MethodEntry] = {
@@ -56,7 +79,17 @@ METHODS: dict[str, MethodEntry] = {
     "gptq": MethodEntry("int4", "stages.kinds.quantize.llm_compressor"),
     "int8": MethodEntry("int8", "stages.kinds.quantize.llm_compressor"),
     "fp8": MethodEntry("fp8", "stages.kinds.quantize.llm_compressor"),
-    "gguf": MethodEntry(None, "stages.kinds.quantize.gguf_file", "llama_cpp"),
+    "gguf": MethodEntry(
+        None,
+        "stages.kinds.quantize.gguf_file",
+        "llama_cpp",
+        loses_towers="a GGUF file has no place for the tower of a model that sees: llama.cpp reads it from a second "
+        "file (mmproj), which nothing here writes",
+        idle=(
+            ("tensor_parallel_size", "llama.cpp divides no layers"),
+            ("seed", "`method: gguf` draws no random numbers"),
+        ),
+    ),
 }
 
 

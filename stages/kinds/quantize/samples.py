@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stages.core.errors import DataError
 from stages.kinds.quantize.config import CalibrationConfig
-from stages.kinds.quantize.pictures import RowPictures
+from stages.kinds.quantize.registry import RowPictures
 
 if TYPE_CHECKING:
     import torch
