@@ -11,27 +11,13 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
 
+from stages.hubs.builtin import qwen3_vl
 from tests.zoo.media import MEDIA_FAMILIES
 from tests.zoo.models import tiny_config
 
-TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for part in message['content'] %}
-            {{- '<start_of_image>' if part['type'] == 'image' else part['text'] }}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
 BEGIN, END, PICTURE = SPECIAL[4:]
+TEMPLATE = qwen3_vl.CHAT_TEMPLATE.replace(f"{qwen3_vl.START}{qwen3_vl.IMAGE}{qwen3_vl.END}", BEGIN)
 NUM_TOKENS = 4
 EXPANDED = f"\n\n{BEGIN}{PICTURE * NUM_TOKENS}{END}\n\n"
 """Text that Gemma's processor writes in place of a picture."""
