@@ -159,7 +159,7 @@ class EngineCosts(ABC):
 
     def program(self, layout: Layout, hardware: Hardware | None = None) -> ProgramTraits:
         """Return the program's behaviour under a layout; compiling layers fuses their elementwise operations."""
-        compiled = {"fused_elementwise": True, "compiled_layers": True} if layout.compile else {}
+        compiled = {"fused_elementwise": True, "compiled_layers": True, "asks_python": False} if layout.compile else {}
         software = replace(self.software, **compiled)
         return hardware.habits(software) if hardware else software
 

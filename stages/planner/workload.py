@@ -167,6 +167,8 @@ class ProgramTraits:
     """True if FSDP gathers the input embedding as a group of its own, False if together with the head."""
     keeps_every_second_product: bool = False
     """True if selective recomputation (FSDP engine) keeps the result of every second matrix product instead of all."""
+    asks_python: bool = False
+    """True if selective recomputation (FSDP engine) asks Python about each operation, whose result it may keep."""
     recomputed_share: float = 1.0
     """Share of layers to which full recomputation applies."""
     offloaded_share: float = 0.0

@@ -23,7 +23,7 @@ class FsdpCosts(EngineCosts):
     """Memory and time costs of PyTorch's FSDP2 around Transformers' layers, whose norms are unfused operations."""
 
     name = "fsdp"
-    software = ProgramTraits(fused_elementwise=False, fragments_states=True, casts_at_products=True)
+    software = ProgramTraits(fused_elementwise=False, fragments_states=True, casts_at_products=True, asks_python=True)
     keeps_products = True
     joins_layers = False
     merges_experts = True
