@@ -91,7 +91,7 @@ CAPABILITIES = (
             *("tests/unit/stages/rollouts", "tests/unit/stages/rewards"),
         ),
         not_run="sampling on GPUs of its own, weights by NCCL; vLLM's sleep on GPUs that train (a stand-in enforces "
-        "memory), weights by CUDA IPC",
+        "memory), weights by CUDA IPC; answers to pictures on a GPU",
     ),
     Capability(
         "adapters: LoRA, DoRA, QLoRA; merging",

@@ -1,15 +1,20 @@
 """Losses and gradients of documents with pictures equal TRL's, on the batches that TRL's own collators make."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 import torch
 import trl
 from transformers import AutoProcessor
 
+from stages.data.media.folder import MediaFolder
 from stages.engines.fsdp.model import load_model
 from stages.engines.media import with_media
-from stages.kinds.train.methods import dpo, kto, sft
+from stages.kinds.train.methods import dpo, grpo, kto, sft
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.models.processor import MediaProcessor
+from stages.rollouts.pictures import PromptPictures
 from tests.unit.stages.kinds.train.methods import against_trl
 from tests.zoo.pictures import load_seeing, picture, save_family
 
@@ -121,3 +126,69 @@ def test_labelled_answers(seeing, reference, tmp_path):
     kl = (of_documents(seeing.ours, other) - of_documents(reference[1], other)).mean().clamp(min=0).item()
     batch = batch.with_reference(of_documents(reference[1], batch)).with_signal(is_good=torch.tensor(labels), kl=kl)
     seeing.check(trainer.compute_loss(trainer.model, inputs), kto.KTO.build_loss(kto.KtoConfig()), batch)
+
+
+SAMPLED = [[7, 8, 9], [10], [11, 12], [13, 14], [15], [16, 17, 18]]
+"""Completions, two of each prompt, as token ids."""
+ADVANTAGES = [0.5, -0.5, 1.0, -1.0, -0.25, 0.75]
+
+
+def test_completions_of_prompts_with_pictures(seeing, tmp_path):
+    """GRPO's loss on completions that other weights sampled, packed with their prompts' pictures, is TRL's."""
+    kind = {"loss_type": "grpo", "epsilon": 0.003, "beta": 0.0}
+    arguments = {**against_trl.ARGUMENTS, **kind, "num_generations": 2}
+    rows = datasets.Dataset.from_dict({"prompt": QUESTIONS, "images": PICTURES})
+    rows = rows.cast_column("images", datasets.List(datasets.Image()))
+    config = trl.GRPOConfig(output_dir=str(tmp_path), **arguments)
+    trainer = trl.GRPOTrainer(
+        seeing.theirs,
+        lambda completions, **_: [0.0] * len(completions),
+        config,
+        rows,
+        processing_class=seeing.processor,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    texts, images = [], []
+    for question, pictures in zip(QUESTIONS, PICTURES, strict=True):
+        parts = [{"type": "image"}, {"type": "text", "text": question[0]["content"]}]
+        text = seeing.processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+        texts, images = [*texts, text, text], [*images, pictures, pictures]
+    options = {"padding": True, "padding_side": "left", "add_special_tokens": False, "return_tensors": "pt"}
+    inputs = dict(seeing.processor(text=texts, images=images, **options))
+    ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    length = max(map(len, SAMPLED))
+    answers = torch.tensor([one + [0] * (length - len(one)) for one in SAMPLED])
+    answered = torch.tensor([[1] * len(one) + [0] * (length - len(one)) for one in SAMPLED])
+    for name in {"token_type_ids", "mm_token_type_ids"} & inputs.keys():
+        inputs[name] = torch.cat([inputs[name], torch.zeros_like(answers)], 1)
+    inputs |= {"num_images": [1] * len(SAMPLED)}
+    whole = (torch.cat([ids, answers], 1), torch.cat([mask, answered], 1), length)
+    with torch.no_grad():
+        old, *_ = trainer._get_per_token_logps_and_entropies(seeing.theirs, *whole, **inputs)
+    inputs |= {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": answers, "completion_mask": answered}
+    inputs |= {"advantages": torch.tensor(ADVANTAGES), "old_per_token_logps": old}
+
+    for number, (image,) in enumerate(PICTURES):
+        image.save(tmp_path / f"{number}.png")
+    folder = MediaFolder.of(tmp_path, ())
+    references = [folder.reference("image", f"{number}.png", None) for number in range(3)]
+    documents = [
+        AnsweredPrompt(
+            ids[number][mask[number].bool()].tolist(),
+            answer,
+            [0.0] * len(answer),
+            ADVANTAGES[number],
+            pictures=PromptPictures([], (references[number // 2],), folder),
+        )
+        for number, answer in enumerate(SAMPLED)
+    ]
+    batch = Packing(2048, 2048, True, 1, 0, processor=seeing.see).batch([documents]).seen()
+    with torch.no_grad():
+        rollouts = replace(batch.signal.rollouts, old_log_probabilities=seeing.ours(batch))
+    batch = batch.with_signal(rollouts=rollouts)
+    torch.manual_seed(0)
+    for parameter in seeing.theirs.parameters():
+        parameter.data += NOISE * torch.randn_like(parameter)
+    seeing.ours.causal_lm.load_state_dict(seeing.theirs.state_dict())
+    loss = grpo.GrpoLoss(grpo.GrpoConfig(**kind, importance_sampling_correction=False))
+    seeing.check(trainer.compute_loss(trainer.model, inputs), loss, batch)

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from stages.hubs.builtin import digits, qwen3_vl
 from stages.kinds.generate import run as generation
 from stages.kinds.generate.config import GenerateConfig
 from stages.kinds.train import run as training
-from tests.train_stage import make_config, make_context
+from tests.train_stage import finish_again, logged, make_config, make_context, run_to_end
 
 pytestmark = pytest.mark.nightly
 SERVING = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_gib": 0.0625, "dtype": "float32"}
@@ -34,7 +36,7 @@ def inputs(tmp_path_factory):
             make(folder / name)
     base = {"model": folder / "base", "rows": folder / "digits"}
     model, _ = trained(folder / "sft", base, steps=120, warmup_steps=10)
-    return {"model": model, "rows": folder / "digits"}
+    return {"model": model, "rows": folder / "digits", "base": folder / "base"}
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,55 @@ def test_what_is_kept_of_answers_to_pictures_trains_the_next_stage(inputs, tmp_p
     }
     _, learned = trained(tmp_path / "next", {"model": inputs["model"], "rows": made}, method, steps=2)
     assert learned["num_media"] == len(rows) * (2 if method == "dpo" else 1)
+
+
+def sampling(**more):
+    return {"max_completion_length": 4, "serving": {name: SERVING[name] for name in SERVING if name != "dtype"}, **more}
+
+
+def grpo(steps, **fields):
+    options = sampling(num_generations=8, rewards={"right": {"type": "exact_match"}})
+    batch = {"global_batch_size": 256, "layout": {"micro_batch_size": 1}, "schedule": "constant"}
+    execution = {"checkpoint_every_steps": 2, "checkpoints_kept": 9}
+    data = {"dataset": "rows", "sequence_length": 512}
+    own = {"grpo": options, "data": data, "execution": execution, "learning_rate": 1e-4}
+    return make_config("grpo", steps=steps, model="model", **batch, **own, **fields)
+
+
+def test_rewards_of_answers_to_pictures_rise_and_a_resumed_training_is_the_same(inputs, tmp_path):
+    """The server sees with the newest tower at each step, and what is learned does not depend on interruptions."""
+    config, work = grpo(16), tmp_path / "work"
+    make_context(work, inputs, config)
+    run_to_end(work, config)
+    rows = logged(work)
+    assert max(row["mismatch_mean"] for row in rows) < 1e-4
+    rewards = [row["reward"] for row in rows]
+    assert sum(rewards[-4:]) > sum(rewards[:4])
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (inputs["model"], work))
+    moved = {name.split(".")[1] for name in after if not torch.equal(before[name], after[name])}
+    assert {"visual", "language_model"} <= moved, "the tower learns, too"
+    recorded = json.loads((work / "log_probabilities.json").read_text())
+    assert recorded["documents"][0]["pictures"], "by which later stages compare what they make of the model"
+    again = tmp_path / "again"
+    finish_again(work, 14, again, inputs, config)
+    assert [row["reward"] for row in logged(again)][-2:] == rewards[-2:]
+    for name, tensor in load_file(again / "model" / "model.safetensors").items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def test_a_frozen_tower_stays_while_answers_are_learned(inputs, tmp_path):
+    config, work = grpo(2, freeze=["vision_tower"]), tmp_path / "work"
+    training.run(config, make_context(work, inputs, config))
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (inputs["model"], work))
+    assert all(torch.equal(before[name], after[name]) for name in after if "visual.blocks" in name)
+    assert max(row["mismatch_mean"] for row in logged(work)) < 1e-4
+
+
+def test_a_teacher_scores_the_models_own_answers_to_pictures(inputs, tmp_path):
+    """On-policy distillation: the student, which a probe with pictures checks, answers, and comes nearer."""
+    artifacts = {"model": inputs["base"], "teacher": inputs["model"], "rows": inputs["rows"]}
+    fields = {"teacher": "teacher", "distill": {"lmbda": 1.0, "sampling": sampling()}, "schedule": "constant"}
+    _, metrics = trained(tmp_path / "work", artifacts, "distill", steps=12, learning_rate=3e-4, **fields)
+    assert metrics["on_policy"] == 1
+    losses = [row["loss"] for row in logged(tmp_path / "work")]
+    assert sum(losses[-4:]) < sum(losses[:4])
