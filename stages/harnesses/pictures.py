@@ -3,7 +3,6 @@
 Samples keep references (`media`: path in the task folder, digest, size), and digests where a row held pixels.
 """
 
-import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +12,10 @@ from typing import Any
 from stages.core.contract import StageInput
 from stages.core.errors import DataError, EvaluationError
 from stages.data.files import RowLocation
+from stages.data.media import embedded
 from stages.data.media.embedded import embedded_bytes
 from stages.data.media.folder import MediaFolder
-from stages.data.media.images import PictureError, as_data_address
+from stages.data.media.images import as_data_address
 from stages.data.media.requests import openai_messages
 from stages.data.media.rows import TAG, with_media
 from stages.data.media_reference import MediaKind, MediaReference
@@ -132,23 +132,12 @@ def recorded_media(question: Document) -> list[dict[str, Any]]:
 
 
 def without_pixels(value: Any) -> Any:
-    """Return a sample's value with a digest, `sha256:…`, in place of each picture that it holds."""
-    value = _encoded(value)
+    """Return a sample's value with a digest, `sha256:…`, in place of each picture that it holds, also as PIL's."""
     if isinstance(value, dict):
         return {name: without_pixels(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [without_pixels(one) for one in value]
-    if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
-        data = value if isinstance(value, bytes) else value.encode()
-        return f"sha256:{hashlib.sha256(_bytes_in(value) or data).hexdigest()}"
-    return value
-
-
-def _bytes_in(value: object) -> bytes | None:
-    try:
-        return embedded_bytes(value)
-    except PictureError:
-        return None
+    return embedded.without_pixels(_encoded(value))
 
 
 def _encoded(source: object) -> object:

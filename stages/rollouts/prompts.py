@@ -10,6 +10,7 @@ from stages.core.errors import DataError
 from stages.data.any_rows import Prompt, PromptReader
 from stages.data.config import DEFAULT_DATE
 from stages.data.files import BadRow, RowLocation, find_files, read_rows
+from stages.data.media.embedded import without_pixels
 from stages.data.media.folder import MediaFolder
 from stages.data.media.rows import MediaSource
 from stages.data.media_reference import MediaReference
@@ -147,7 +148,9 @@ class _Rows:
                 )
             if problem := self._checks[name](prompt.reference, prompt.row):
                 raise RowError(f"{problem}, which the reward {name} cannot do without")
-        prompt = replace(prompt, document=self._as_asked(prompt.document))
+        # rewards need no pictures of rows that hold them, and all rows are in memory
+        kept = without_pixels(prompt.row) if self._media else prompt.row
+        prompt = replace(prompt, document=self._as_asked(prompt.document), row=kept)
         text, token_ids = self._tokenizer.encode_prompt(prompt.document)
         address = self._media.data_address if self._media else None
         return RenderedPrompt(place, prompt, text, token_ids, address, self._pictures(prompt.document))

@@ -52,6 +52,24 @@ def as_json(value: object) -> str:
     return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
 
 
+def without_pixels(value: Any) -> Any:
+    """Return a row's value with a digest, `sha256:…`, in place of each medium that it holds itself."""
+    if isinstance(value, dict):
+        return {name: without_pixels(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_pixels(one) for one in value]
+    if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
+        return f"sha256:{hashlib.sha256(_bytes_in(value)).hexdigest()}"
+    return value
+
+
+def _bytes_in(value: bytes | str) -> bytes:
+    try:
+        return embedded_bytes(value) or b""
+    except PictureError:
+        return value if isinstance(value, bytes) else value.encode()
+
+
 def place_of(root: Path, row: RowLocation) -> str:
     """Return the path of media inside a row: `FILE#NUMBER`. Raises PictureError for a file of another kind."""
     path = root / row.file

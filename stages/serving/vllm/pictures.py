@@ -70,6 +70,7 @@ SAMPLING = (
     "min_p",
     "repetition_penalty",
     "stop",
+    "stop_token_ids",
     "seed",
     "logprobs",
 )

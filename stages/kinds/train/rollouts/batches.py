@@ -144,7 +144,9 @@ class RolloutBatches:
         return parts
 
     def _write_round(self, step: int, server: RolloutServer, path: Path) -> None:
-        Sampler(server, self._open_judge(), self._prompts, self._options, self._plan).sample(step).write(path)
+        judge, media_tokens = self._open_judge(), self._server.packing.media_tokens
+        sampler = Sampler(server, judge, self._prompts, self._options, self._plan, media_tokens)
+        sampler.sample(step).write(path)
 
     def _open_judge(self) -> Judge:
         """Return the function that scores completions by the recipe's rewards; the first call opens their programs."""

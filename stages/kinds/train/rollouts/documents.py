@@ -91,6 +91,11 @@ class Packing:
     temperature: float = 1.0
     processor: MediaProcessor | None = None
 
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens that stand for pictures, which a completion must not have."""
+        return self.processor.media_token_ids if self.processor else frozenset()
+
     def share(
         self, documents: Sequence[AnsweredPrompt], data_rank: int, data_parallel_size: int
     ) -> list[PackedAnswers]:

@@ -104,7 +104,7 @@ class OnPolicyBatches:
         dataset, packing = self.texts.training.dataset, self.server.packing
         prompts = prompts_of(dataset, self.texts.order.global_batch(step), packing.processor)
         asked = asked_of(prompts, packing.most_tokens, sampling.max_completion_length, self.seed, step)
-        answers = [one for (one,) in sample_completions(server, sampling, asked, 1)]
+        answers = [one for (one,) in sample_completions(server, sampling, asked, 1, packing.media_tokens)]
         documents = [
             answer.after(prompt.tokens, pictures=prompt.pictures)
             for prompt, answer in zip(prompts, answers, strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -156,7 +156,7 @@ class PromptRequest:
     max_tokens: int
     pictures: PromptPictures | None = None
 
-    def request(self, options: SamplingOptions, num_completions: int) -> Request:
+    def request(self, options: SamplingOptions, num_completions: int, media_tokens: Collection[int]) -> Request:
         return {
             "prompt": self.prompt,
             "n": num_completions,
@@ -164,6 +164,7 @@ class PromptRequest:
             "temperature": options.temperature,
             "top_p": options.top_p,
             "stop": list(options.stop) or None,
+            **({"stop_token_ids": sorted(media_tokens)} if media_tokens else {}),
             "seed": self.seed,
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
@@ -173,10 +174,15 @@ class PromptRequest:
 
 
 def sample_completions(
-    server: RolloutServer, options: SamplingOptions, asked: Sequence[PromptRequest], num_completions: int
+    server: RolloutServer,
+    options: SamplingOptions,
+    asked: Sequence[PromptRequest],
+    num_completions: int,
+    media_tokens: Collection[int] = (),
 ) -> list[list[Completion]]:
     """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
+    media_tokens: those that stand for pictures. A completion ends before one, which no picture would be there for.
     Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
     """
     found: dict[int, list[Completion]] = {}
@@ -186,14 +192,18 @@ def sample_completions(
             raise ServerError(
                 f"{SERVER} answered with {len(answer.choices)} completions, where {num_completions} were asked for"
             )
-        found[position] = [_completion(choice) for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        found[position] = [_completion(choice, media_tokens) for choice in choices]
 
-    server.ask(((position, one.request(options, num_completions)) for position, one in enumerate(asked)), keep)
+    requests = (one.request(options, num_completions, media_tokens) for one in asked)
+    server.ask(enumerate(requests), keep)
     return [found[position] for position in range(len(asked))]
 
 
-def _completion(choice: Choice) -> Completion:
+def _completion(choice: Choice, media_tokens: Collection[int]) -> Completion:
     token_ids, log_probabilities = choice.sampled(SERVER)
+    if token_ids and token_ids[-1] in media_tokens:
+        token_ids, log_probabilities = token_ids[:-1], log_probabilities[:-1]
     return Completion(token_ids, log_probabilities, choice.written(SERVER), choice.finish_reason == CUT_OFF)
 
 
@@ -206,6 +216,7 @@ class Sampler:
     prompts: Sequence[RenderedPrompt]
     options: RolloutOptions
     plan: RoundPlan
+    media_tokens: Collection[int] = ()
 
     def sample(self, first_step: int) -> Round:
         """Sample and score the completions of the round from `first_step`; raise DataError where scoring fails."""
@@ -226,7 +237,8 @@ class Sampler:
                 for position, prompt in enumerate(prompts)
             ]
             began_s = time.perf_counter()
-            completions = sample_completions(self.server, self.options, asked, self.options.num_generations)
+            number, media_tokens = self.options.num_generations, self.media_tokens
+            completions = sample_completions(self.server, self.options, asked, number, media_tokens)
             answered_s = time.perf_counter()
             drawn = self._judged(prompts, completions)
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s

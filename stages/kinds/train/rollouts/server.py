@@ -310,7 +310,7 @@ class Probe:
         """Choose completions to compare by, with log-probabilities before training; all pass the same. Collective."""
         # at least one document, whatever its length; the others only as they fit into the same row
         # and one with pictures, if there is any: with a tower of former weights, the server would answer otherwise
-        first = next((one for one in documents if one.pictures), documents[0])
+        first = next((one for one in documents if one.pictures and one.completion), documents[0])
         chosen = [first.cut(packing.most_tokens - 1)]  # the server, asked about them, adds a token
         for one in documents[:NUM_DOCUMENTS]:
             fits = sum(map(len, chosen)) + len(one) <= packing.sequence_length and len(one) < packing.most_tokens

@@ -12,13 +12,14 @@ from transformers import AutoProcessor
 from stages.core.errors import DataError, ServerError
 from stages.data.formats import RowReader
 from stages.data.media.folder import MediaFolder
+from stages.kinds.generate import selection
 from stages.kinds.generate.run import ScoredPrompt, _with_pictures
-from stages.kinds.generate.selection import Choice, _pair, _row
+from stages.kinds.train.rollouts.rounds import _completion
 from stages.rollouts.asking import ask_all
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import check_pictures, media_of, read_prompts
 from stages.serving.backend import EngineAddress
-from stages.serving.client import Client
+from stages.serving.client import Choice, Client, TokenLogProbs
 from stages.serving.vllm.engine import Vllm
 from tests.http_server import serving
 from tests.unit.stages.data.media.conftest import BEGIN, PICTURE, pictures, seeing_folder  # noqa: F401 (fixtures)
@@ -56,11 +57,11 @@ def prompt(pictures, seeing_folder):  # noqa: F811
 
 def test_prompts_of_all_forms_are_the_processors_tokens(pictures, seeing_folder):  # noqa: F811
     folder = pictures("a.png")
+    prompts = read(folder, FORMS.values(), seeing_folder)
     processor = AutoProcessor.from_pretrained(seeing_folder)
     text = processor.apply_chat_template([{"role": "user", "content": PARTS}], add_generation_prompt=True)
     with Image.open(folder / "a.png") as image:
         expected = processor(text=[text], images=[[image]], add_special_tokens=False)["input_ids"][0]
-    prompts = read(folder, FORMS.values(), seeing_folder)
     assert [one.token_ids for one in prompts] == [expected] * len(FORMS)
     placeholder, soft = processor.tokenizer.convert_tokens_to_ids([BEGIN, PICTURE])
     for one in prompts:
@@ -68,6 +69,18 @@ def test_prompts_of_all_forms_are_the_processors_tokens(pictures, seeing_folder)
         assert soft not in one.pictures.token_ids
     references = {name: one.prompt.reference for name, one in zip(FORMS, prompts, strict=True)}
     assert references == {"TRL": None, "TRL without parts": None, "ms-swift": "red", "OpenAI": "red", "pairs": "red"}
+
+
+def test_pictures_inside_of_rows_are_read_there_when_they_are_asked_about(pictures, seeing_folder):  # noqa: F811
+    folder = pictures("a.png")
+    data = (folder / "a.png").read_bytes()
+    row = {**FORMS["TRL"], "images": [f"data:image/png;base64,{base64.b64encode(data).decode()}"]}
+    (prompt,) = read(folder, [row], seeing_folder)
+    assert prompt.prompt.row["images"] == [f"sha256:{hashlib.sha256(data).hexdigest()}"], (
+        "as rewards and memory have it"
+    )
+    (address,) = prompt.pictures.seen(prompt.token_ids).pictures
+    assert base64.b64decode(address.partition(",")[2]) == data
 
 
 def test_unusable_pictures_are_named_by_row(pictures, seeing_folder, tmp_path):  # noqa: F811
@@ -135,8 +148,8 @@ def test_an_engine_is_asked_with_placeholders_and_must_read_the_trainers_tokens(
 
 def test_kept_rows_take_their_pictures_along(prompt, tmp_path):
     document = prompt.prompt.document
-    rows = (_row(document, "red"), _pair(document, "red", "blue"))
-    written = _with_pictures(ScoredPrompt(prompt, [], Choice(rows, ("kept",))), tmp_path)
+    rows = (selection._row(document, "red"), selection._pair(document, "red", "blue"))
+    written = _with_pictures(ScoredPrompt(prompt, [], selection.Choice(rows, ("kept",))), tmp_path)
     media = MediaFolder.of(tmp_path, ())
     kept = RowReader("auto", "examples", media=media).read(json.loads(json.dumps(written[0])))
     pair = RowReader("auto", "pairs", media=media).read(json.loads(json.dumps(written[1])))
@@ -145,4 +158,11 @@ def test_kept_rows_take_their_pictures_along(prompt, tmp_path):
     ] * 3
     (prompt.pictures.folder.root / "a.png").write_bytes(b"another")
     with pytest.raises(DataError, match="has changed since its row was read"):
-        _with_pictures(ScoredPrompt(prompt, [], Choice(rows, ("kept",))), tmp_path / "again")
+        _with_pictures(ScoredPrompt(prompt, [], selection.Choice(rows, ("kept",))), tmp_path / "again")
+
+
+def test_a_completion_ends_before_a_token_that_stands_for_a_picture():
+    said = Choice(text="red", token_ids=[7, 8, 5], logprobs=TokenLogProbs(token_logprobs=[-1.0, -2.0, -3.0]))
+    assert _completion(said, {5}).token_ids == [7, 8]
+    assert _completion(said, {5}).log_probabilities == [-1.0, -2.0]
+    assert _completion(said, ()).token_ids == [7, 8, 5]
