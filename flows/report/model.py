@@ -127,20 +127,28 @@ class QuestionPicture(StrictModel):
 
 
 class AnsweredQuestion(StrictModel):
-    """Sample question with every model's answer, in the order of evaluations; None where it was not asked."""
+    """Sample question with every model's answer, in the order of evaluations; None where it was not asked.
+
+    change: of the last answer to the first, such as "better than champion (version 3)"; empty for none.
+    """
 
     number: str
     asked: str
     expected: str
     answers: tuple[Answer | None, ...]
+    change: str = ""
     pictures: tuple[QuestionPicture, ...] = ()
 
 
 class AnswersToTask(StrictModel):
-    """Evaluation task with sample questions and answers. stages: the evaluations, the base model's first."""
+    """Evaluation task with sample questions and answers. stages: the evaluations, the champion's or base's first.
+
+    summary: a sentence on how many answers of the last are better and worse than the first's; empty for one evaluation.
+    """
 
     task: str
     stages: tuple[str, ...]
+    summary: str
     questions: tuple[AnsweredQuestion, ...]
 
 

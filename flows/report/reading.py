@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from flows.ledger.home import hardware_file
 from flows.ledger.record import RefreshRecord, StageEntry
-from flows.report.evaluations import answers, promotions, scores
+from flows.report.answers import answers
+from flows.report.evaluations import promotions, scores
 from flows.report.layouts import rows_of
 from flows.report.lineage import node_of
 from flows.report.model import Cost, RefreshReport, Span, StageReport

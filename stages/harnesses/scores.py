@@ -71,6 +71,14 @@ def read_samples(evaluation: Path, task: str) -> list[dict[str, Any]]:
     return read_json_lines(samples_file(evaluation, task))
 
 
+def directions(evaluation: Path, file_stem: str) -> dict[str, bool]:
+    """Return whether more is better in each metric of the task whose samples have this file name; none if unknown."""
+    with suppress(OSError, ValueError, KeyError):
+        found = json.loads((evaluation / "scores.json").read_bytes())["higher_is_better"]
+        return next((one for task, one in found.items() if samples_file(evaluation, task).stem == file_stem), {})
+    return {}
+
+
 def sample_prompt(row: dict[str, Any]) -> str:
     """Return the prompt of an evaluated sample; of a multiple-choice question, the prompt of the first option."""
     requests = _requests(row)

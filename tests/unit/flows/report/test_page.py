@@ -150,7 +150,7 @@ def test_hostile_text_is_shown_and_not_run(night, store, browser):
     assert seen.errors == []
 
 
-def test_questions_have_their_pictures_or_say_where_they_are_gone(night, store, browser, tmp_path):
+def test_questions_have_their_pictures_or_say_where_they_are_gone(night, store, browser, shot, tmp_path):
     record = night.refresh()
     folder, artifact = tmp_path / "tasks", record.stages["scores"].artifact
     folder.mkdir()
@@ -160,18 +160,22 @@ def test_questions_have_their_pictures_or_say_where_they_are_gone(night, store, 
     media = [medium, {**medium, "path": "../red.png"}, {**medium, "sha256": "0" * 64}, {"path": HOSTILE}]
     config = {"kind": "evaluate", "name": "scores", "version": "0" * 12, "inputs": {}, "cache": str(tmp_path)}
     (artifact / "config.json").write_text(json.dumps({**config, "config": {"task_folder": str(folder)}}))
-    rows = [
-        {"doc_id": number, "arguments": [["Which?", {}]], "resps": [[said]], "target": "red", "media": media}
-        for number, said in enumerate(("red", "blue"))
-    ]
-    (artifact / "samples").mkdir()
-    (artifact / "samples" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for stage, answers in {"scores-base": ("red", "red"), "scores": ("red", "blue")}.items():
+        rows = [
+            {"doc_id": number, "question": "<image>Which?", "resps": [[said]], "target": "red", "media": media}
+            | {"metrics": ["rating"], "rating": 9 if said == "red" else 2}
+            for number, said in enumerate(answers)
+        ]
+        (samples := record.stages[stage].artifact / "samples").mkdir()
+        (samples / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = write_report(record, store.index())
     assert file.stat().st_size < MOST_BYTES
     with opened(browser, file) as (shown, seen):
         drawn = shown.eval_on_selector_all("td img, th img", "all => all.map(e => [e.naturalWidth, e.naturalHeight])")
         assert drawn == [[128, 64]] * 2
+        shot(shown, "pictures")
         said = shown.inner_text(".answers")
+        assert said.index("worse than scores-base") < said.index("rating 2") < said.rindex("rating 9")
         assert "leads out of the dataset's folder" in said and "has changed" in said and "picture 4 cannot be" in said
     assert seen.errors == []
     folder.rename(tmp_path / "moved")

@@ -250,6 +250,32 @@ def test_the_same_ten_questions_are_answered_by_the_base_and_by_the_candidate(ni
     assert f"{escape(HOSTILE)}\\x1b[2J 4" in shown and HOSTILE not in shown
 
 
+def test_answers_that_changed_since_the_champion_come_first_then_wrong_and_right_ones(night, read, tmp_path):
+    record = night.refresh()
+    right = [str(number + 1) for number in range(8)]
+    write_samples(record, "scores-base", ["no"] * 8)
+    candidate = write_samples(record, "scores", [*right[:2], "no", *right[3:5], "no", right[6], "no"])
+    # The judge's samples name no metrics; the champion answered 0 to 5 right.
+    (champion := tmp_path / "champion" / "samples").mkdir(parents=True)
+    rows = [{**row, "metrics": [], "exact_match": float(int(row["doc_id"]) < 6)} for row in candidate]
+    (champion / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {"higher_is_better": {"sums": {"exact_match": True, "said": True}}}
+    (champion.parent / "scores.json").write_text(json.dumps(known))
+    standing = {"version": "3", "same_model": False, "evaluations": [str(champion.parent)]}
+    (record.stages["promote"].artifact / "champion.json").write_text(json.dumps({"champion": standing}))
+
+    [found] = read(record).answers
+    assert found.stages == ("champion (version 3)", "scores-base", "scores")
+    assert [one.number for one in found.questions] == ["2", "6", "5", "7", "0", "1", "3", "4"]
+    assert [one.change for one in found.questions[:3]] == [
+        f"{change} than champion (version 3)" for change in ("worse", "better", "worse")
+    ]
+    assert {one.change for one in found.questions[3:]} == {""}
+    assert [one.scores for one in found.questions[0].answers] == [f"exact_match {value}" for value in (1, 0, 0)]
+    summary = "Of 8 questions, scores answered 1 better than champion (version 3), 2 worse, and 5 equally well."
+    assert found.summary == summary and summary in page(read(record))
+
+
 def test_answers_of_a_choice_are_their_texts(night, read):
     record = night.refresh()
     choice = {"arguments": [["2 + 2 is", " 4"], ["2 + 2 is", " 5"]], "target": "0"}
