@@ -7,11 +7,13 @@ prompt that knows its conversation, and digests in place of pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+from lm_eval.api.task import ConfigurableTask
 
 from stages.core.errors import EvaluationError
 from stages.data.files import RowLocation
@@ -63,8 +65,27 @@ Encode = Callable[[Conversation], tuple[str, list[int]]]
 """Function that returns a conversation's text and token ids, as `DocumentTokenizer.encode_prompt`."""
 
 
+@contextmanager
+def encoded_rows() -> Iterator[None]:
+    """Let rows of tasks that are loaded meanwhile hold media as encoded bytes or paths.
+
+    lm-eval looks at the first row while it loads a task, and `datasets` would decode its pictures without our bounds.
+    """
+    download = ConfigurableTask.download
+
+    def bounded(task: ConfigurableTask, *arguments: Any, **options: Any) -> None:
+        download(task, *arguments, **options)
+        keep_encoded(task)
+
+    ConfigurableTask.download = bounded
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = download
+
+
 def keep_encoded(task: Any) -> None:
-    """Let a task's rows hold pictures as encoded bytes or paths: `datasets` would decode them without our bounds."""
+    """Let a task's rows hold media as encoded bytes or paths: `datasets` would decode them without our bounds."""
     for split, rows in task.dataset.items():
         for name, feature in (getattr(rows, "features", None) or {}).items():
             if (encoded := _encoded(feature)) is not feature:
@@ -73,10 +94,15 @@ def keep_encoded(task: Any) -> None:
 
 
 def _encoded(feature: Any) -> Any:
-    if isinstance(feature, datasets.Image) and feature.decode:
-        return datasets.Image(decode=False)
-    if isinstance(feature, datasets.List) and (encoded := _encoded(feature.feature)) is not feature.feature:
-        return datasets.List(encoded, feature.length)
+    """Return a column's feature without decoding of media, or the feature itself if nothing is decoded."""
+    if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video) and feature.decode:
+        return replace(feature, decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        encoded = _encoded(feature.feature)
+        return feature if encoded is feature.feature else replace(feature, feature=encoded)
+    if isinstance(feature, dict):
+        fields = {name: _encoded(one) for name, one in feature.items()}
+        return feature if all(fields[name] is one for name, one in feature.items()) else fields
     return feature
 
 

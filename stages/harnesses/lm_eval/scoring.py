@@ -35,7 +35,14 @@ from stages.data.messages import Conversation, RowError
 from stages.data.templates import ChatTemplate, load_chat_template
 from stages.data.tokenizer import DocumentTokenizer, SpecialTokens
 from stages.harnesses.harness import Evaluation, TaskItem
-from stages.harnesses.lm_eval.picture_tasks import ChatText, PictureQuestion, keep_encoded, sample_of, show_pictures
+from stages.harnesses.lm_eval.picture_tasks import (
+    ChatText,
+    PictureQuestion,
+    encoded_rows,
+    keep_encoded,
+    sample_of,
+    show_pictures,
+)
 from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.harnesses.pictures import QuestionPictures
@@ -322,7 +329,7 @@ def load_tasks(selection: TaskSelection, evaluation: Evaluation) -> dict[str, An
     lm_eval.utils.env = LM_EVAL_JINJA if evaluation.trust_task_code else _sandboxed(LM_EVAL_JINJA)
     folder = selection.folder.path.resolve() if selection.folder else None
     # Task files name their data files relative to the task folder, and `datasets` relative to where we are.
-    with contextlib.chdir(folder or Path.cwd()), _hub_asked(asked=not selection.offline):
+    with contextlib.chdir(folder or Path.cwd()), _hub_asked(asked=not selection.offline), encoded_rows():
         manager = TaskManager(include_path=folder, include_defaults=selection.needs_builtin)
         loaded: dict[str, Any] = manager.load(list(selection.names))
     for task in loaded["tasks"].values():

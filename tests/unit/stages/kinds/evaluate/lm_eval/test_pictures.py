@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import threading
+import zlib
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -205,6 +206,32 @@ def test_what_cannot_be_asked_is_refused(
     (tasks / "colors.yaml").write_text(TASK + yaml + "\n")
     evaluation = asked(tasks, rows, **fields)
     with pytest.raises(EvaluationError, match=message):
+        rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, model)
+
+
+@pytest.mark.parametrize("form", ["one", "list", "parts"])
+def test_a_bomb_in_the_first_row_is_refused_by_its_header(tasks: Path, model: Path, form: str) -> None:
+    from stages.harnesses.lm_eval.rehearsal import rehearse
+
+    # Its header claims 169 million pixels, which `datasets` would decode when lm-eval looks at the first row.
+    data = encoded(Image.new("1", (8, 8)))
+    header = b"IHDR" + (13_000).to_bytes(4) + (13_000).to_bytes(4) + data[24:29]
+    bomb = {"bytes": data[:12] + header + zlib.crc32(header).to_bytes(4) + data[33:], "path": None}
+    cells, feature = {
+        "one": (bomb, datasets.Image()),
+        "list": ([bomb], datasets.List(datasets.Image())),
+        "parts": ([{"image": bomb}], datasets.List({"image": datasets.Image()})),
+    }[form]
+    features = datasets.Features({"question": datasets.Value("string"), "images": feature})
+    table = datasets.Dataset.from_list([{"question": "Which?", "images": cells}]).cast(features)
+    table.to_parquet(tasks / "colors.parquet")
+    task = TASK.replace(": json", ": parquet").replace(".jsonl", ".parquet").replace("{{answer}}", "red")
+    shown = '"{{images[0].image}}"' if form == "parts" else "[images]"
+    (tasks / "colors.yaml").write_text(task.replace("[images]", shown))
+    evaluation = asked(tasks, [])
+    with pytest.raises(
+        EvaluationError, match="13000 × 13000 pixels; expected at most" if form != "parts" else "sample 0"
+    ):
         rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, model)
 
 
