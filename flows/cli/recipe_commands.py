@@ -9,6 +9,7 @@ import click
 
 from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json
 from stages.core.errors import RecipeError
+from stages.core.lines import counted
 
 
 @click.command()
@@ -44,10 +45,13 @@ def init(data: Path, model: str | None, columns: Sequence[str], folder: Path) ->
         raise RecipeError(
             f"writing a first recipe: {folder / existing[0]} exists already; remove it, or name a --folder"
         )
-    for file, text in made.files.items():
+    for file, content in made.files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(text, encoding="utf-8")
-    click.echo("\n".join([*made.notes, *(f"wrote {folder / file}" for file in made.files)]))
+        (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    wrote = [f"wrote {folder / file}" for file, content in made.files.items() if isinstance(content, str)]
+    if num_pictures := len(made.files) - len(wrote):
+        wrote.append(f"wrote {counted(num_pictures, 'picture')} into {folder / 'tasks' / 'pictures'}")
+    click.echo("\n".join([*made.notes, *wrote]))
     click.echo(f"lifecycle plan {folder / f'{name}.yaml'}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from flows.planning.layout_choice import choose_layout
-from flows.planning.survey import KnownModel, Survey, find_model, survey
+from flows.planning.survey import IMAGES, SHORT_ANSWER_CHARACTERS, KnownModel, Survey, find_model, survey
 from flows.recipe.recipe import load_recipe
 from stages.core.errors import LayoutError
 from stages.kinds.train.config import TrainConfig
@@ -27,7 +27,6 @@ from stages.rewards.number import NUMBER
 FEW_TOKENS = 200_000
 """Total tokens over all epochs below which packed rows are made shorter: a hundred steps of four rows of 512 tokens."""
 LONGEST_ROW = 8192
-SHORT_ANSWER_CHARACTERS = 40
 FASTER_ADAPTER = 10
 """Factor by which an adapter's learning rate exceeds that of training the whole model (Schulman et al. 2025)."""
 ADAPTERS = {
@@ -46,9 +45,9 @@ GROUPS, GENERATIONS = 16, 8
 
 @dataclass(frozen=True)
 class Starter:
-    """First recipe and its other files as texts, by path relative to the recipe's folder, with notes for the person."""
+    """First recipe and its other files, texts or pictures, by relative path, with notes for the person."""
 
-    files: dict[str, str]
+    files: dict[str, str | bytes]
     notes: tuple[str, ...]
 
 
@@ -143,7 +142,8 @@ def starter(name: str, data: Path, model: str, columns: Mapping[str, str]) -> St
         known = find_model(model, Path(scratch))
         rows = survey(data, columns, known)
     plan, notes = _with_adapter(_Plan(name, data, known, rows))
-    files = {f"{name}.yaml": _recipe(plan)} | _other_files(plan)
+    files: dict[str, str | bytes] = {f"{name}.yaml": _recipe(plan), **_other_files(plan)}
+    files |= {f"tasks/{path}": picture for path, picture in rows.pictures.items()}
     return Starter(files, (*_notes(plan), *notes))
 
 
@@ -275,6 +275,8 @@ def _task(plan: _Plan) -> str:
     if plan.rows.system:
         task["description"] = "{{ " + json.dumps(plan.rows.system) + " }}"  # a text to Jinja, whatever it holds
     task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+    if plan.rows.pictures:  # each stands where the question has `<image>`
+        task["doc_to_image"] = [IMAGES]
     longest = max(len(question["answer"]) for question in questions)
     if _asks_numbers(plan):
         # No stop text: an answer that reasons has several lines.
@@ -400,7 +402,12 @@ def _evaluation(plan: _Plan) -> str:
     rows = plan.rows
     whose = "rows that training holds out" if not plan.samples or rows.evaluation_split else "rows as questions"
     texts = []
-    for stage, model in {"evaluate-base": "base", "evaluate": final}.items():
+    evaluated = {"evaluate-base": "base", "evaluate": final}
+    if rows.pictures and not rows.has_template:  # pictures are asked about in chats alone
+        del evaluated["evaluate-base"]
+    most_images = max((len(one.get(IMAGES, ())) for one in rows.questions), default=0)
+    serving = f"max_model_len: {_context(plan)}" + (f", max_images: {most_images}" if most_images else "")
+    for stage, model in evaluated.items():
         # A base model without a chat template is asked in plain text; the trained one has the recipe's.
         is_chat = not rows.is_plain and (rows.has_template or model != "base")
         asked = "" if plan.samples else f"    apply_chat_template: {json.dumps(is_chat)}\n"
@@ -408,7 +415,7 @@ def _evaluation(plan: _Plan) -> str:
   {stage}:
     kind: evaluate
     model: {model}
-    serving: {{max_model_len: {_context(plan)}}}
+    serving: {{{serving}}}
     tasks: [{_scalar(plan.name)}]                # tasks/{plan.name}.yaml: {whose}
     task_folder: tasks
 {asked}""")
@@ -418,8 +425,11 @@ def _evaluation(plan: _Plan) -> str:
     name: {_scalar(plan.name)}
     model: {final}
     evaluations: [evaluate]
-    baselines: [evaluate-base]     # remove this line once there is a champion, to compare with it instead
 """
+    if len(evaluated) > 1:
+        promotion += (
+            "    baselines: [evaluate-base]     # remove this line once there is a champion, to compare with it\n"
+        )
     return "".join([*texts, promotion])
 
 

@@ -39,8 +39,11 @@ from stages.data.files import (
 )
 from stages.data.formats import FORMATS, RowReader, likeliest_format, other_format, rename_columns
 from stages.data.media.folder import MediaFolder
+from stages.data.media.images import from_data_address
+from stages.data.media.rows import TAG
 from stages.data.media_reference import MediaReference
-from stages.data.messages import Conversation, Document, PlainText, RowError, listed, texts_of
+from stages.data.messages import Conversation, Document, PlainText, RowError, listed, num_media, texts_of
+from stages.harnesses.question_sets import question_text
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
@@ -58,6 +61,12 @@ HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
 """Candidate shares of held-out rows, of which the first that leaves enough rows to learn and to evaluate is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 MAX_QUESTIONS = 200
+MAX_PICTURE_BYTES = 64 << 20
+"""Most bytes of all pictures of the evaluation task's questions, which are copied beside it."""
+IMAGES, MOST_IMAGES = "images", 8
+"""Column of a question's pictures in the evaluation task, and the most of them."""
+SHORT_ANSWER_CHARACTERS = 40
+"""Longest right answer that an answer can be expected to equal."""
 MAX_TEXT_CHARACTERS = 4000
 """Most characters of a held-out text that the evaluation task scores."""
 SECONDS = 20.0
@@ -101,7 +110,7 @@ class Survey:
 
     form: their format; `auto` of prompts. longest: tokens of the longest row, both answers of a pair together.
     is_counted: whether tokens were counted by the model's own tokenizer; else by bytes, which no tokenizer exceeds.
-    questions: of rows that are held out.
+    questions: of rows that are held out. pictures: encoded, of these questions, by the path that they name.
     """
 
     kind: RowKind
@@ -127,7 +136,8 @@ class Survey:
     """Distinct labels (good or bad answer) of the training rows."""
     has_media: bool = False
     """True if some rows have pictures."""
-    questions: list[dict[str, str]] = field(default_factory=list)
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)
     references: list[str] = field(default_factory=list)
 
     @property
@@ -208,6 +218,9 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
     if not held_out and facts.kind != "prompts":
         facts.held_out_fraction = _fraction(folder, files)
     documents = [*_read(facts, folder, files), *_read(facts, folder, held_out, all_held_out=True)]
+    if facts.pictures:  # of a longer answer the likelihood is scored, which no server says of pictures
+        short = [one for one in facts.questions if len(one["answer"]) <= SHORT_ANSWER_CHARACTERS]
+        facts.questions = [{**one, IMAGES: one.get(IMAGES, [])} for one in short]
     if not facts.num_rows:
         raise DataError(f"{data} holds no row to learn from: {facts.first_bad or 'it is empty'}")
     if facts.kind == "labelled" and len(facts.labels) == 1:
@@ -374,10 +387,10 @@ class _Reader:
         self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
         self._answers = RowReader(facts.form, facts.kind, facts.columns, media)
 
-    def read(self, content: object) -> tuple[tuple[Document, ...], bool | None, str | None]:
+    def read(self, content: object, place: RowLocation) -> tuple[tuple[Document, ...], bool | None, str | None]:
         """Return a row's documents, its label and its right answer. Raises RowError for a bad row."""
         if self._prompts is None:
-            documents = self._answers.read(content)
+            documents = self._answers.read(content, place)
             self._answers.margin(content)
             return documents, self._answers.label(content), None
         prompt = self._prompts.read(content)
@@ -390,7 +403,8 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
     """Count all rows, collect held-out questions for the evaluation task, and return the first documents."""
     first: list[Document] = []
     systems: set[str] = set()
-    reader = _Reader(facts, MediaFolder.of(folder, files, by_header=True))
+    media = MediaFolder.of(folder, files, by_header=True)
+    reader = _Reader(facts, media)
     for row in read_rows(folder, files):
         fraction = facts.held_out_fraction
         held_out = all_held_out or (isinstance(row, Row) and bool(fraction) and is_held_out(row.content, fraction))
@@ -398,7 +412,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason)
-            documents, label, reference = reader.read(row.content)
+            documents, label, reference = reader.read(row.content, row.place)
         except RowError as error:
             facts.add_bad(row.place, str(error), held_out=held_out)
             continue
@@ -416,11 +430,10 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
             facts.references.append(reference)
         # Prompts have no held-out rows, but of another split: the first are asked.
         is_asked = held_out or (facts.kind == "prompts" and not facts.evaluation_split)
-        if is_asked and label is not False and len(facts.questions) < MAX_QUESTIONS:
-            question = _question(documents[0], reference)
-            if question:
-                facts.questions.append(question)
-                systems.add(_system(documents[0]))
+        is_asked = is_asked and label is not False and len(facts.questions) < MAX_QUESTIONS
+        if is_asked and (question := _question(facts, documents[0], reference, media)):
+            facts.questions.append(question)
+            systems.add(_system(documents[0]))
     # Several system prompts cannot all be the task's description, so then it has none.
     if len(systems) == 1:
         facts.system = systems.pop()
@@ -436,10 +449,11 @@ def _system(document: Document) -> str:
     return str(first["content"]) if first.get("role") == "system" else ""
 
 
-def _question(document: Document, reference: str | None) -> dict[str, str] | None:
-    """Return an evaluation question and its answer, or a plain text; None for tool calls and pictures."""
-    if _pictures(document):
-        return None
+def _question(facts: Survey, document: Document, reference: str | None, folder: MediaFolder) -> dict[str, Any] | None:
+    """Return an evaluation question and its answer, or a plain text; None for what cannot be asked, as tool calls.
+
+    Its pictures are copied into `facts.pictures`.
+    """
     if isinstance(document, PlainText):
         if not document.prompt:
             return {"text": document.completion[:MAX_TEXT_CHARACTERS]}
@@ -448,7 +462,31 @@ def _question(document: Document, reference: str | None) -> dict[str, str] | Non
     answer = reference or (messages[1]["content"] if len(messages) > 1 else "")
     if messages[0]["role"] != "user" or (len(messages) > 1 and "tool_calls" in messages[1]) or not answer.strip():
         return None
-    return {"question": str(messages[0]["content"]), "answer": str(answer)}
+    question = {"question": question_text(Conversation(messages[:1])), "answer": str(answer)}
+    return _with_pictures(facts, question, document, folder) if document.media else question
+
+
+def _with_pictures(
+    facts: Survey, question: dict[str, Any], document: Conversation, folder: MediaFolder
+) -> dict[str, Any] | None:
+    """Return a question with the paths of its pictures, copied into `facts.pictures`; None if it cannot be asked."""
+    first = next(message for message in document.messages if message["role"] == "user")
+    shown = document.media[: num_media([first])]
+    if len(question["answer"]) > SHORT_ANSWER_CHARACTERS or any(one.kind != "image" for one in shown):
+        return None
+    if not 0 < len(shown) <= MOST_IMAGES or len(TAG.findall(question["question"])) != len(shown):
+        return None
+    copies: dict[str, bytes] = {}
+    paths = []
+    for one in shown:
+        address = folder.data_address(one)
+        kind = address.partition(";")[0].rpartition("/")[2]
+        paths.append(f"pictures/{one.sha256[:16]}.{kind}")
+        copies[paths[-1]] = from_data_address(address)
+    if sum(map(len, (facts.pictures | copies).values())) > MAX_PICTURE_BYTES:
+        return None
+    facts.pictures |= copies
+    return {**question, IMAGES: paths}
 
 
 def most_tokens(document: Document) -> int:

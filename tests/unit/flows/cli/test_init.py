@@ -27,8 +27,6 @@ from stages.hubs.builtin.qwen3 import make_tokenizer
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.look import look
 from tests.hub_server import running_hub
-from tests.unit.stages.data.media.conftest import config_fields, encoded, noise, write_processor
-from tests.zoo.models import tiny_config
 
 
 def user(content):
@@ -569,27 +567,3 @@ def test_the_tokenizer_of_a_model_on_a_hub_is_read_without_the_model(lifecycle, 
     assert code == 0, said
     assert "lengths are the most" not in said
     assert "the longest row has 17 tokens" in (tmp_path / "my-rows.yaml").read_text()
-
-
-def test_rows_with_pictures_get_a_recipe_that_downloads_them(lifecycle, tmp_path, model):
-    seeing, folder = tmp_path / "seeing", tmp_path / "rows"
-    seeing.mkdir()
-    folder.mkdir()
-    write_processor(seeing)
-    tiny_config("gemma3", **config_fields(seeing)).save_pretrained(seeing)
-    for number in range(8):
-        (folder / f"{number}.png").write_bytes(encoded(noise(seed=number)))
-    rows = [{**chat(f"<image>What is {n}?", "It is noise."), "images": [f"{n % 8}.png"]} for n in range(40)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, output = lifecycle("init", "--folder", "out", "--data", folder, "--model", seeing)
-    assert code == 0, output
-    (written,) = (tmp_path / "out").glob("*.yaml")
-    recipe = yaml.safe_load(written.read_text())
-    assert recipe["stages"]["rows"] == {"kind": "download", "dataset": f"file://{folder}", "media": True}
-    assert "evaluate" not in recipe["stages"]
-    code, output = lifecycle("init", "--folder", "other", "--data", folder, "--model", model)
-    assert code
-    assert "has no processor of pictures; name a model that reads them" in output
-    code, output = lifecycle("init", "--folder", "third", "--data", folder / "train.jsonl", "--model", seeing)
-    assert code
-    assert f"expected the folder that holds both, so that they are downloaded together (`--data {folder}`)" in output

@@ -1,0 +1,53 @@
+"""`lifecycle init` for rows with pictures: a recipe that downloads them, and a task that asks about those held out."""
+
+import json
+import re
+from dataclasses import replace
+
+import yaml
+
+from stages.harnesses.lm_eval.rehearsal import rehearse
+from stages.harnesses.lm_eval.tasks import select_tasks
+from stages.kinds.evaluate.config import EvaluateConfig
+from tests.unit.flows.cli.test_init import chat, lifecycle, model  # noqa: F401
+from tests.unit.stages.data.media.conftest import config_fields, encoded, noise, write_processor
+from tests.zoo.models import tiny_config
+
+
+def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them(lifecycle, tmp_path, model):  # noqa: F811
+    seeing, folder = tmp_path / "seeing", tmp_path / "rows"
+    seeing.mkdir()
+    folder.mkdir()
+    write_processor(seeing)
+    tiny_config("gemma3", **config_fields(seeing)).save_pretrained(seeing)
+    for number in range(8):
+        (folder / f"{number}.png").write_bytes(encoded(noise(seed=number)))
+    rows = [{**chat(f"<image>What is {n}?", "It is noise."), "images": [f"{n % 8}.png"]} for n in range(40)]
+    rows += [{**chat(f"<image>Describe {n}!", "Noise, and noise again. " * 9), "images": ["0.png"]} for n in range(9)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output = lifecycle("init", "--folder", "out", "--data", folder, "--model", seeing)
+    assert code == 0, output
+    (written,) = (tmp_path / "out").glob("*.yaml")
+    recipe = yaml.safe_load(written.read_text())
+    assert recipe["stages"]["rows"] == {"kind": "download", "dataset": f"file://{folder}", "media": True}
+    assert recipe["stages"]["evaluate"]["serving"]["max_images"] == 1
+    assert recipe["stages"]["promote"].get("baselines") == ["evaluate-base"] and "evaluate-base" in recipe["stages"]
+    (questions,) = (tmp_path / "out" / "tasks").glob("*.jsonl")
+    asked = [json.loads(line) for line in questions.read_text().splitlines()]
+    assert asked and all(one["question"].startswith("<image>What is") for one in asked)
+    for one in asked:
+        (picture,) = one["images"]
+        (number,) = re.findall(r"\d+", one["question"])
+        source = folder / f"{int(number) % 8}.png"
+        assert (tmp_path / "out" / "tasks" / picture).read_bytes() == source.read_bytes()
+    evaluation = EvaluateConfig.model_validate(
+        {**recipe["stages"]["evaluate"], "task_folder": str(tmp_path / "out" / "tasks")}
+    ).evaluation
+    evaluation = replace(evaluation, apply_chat_template=True, max_images=1)
+    rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, seeing)
+    code, output = lifecycle("init", "--folder", "other", "--data", folder, "--model", model)
+    assert code
+    assert "has no processor of pictures; name a model that reads them" in output
+    code, output = lifecycle("init", "--folder", "third", "--data", folder / "train.jsonl", "--model", seeing)
+    assert code
+    assert f"expected the folder that holds both, so that they are downloaded together (`--data {folder}`)" in output
