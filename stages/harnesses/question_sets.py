@@ -127,15 +127,16 @@ def _hashes(texts: Mapping[str, str]) -> dict[str, str]:
 
 def sample_row(number: int, prompt: Prompt, answer: str, scores: dict[str, Any]) -> dict[str, Any]:
     """Return a sample as a row of `samples/TASK.jsonl`. scores: values of metrics, and other fields to keep."""
-    media = media_of(prompt.document)
+    return {"doc_id": number, "filter": "none", "resps": [[answer]], **asked_row(prompt), **scores}
+
+
+def asked_row(prompt: Prompt) -> dict[str, Any]:
+    """Return the fields of a sample's row that say what was asked."""
+    media = recorded_media(prompt.document)
     return {
-        "doc_id": number,
-        "filter": "none",
         "doc": without_pixels(prompt.row) if media else prompt.row,
         "question": question_text(prompt.document),
         "target": prompt.reference,
-        "resps": [[answer]],
-        **({MEDIA: recorded_media(prompt.document)} if media else {}),
+        **({MEDIA: media} if media else {}),
         **asked_hashes(prompt),
-        **scores,
     }

@@ -26,6 +26,8 @@ PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
 SIZE = "1.2 GB"
 PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
+OF_OWN_ROWS = ("general_vqa",)
+"""EvalScope's benchmarks for people's own rows: a question set of this name is scored by the benchmark's metrics."""
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
 """Marker file, written last into EvalScope's environment; `make` compares its time with that of the pins."""

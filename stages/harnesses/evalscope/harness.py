@@ -11,7 +11,7 @@ from types import MappingProxyType
 from stages.core.contract import StageContext
 from stages.core.errors import EvaluationError
 from stages.harnesses.evalscope import environment
-from stages.harnesses.evalscope.environment import find_evalscope, is_missing
+from stages.harnesses.evalscope.environment import OF_OWN_ROWS, find_evalscope, is_missing
 from stages.harnesses.harness import Evaluation, Results, TaskItem
 from stages.harnesses.question_sets import QuestionSetHarness, question_sets
 from stages.serving.served_models import ServedModel
@@ -47,7 +47,7 @@ class EvalScope(QuestionSetHarness):
     def may_give(self, score: str, evaluation: Evaluation) -> bool:
         """Return whether an EvalScope task can produce a score; EvalScope's own benchmarks may give any metric."""
         sets = question_sets(evaluation)
-        own = (task for task in evaluation.tasks if task not in sets)
+        own = (task for task in evaluation.tasks if task not in sets or task in OF_OWN_ROWS)
         return score in [f"{task}.{METRIC}" for task in sets] or any(score.startswith(f"{task}.") for task in own)
 
     def prepare(self, evaluation: Evaluation, cache: Path, doing: Callable[[str], None] = print) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from evalscope import TaskConfig, run_task
 from evalscope.api.benchmark import BenchmarkMeta, DefaultDataAdapter
 from evalscope.api.dataset import Sample
-from evalscope.api.messages import dict_to_chat_message
 from evalscope.api.registry import register_benchmark
+from evalscope.models.utils.openai import chat_messages_from_openai
 
 REQUEST_TIMEOUT_S = 300
 QUESTION_SET = "question_set"
@@ -34,14 +34,14 @@ QUESTION_SET = "question_set"
     )
 )
 class QuestionSet(DefaultDataAdapter):
-    """EvalScope benchmark of rows {"messages": […], "target": text}; its own `general_qa` knows only BLEU and Rouge."""
+    """EvalScope benchmark of rows {"messages": […], "answer": text}; its own `general_qa` knows only BLEU and Rouge."""
 
     def load_from_disk(self, **options: Any) -> Any:
         return super().load_from_disk(use_local_loader=True)
 
     def record_to_sample(self, record: dict[str, Any]) -> Any:
-        messages = [dict_to_chat_message(message) for message in record["messages"]]
-        return Sample(input=messages, target=record["target"])
+        messages = chat_messages_from_openai(model="", messages=record["messages"])
+        return Sample(input=messages, target=record["answer"])
 
     def extract_answer(self, prediction: str, task_state: Any) -> str:
         return prediction.strip()
@@ -62,7 +62,10 @@ def _run(task: dict[str, Any], request: dict[str, Any]) -> None:
     name = task["name"]
     if task["questions"]:  # FOLDER/SUBSET.jsonl
         questions = Path(task["questions"])
-        name, arguments = QUESTION_SET, {"local_path": str(questions.parent), "subset_list": [questions.stem]}
+        name = task["benchmark"] or QUESTION_SET
+        arguments = {"local_path": str(questions.parent), "subset_list": [questions.stem]}
+        if task["benchmark"]:  # its other metric, BLEU, downloads a tokenizer of NLTK
+            arguments["metric_list"] = ["Rouge"]
     run_task(
         TaskConfig(
             model=request["model"],

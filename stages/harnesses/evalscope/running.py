@@ -20,10 +20,16 @@ from stages.core.files import read_json_lines
 from stages.core.redaction import redact, shortened
 from stages.core.supervised import SupervisedProcess, was_killed
 from stages.data.any_rows import Prompt
+from stages.data.files import find_files
+from stages.data.media.folder import MediaFolder
+from stages.data.media.images import from_data_address
+from stages.data.media.requests import openai_messages
+from stages.data.media_reference import MediaReference
 from stages.data.messages import PlainText, make_message
-from stages.harnesses.evalscope.environment import InstalledEvalScope
+from stages.harnesses.evalscope.environment import OF_OWN_ROWS, InstalledEvalScope
 from stages.harnesses.harness import Evaluation, Results
-from stages.harnesses.question_sets import question_sets, read_questions
+from stages.harnesses.pictures import media_of
+from stages.harnesses.question_sets import asked_row, question_folder, question_sets, read_questions
 from stages.serving.interpreter import inherited_environment
 from stages.serving.served_models import ServedModel
 
@@ -55,7 +61,12 @@ def evaluated(
         "url": model.client.url,
         "model": model.client.model,
         "tasks": [
-            {"name": task, "folder": folder, "questions": str(sets[task]) if sets[task] else None}
+            {
+                "name": task,
+                "folder": folder,
+                "questions": str(sets[task]) if sets[task] else None,
+                "benchmark": task if task in OF_OWN_ROWS else None,
+            }
             for task, folder in folders.items()
         ],
         "num_fewshot": evaluation.num_fewshot,
@@ -70,7 +81,12 @@ def evaluated(
     if own:
         note_use(context.cache / "evalscope")
     _run(installed, work, _environment(model.client.api_key, offline=not own), context)
-    return read_results({task: work / folder for task, folder in folders.items()}, evaluation)
+    results = read_results({task: work / folder for task, folder in folders.items()}, evaluation)
+    for task in question_sets(evaluation):
+        for row, question in zip(results.samples[task], read_answered(evaluation, task), strict=True):
+            if media_of(question.document):  # EvalScope knows them by the paths of copies
+                row |= asked_row(question)
+    return results
 
 
 def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
@@ -92,13 +108,25 @@ def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | 
         return None
     folder.mkdir(exist_ok=True)
     file = folder / "questions.jsonl"
+    root = question_folder(evaluation)
+    media = MediaFolder.of(root, find_files(root, task))
     with file.open("w", encoding="utf-8") as stream:
         for question in read_answered(evaluation, task):
             document = question.document
             chat = [make_message("user", document.prompt)] if isinstance(document, PlainText) else document.messages
-            row = {"messages": chat, "target": question.reference}
+            if not isinstance(document, PlainText) and document.media:
+                chat = openai_messages(document, lambda one: str(_copy(media, one, folder)))
+            row = {"messages": chat, "answer": question.reference}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
+
+
+def _copy(media: MediaFolder, reference: MediaReference, folder: Path) -> Path:
+    """Write a copy of a picture, named by its digest; return its path, of which EvalScope makes a `data:` address."""
+    address = media.data_address(reference)
+    copy = folder / f"{reference.sha256}.{address.partition(';')[0].rpartition('/')[2]}"
+    copy.write_bytes(from_data_address(address))
+    return copy
 
 
 def _environment(api_key: str, *, offline: bool) -> dict[str, str]:
@@ -162,7 +190,8 @@ def _rows(task: str, folder: Path) -> Iterator[dict[str, Any]]:
 def _row(task: str, number: int, review: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an EvalScope sample to a row of `samples/TASK.jsonl`; EvaluationError if its metric failed (no 0)."""
     score = review["sample_score"]["score"]
-    if score["status"] not in USABLE or not score["value"]:
+    failed = (score["metadata"] or {}).get("metric_errors")  # of which EvalScope itself makes scores of 0
+    if score["status"] not in USABLE or not score["value"] or failed:
         why = "; ".join(f"{name}: {value}" for name, value in (score["metadata"] or {}).items())
         raise EvaluationError(f"EvalScope could not score sample {number} of {task} ({score['status']}): {why}")
     asked = [(one["role"], one["content"]) for one in review["messages"] if one.get("source") != "generate"]

@@ -20,10 +20,12 @@ from stages.core.errors import DataError, EvaluationError, ServerError
 from stages.harnesses.harness import Evaluation
 from stages.harnesses.judge.harness import Judge
 from stages.harnesses.lm_eval.tasks import select_tasks
+from stages.harnesses.registry import HARNESSES
 from stages.kinds.evaluate.config import EvaluateConfig
 from stages.kinds.evaluate.run import _write
 from stages.kinds.promote.judged_pairs import judged_pairs
 from stages.kinds.promote.paired import ASKED_ALIKE, compare
+from stages.models.start_up import find_torchvision
 from stages.rewards.judge import PairsConfig, RatingConfig
 from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
@@ -59,6 +61,7 @@ class Server:
     """Server that names the colours of a chat's pictures in order, and the tokens that Transformers makes of it."""
 
     def __init__(self, model: Path) -> None:
+        find_torchvision()
         self.processor = AutoProcessor.from_pretrained(model)
         self.bodies: list[dict[str, Any]] = []
 
@@ -74,8 +77,8 @@ class Server:
         text = self.processor.apply_chat_template([{**message, "content": seen}], add_generation_prompt=True)
         ids = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
         names = [name for image in images for name, color in COLORS.items() if image.getpixel((3, 3)) == color]
-        choice = {"message": {"content": " ".join(names)}, "finish_reason": "stop"}
-        return {"choices": [choice], "prompt_token_ids": [*map(int, ids)]}
+        choice = {"message": {"role": "assistant", "content": " ".join(names)}, "finish_reason": "stop"}
+        return {"model": "tiny", "choices": [{"index": 0, **choice}], "prompt_token_ids": [*map(int, ids)]}
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,32 @@ def test_what_cannot_be_asked_is_refused(
     evaluation = asked(tasks, rows, **fields)
     with pytest.raises(EvaluationError, match=message):
         rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, model)
+
+
+@pytest.mark.skipif(HARNESSES["evalscope"].to_install() is not None, reason="no EvalScope (`make evalscope`)")
+@pytest.mark.parametrize(("task", "metric"), [("colors", "exact_match"), ("general_vqa", "Rouge-L-R")])
+def test_evalscope_shows_pictures_of_own_rows(
+    model: Path, server: Server, tasks: Path, tmp_path: Path, task: str, metric: str
+) -> None:
+    rows = [question_row("red", "blue"), {**question_row("lime", "blue"), "answer": "green"}]
+    (tasks / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = asked(tasks, [], harness="evalscope", tasks=(task,))
+    context = StageContext(tmp_path / "work", "work", "0" * 12, {}, {}, tmp_path / "cache")
+    context.work.mkdir()
+    harness = HARNESSES["evalscope"]
+    harness.prepare(evaluation, context.cache)
+    server.bodies.clear()
+    results = harness.evaluate(
+        evaluation, context, lambda: ServedModel(Client(server.url, "key", "tiny"), model, 256, False)
+    )
+    first, second = results.samples[task]
+    shown = json.dumps(server.bodies)
+    assert all(address(tasks / f"pictures/{name}.png") in shown for name in COLORS) and "<image>" not in shown
+    assert (first["resps"], second["resps"]) == ([["red blue"]], [["lime blue"]])
+    assert first[metric] == 1 > second[metric]
+    assert first["question"] == PLACED and [one["path"] for one in second["media"]] == second["doc"]["images"]
+    kept = json.dumps(results.samples) + "".join(file.read_text() for file in context.work.rglob("*.json*"))
+    assert ";base64," not in kept and str(tmp_path / "work") not in json.dumps(results.samples)
 
 
 @pytest.mark.parametrize("form", ["one", "list", "parts"])
