@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.ledger.record import RefreshRecord
+from flows.report.evaluations import evaluations_of_champions
 from flows.report.model import Answer, AnsweredQuestion, AnswersToTask, QuestionPicture
 from stages.core.errors import DataError
 from stages.core.files import read_json_lines
@@ -21,7 +22,6 @@ from stages.data.media.images import thumbnail
 from stages.data.media_reference import MediaReference
 from stages.harnesses.pictures import MEDIA, task_folder_of
 from stages.harnesses.scores import answer_and_expected, directions, sample_prompt
-from stages.kinds.promote.verdict import CHAMPION_FILE, ComparedChampion
 from stages.kinds.registry import makes
 
 MOST_QUESTIONS = 10
@@ -65,7 +65,7 @@ def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
         (name for name, entry in record.stages.items() if makes(entry.kind, "scores") and entry.artifact),
         key=lambda name: len(_ancestors(record, name)),
     )
-    folders = [*_of_champions(record)]
+    folders = [*evaluations_of_champions(record)]
     folders += [(name, folder) for name in evaluations if (folder := record.stages[name].artifact)]
     tasks: dict[str, list[Answered]] = {}
     for name, folder in folders:
@@ -79,17 +79,6 @@ def answers(record: RefreshRecord) -> Iterator[AnswersToTask]:
         if share := -(-left // (len(own) - number)):
             yield (found := _answers_to(task, answered, share))
             left -= len(found.questions)
-
-
-def _of_champions(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
-    """Yield the evaluations of the champions that candidates of the refresh were compared with, each with its name."""
-    for entry in record.stages.values():
-        if not entry.verdict or not entry.artifact:
-            continue
-        with suppress(OSError, ValueError):  # of artifacts that are gone, or of older versions
-            standing = ComparedChampion.model_validate_json((entry.artifact / CHAMPION_FILE).read_bytes()).champion
-            if standing and not standing.same_model:
-                yield from ((f"champion (version {standing.version})", folder) for folder in standing.evaluations)
 
 
 def _answers_to(task: str, answered: Sequence[Answered], most: int) -> AnswersToTask:

@@ -1,6 +1,7 @@
 """Evaluation and promotion results for a refresh's report: scores, gates and score differences."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from flows.ledger.record import RefreshRecord, StageEntry
@@ -11,7 +12,7 @@ from flows.report.model import (
 )
 from stages.core.intervals import score_interval
 from stages.harnesses.scores import samples_by_score
-from stages.kinds.promote.verdict import VERDICT_FILE, Verdict, tables
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, ComparedChampion, Verdict, tables
 from stages.kinds.registry import makes
 
 ERROR = "_stderr"
@@ -69,3 +70,14 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
         differences=tuple(differences),
         tables=None if verdict.gates is None else tuple(tables(verdict)),
     )
+
+
+def evaluations_of_champions(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
+    """Yield the evaluations of the champions that candidates of the refresh were compared with, each with its name."""
+    for entry in record.stages.values():
+        if not entry.verdict or not entry.artifact:
+            continue
+        with suppress(OSError, ValueError):  # of artifacts that are gone, or of older versions
+            standing = ComparedChampion.model_validate_json((entry.artifact / CHAMPION_FILE).read_bytes()).champion
+            if standing and not standing.same_model:
+                yield from ((f"champion (version {standing.version})", folder) for folder in standing.evaluations)
