@@ -37,7 +37,7 @@ INNER = ".base_layer"
 """Suffix that PEFT adds to a module's name where several adapters wrap its parameters, once for each inner adapter."""
 COMPANIONS = (
     "tokenizer", "chat_template", "special_tokens", "added_tokens", "vocab", "merges", "trained_on", "processor_config",
-    "preprocessor_config",
+    "preprocessor_config", "video_preprocessor_config",
 )  # fmt: skip
 UNKNOWN = {"bias": "none", "lora_bias": False}
 """Fields of PEFT's config that merging does not support, each with the only value that merging accepts."""

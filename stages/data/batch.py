@@ -85,18 +85,18 @@ class Documents:
 
 @dataclass(frozen=True)
 class MediaInputs:
-    """Pictures of a batch's documents, as the model's forward pass takes them; there may be none."""
+    """Media of a batch's documents, as the model's forward pass takes them; there may be none."""
 
     features: Mapping[str, torch.Tensor]
-    """Arguments of the model, such as `pixel_values`, of all pictures in the order of their documents."""
+    """Arguments of the model, such as `pixel_values`, of all media in the order of their documents."""
     token_types: torch.Tensor
-    """Kind of each token, int64 [rows, sequence]: 1 if it stands for a picture, 0 for text."""
+    """Kind of each token, int64 [rows, sequence]: 1 if it stands for a picture, 2 for a video, 0 for text."""
     spatial_positions: torch.Tensor | None
     """Positions in time, height and width, int64 [3, rows, sequence]; None for models that count tokens alone."""
     runs: Sequence[tuple[int, int]]
-    """First token, and token after the last, of each run of tokens that stand for pictures, in the flattened rows."""
+    """First token, and token after the last, of each run of tokens that stand for media, in the flattened rows."""
     patches: Sequence[int] = ()
-    """Number of patches of each picture, by which its costs are counted."""
+    """Number of patches of each medium, by which its costs are counted."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from stages.data.media.folder import MediaFolder
+    from stages.models.media import MediaKind, Medium, Sampling
+    from stages.models.processor import MediaProcessor
 
 ABOUT = "about.json"
 ARRAYS: dict[str, type[np.generic]] = {
@@ -79,8 +81,8 @@ class Description(StrictModel):
     most_patches: NonNegativeInt = 0
 
 
-See = Callable[[Batch, Sequence[Sequence["Image"]]], Batch]
-"""Function that puts the pictures of each of a batch's documents into the batch, as the model takes them."""
+See = Callable[[Batch, Sequence[Sequence["Medium"]]], Batch]
+"""Function that puts the media of each of a batch's documents into the batch, as the model takes them."""
 Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
 """One packed row before it is written: token ids, flags of the tokens with loss, and lengths of its documents."""
 
@@ -105,7 +107,7 @@ class PackedDataset:
         self.folder = folder
         self._media_folder = media_folder
         self._see: See | None = None
-        self._num_patches: Callable[[tuple[int, int]], int] | None = None
+        self._processor: MediaProcessor | None = None
         self.about = Description.model_validate_json((folder / ABOUT).read_text(encoding="utf-8"))
         self._tokens, self._loss, self._document_starts, self._row_starts = (
             np.asarray(np.memmap(folder / f"{name}.bin", dtype=dtype, mode="r")) for name, dtype in ARRAYS.items()
@@ -204,12 +206,13 @@ class PackedDataset:
     def has_media(self) -> bool:
         return self.about.num_media > 0
 
-    def seen_by(self, see: See, num_patches: Callable[[tuple[int, int]], int]) -> None:
-        """Put the pictures of documents into each batch from now on, by the given function.
+    def seen_by(self, see: See, processor: MediaProcessor) -> None:
+        """Put the media of documents into each batch from now on, by the given function. processor: of the model."""
+        self._see, self._processor = see, processor
 
-        num_patches: number of patches of a picture by its size, (width, height).
-        """
-        self._see, self._num_patches = see, num_patches
+    @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        return frozenset(one.kind for one in of_records(b"" if self._media is None else self._media.tobytes()))
 
     @property
     def media_digests(self) -> frozenset[str]:
@@ -228,22 +231,31 @@ class PackedDataset:
         return self._media_folder
 
     def patches(self, row: int) -> list[int]:
-        """Return the number of patches of each picture of a packed row, by the sizes in its records."""
-        return [self._num_patches(one.size) for media in self.media(row) for one in media if self._num_patches]
+        """Return the number of patches of each medium of a packed row, by the sizes in its records."""
+        if self._processor is None:
+            return []
+        return [self._processor.num_patches(one.size) for media in self.media(row) for one in media]
 
-    def pictures(self, row: int) -> list[list[Image]]:
-        """Return the decoded pictures of each document of a packed row. Raises DataError if one has changed."""
-        return [[self._image(one) for one in media] for media in self.media(row)]
+    def pictures(self, row: int, sampling: Sampling | None = None) -> list[list[Medium]]:
+        """Return the decoded media of each document of a packed row. Raises DataError if one has changed.
+
+        sampling: what a model takes of videos; default: the one of `seen_by`.
+        """
+        assert self._media_folder, "opened without the folder of its media"
+        sampling = sampling or self._processor
+        return [[self._media_folder.load(one, sampling) for one in media] for media in self.media(row)]
 
     @property
     def prompts(self) -> tuple[ToolPrompt, ...]:
         """Prompts with tools or pictures, of few bytes in all. Raises DataError if a picture has changed."""
         prompts, left = list(self.about.tool_prompts), MOST_PICTURE_BYTES
-        for one in self.about.picture_prompts:
-            pictures = [as_png_address(self._image(media)) for media in one.media]
+        for recorded in self.about.picture_prompts:
+            if {media.kind for media in recorded.media} != {"image"}:
+                continue
+            pictures = [as_png_address(self._image(media)) for media in recorded.media]
             if (num_bytes := sum(map(len, pictures))) <= left:
                 left -= num_bytes
-                prompts.append(one.prompt.model_copy(update={"pictures": pictures}))
+                prompts.append(recorded.prompt.model_copy(update={"pictures": pictures}))
         return tuple(prompts)
 
     def _image(self, reference: MediaReference) -> Image:

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from stages.data.config import DataConfig, RowKind
 from stages.data.dataset import PackedDataset
 from stages.data.files import find_files, portions
 from stages.data.media.images import thumbnail
+from stages.data.media.videos import first_frame
 from stages.data.media_reference import MediaReference
 from stages.data.mixture import joined
 from stages.data.prepare import (
@@ -49,10 +50,13 @@ from stages.data.summaries import (
 )
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
+from stages.models.media import Video
 from stages.remote.pointers import size_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from stages.models.media import Medium
 
 CHECK_SECONDS = 20.0
 """Limit of CPU seconds for checking one split while a refresh is planned, so that a busy machine checks as much.
@@ -275,7 +279,7 @@ def histogram(lengths: NDArray[np.int64]) -> tuple[Bar, ...]:
 
 def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: Sequence[str]) -> ShownRow:
     labels, media = dataset.labels(row), dataset.media(row)
-    pictures = dataset.pictures(row)
+    pictures = dataset.pictures(row, tokenizer.processor) if any(media) else [[] for _ in media]
     documents, left = [], MAX_SHOWN_TOKENS
     for number, (tokens, loss) in enumerate(dataset.documents(row)):
         name = {True: "good answer", False: "bad answer"}[labels[number]] if labels else names[number % len(names)]
@@ -292,13 +296,13 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
     )
 
 
-def _picture(reference: MediaReference, image: Image, tokenizer: DocumentTokenizer) -> ShownPicture:
+def _picture(reference: MediaReference, medium: Medium, tokenizer: DocumentTokenizer) -> ShownPicture:
     return ShownPicture(
         path=reference.path,
         width=reference.width,
         height=reference.height,
-        num_tokens=tokenizer.processor.num_tokens(*reference.size),
-        thumbnail=thumbnail(image),
+        num_tokens=tokenizer.processor.num_tokens(reference.size),
+        thumbnail=thumbnail(first_frame(medium) if isinstance(medium, Video) else cast("Image", medium)),
     )
 
 

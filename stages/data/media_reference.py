@@ -1,17 +1,20 @@
 """References to a row's media: a place in the dataset's folder, a digest and a size, instead of pixels.
 
 A record of one on disk has 39 bytes and its path: sha256, width and height (uint16), kind (uint8), length of the path
-(uint16), path.
+(uint16), path. After that of a video come the number of its frames (uint32) and their rate (float64), after that of a
+sound the number of its samples and theirs.
 """
+
+from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-MediaKind = Literal["image", "video", "audio"]
-KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+from stages.models.media import KINDS, MediaKind, MediaSize, SoundSize, VideoSize, kind_of
+
 RECORD = struct.Struct("<32sHHBH")
+IN_TIME = struct.Struct("<Id")
 MAX_PATH_BYTES = 0xFFFF
 
 
@@ -20,7 +23,8 @@ class MediaReference:
     """Reference to one picture, video or sound of a row.
 
     path: within the dataset's folder; `FILE#ROW.NUMBER` for one that lies inside a data file. sha256: hex digest of the
-    encoded bytes. width, height: in pixels, as it is shown; 0 for sound.
+    encoded bytes. width, height: in pixels, as it is shown; 0 for sound. length: number of a video's frames, or of a
+    sound's samples; rate: of them a second; both 0 for pictures.
     """
 
     kind: MediaKind
@@ -28,19 +32,34 @@ class MediaReference:
     sha256: str
     width: int
     height: int
+    length: int = 0
+    rate: float = 0
+
+    @classmethod
+    def of(cls, path: str, sha256: str, size: MediaSize) -> MediaReference:
+        """Return the reference to a medium of this size."""
+        kind = kind_of(size)
+        if isinstance(size, VideoSize):
+            return cls(kind, path, sha256, size.width, size.height, size.num_frames, size.frame_rate)
+        if isinstance(size, SoundSize):
+            return cls(kind, path, sha256, 0, 0, size.num_samples, size.sample_rate)
+        return cls(kind, path, sha256, *size)
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.width, self.height
+    def size(self) -> MediaSize:
+        if self.kind == "video":
+            return VideoSize(self.width, self.height, self.length, self.rate)
+        return SoundSize(self.length, int(self.rate)) if self.kind == "audio" else (self.width, self.height)
 
 
 def as_records(media: Sequence[MediaReference]) -> bytes:
     """Return the records of media one after the other."""
     records = bytearray()
-    for one in media:
-        path = one.path.encode()
-        records += RECORD.pack(bytes.fromhex(one.sha256), one.width, one.height, KINDS.index(one.kind), len(path))
-        records += path
+    for medium in media:
+        path, kind = medium.path.encode(), KINDS.index(medium.kind)
+        records += RECORD.pack(bytes.fromhex(medium.sha256), medium.width, medium.height, kind, len(path)) + path
+        if medium.kind != "image":
+            records += IN_TIME.pack(medium.length, medium.rate)
     return bytes(records)
 
 
@@ -52,8 +71,12 @@ def of_records(records: bytes) -> tuple[MediaReference, ...]:
 def _each(records: bytes) -> Iterator[MediaReference]:
     begin = 0
     while begin < len(records):
-        digest, width, height, kind, num_bytes = RECORD.unpack_from(records, begin)
+        digest, width, height, number, num_bytes = RECORD.unpack_from(records, begin)
         begin += RECORD.size
         path = records[begin : begin + num_bytes].decode()
         begin += num_bytes
-        yield MediaReference(KINDS[kind], path, digest.hex(), width, height)
+        kind, length, rate = KINDS[number], 0, 0.0
+        if kind != "image":
+            length, rate = IN_TIME.unpack_from(records, begin)
+            begin += IN_TIME.size
+        yield MediaReference(kind, path, digest.hex(), width, height, length, rate)

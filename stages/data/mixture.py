@@ -18,7 +18,7 @@ from stages.data.media_reference import MediaReference
 from stages.models.recorded import ToolPrompt
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from stages.models.media import MediaKind, Medium, Sampling
 
 WHEEL = 1 << 64
 STRIDE = 0x9E3779B97F4A7C15
@@ -37,7 +37,7 @@ class MixedDataset(PackedDataset):
         self.about = _joined([one.about for one in self._list])
         self._first_rows = [0, *accumulate(map(len, self._list))]
         self._first_documents = [0, *accumulate(one.num_documents for one in self._list)]
-        self._see = self._num_patches = None
+        self._see = self._processor = None
 
     @property
     def key(self) -> str:
@@ -86,9 +86,13 @@ class MixedDataset(PackedDataset):
     def media_folder(self, row: int) -> MediaFolder | None:
         return self._list[self._place(row)[0]].media_folder(row)
 
-    def pictures(self, row: int) -> list[list[Image]]:
+    @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        return frozenset().union(*(one.media_kinds for one in self._list))
+
+    def pictures(self, row: int, sampling: Sampling | None = None) -> list[list[Medium]]:
         number, own = self._place(row)
-        return self._list[number].pictures(own)
+        return self._list[number].pictures(own, sampling or self._processor)
 
     def _row(self, row: int) -> Row:
         number, own = self._place(row)

@@ -13,9 +13,10 @@ from stages.core.errors import DataError
 from stages.data.config import DataConfig
 from stages.data.media_reference import MediaReference, of_records
 from stages.data.units import NUM_NAMED, Units
+from stages.models.media import MediaSize
 
-PatchesOf = Callable[[tuple[int, int]], int]
-"""Function that returns the number of patches of a picture by its size, (width, height)."""
+PatchesOf = Callable[[MediaSize], int]
+"""Function that returns the number of patches of a medium by its size."""
 
 
 @dataclass

@@ -51,6 +51,7 @@ from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
+from stages.models.media import MediaKind, MediaSize
 from stages.models.processor import reads_media
 from stages.models.recorded import ToolPrompt
 
@@ -83,6 +84,11 @@ class PreparedData:
     @property
     def has_media(self) -> bool:
         return any(dataset.has_media for dataset in self.datasets)
+
+    @property
+    def media_kinds(self) -> frozenset[MediaKind]:
+        """Kinds of all media of training and held-out rows."""
+        return frozenset().union(*(dataset.media_kinds for dataset in self.datasets))
 
 
 def prepare(
@@ -443,7 +449,7 @@ class _NamedReporter:
 class DatasetWriter:
     """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
-    patches_of: Callable[[tuple[int, int]], int]
+    patches_of: Callable[[MediaSize], int]
     """Function that returns the number of patches of a picture by its size, (width, height)."""
 
     def __init__(self, folder: Path, *, is_labelled: bool = False, may_have_media: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of packed documents: a batch's inputs of them, and the arguments that a model's decoder takes.
+"""Media of packed documents: a batch's inputs of them, and the arguments that a model's decoder takes.
 
 Features are made by document, as their processor would alone; positions, too. A picture's tokens see each other both
 ways in some architectures (`Blocks`); which ones, `fsdp/probe.py` finds out.
@@ -19,26 +19,26 @@ from stages.data.batch import Batch, MediaInputs, ModelInputs
 from stages.models.processor import MediaProcessor
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from stages.models.media import Medium
 
 Blocks = Literal["in all layers", "in windows"] | None
 """Layers in which the tokens of a picture see each other both ways; None: in none, attention is causal."""
 
 
-def with_media(batch: Batch, pictures: Sequence[Sequence[Image]], processor: MediaProcessor) -> Batch:
-    """Return the batch with its documents' pictures as inputs of the model.
+def with_media(batch: Batch, pictures: Sequence[Sequence[Medium]], processor: MediaProcessor) -> Batch:
+    """Return the batch with its documents' media as inputs of the model.
 
-    pictures: of each of the batch's documents, in order, in RGB.
+    pictures: media of each of the batch's documents, in order, pictures in RGB.
     """
     assert len(pictures) == batch.documents.count, f"{len(pictures)} lists for {batch.documents.count} documents"
-    seen = with_features(batch, [processor.features(images) for images in pictures], processor)
+    seen = with_features(batch, [processor.features(media) for media in pictures], processor)
     assert seen.inputs.media
-    patches = [processor.num_patches(one.size) for images in pictures for one in images]
+    patches = [processor.num_patches(one.size) for media in pictures for one in media]
     return replace(seen, inputs=replace(seen.inputs, media=replace(seen.inputs.media, patches=patches)))
 
 
 def with_features(batch: Batch, features: Sequence[Mapping[str, Tensor]], processor: MediaProcessor) -> Batch:
-    """Return the batch with the features of its documents' pictures, one mapping for each document."""
+    """Return the batch with the features of its documents' media, one mapping for each document."""
     inputs, documents = batch.inputs, batch.documents
     shape = inputs.input_ids.shape
     types = processor.token_types(inputs.input_ids)

@@ -16,19 +16,19 @@ import torch
 
 from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
-from stages.data.media.images import as_png_address
+from stages.data.media.addresses import as_address, of_address
+from stages.models.media import MediaError
 from stages.models.recorded import RecordedDocument, write_record
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from stages.data.batch import Batch
     from stages.engines.engine import Engine
+    from stages.models.media import Medium, Sampling
     from stages.models.recorded import ToolPrompt
 
 MOST_DOCUMENTS = 16
 MOST_BYTES = 32 * 2**20
-"""Largest size of the pictures of all recorded documents but the first, as they are written."""
+"""Largest size of the media of all recorded documents but the first, as they are written."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,16 @@ class RecordedBatch:
     batch: Batch
     untrained: torch.Tensor | None = None
     """Log-probabilities of the target tokens under the model before training, float32 [targets]; None if unknown."""
-    pictures: Sequence[Sequence[Image]] = ()
-    """Pictures of each document, in order; () for documents of text."""
+    pictures: Sequence[Sequence[Medium]] = ()
+    """Media of each document, in order; () for documents of text."""
 
 
-def pictures_of(document: RecordedDocument) -> list[Image]:
-    """Return the decoded pictures of a recorded document; raise ModelError if one cannot be decoded."""
-    from stages.data.media.embedded import embedded_bytes
-    from stages.data.media.images import PictureError, decode_picture
-
+def pictures_of(document: RecordedDocument, sampling: Sampling) -> list[Medium]:
+    """Return the decoded media of a recorded document; raise ModelError if one cannot be decoded."""
     try:
-        return [decode_picture(embedded_bytes(address) or b"") for address in document.pictures]
-    except PictureError as error:
-        raise ModelError(f"a picture that training recorded {error}; train the stage again with --force") from error
+        return [of_address(address, sampling) for address in document.pictures]
+    except MediaError as error:
+        raise ModelError(f"a medium that training recorded {error}; train the stage again with --force") from error
 
 
 def record_log_probabilities(
@@ -59,7 +56,7 @@ def record_log_probabilities(
     """Write the model's predictions for a batch's first documents; return how far training moved them. Collective."""
     batch = recorded.batch
     seen = batch.inputs.media is not None and bool(batch.inputs.media.features)
-    assert not seen or recorded.pictures, "the documents have pictures, without which no one could compare them"
+    assert not seen or recorded.pictures, "the documents have media, without which no one could compare them"
     log_probabilities, greedy = engine.predictions(batch)
     # [documents]: log-probability of each document, in nats
     sums = batch.documents.sums(log_probabilities)
@@ -67,7 +64,7 @@ def record_log_probabilities(
         documents: list[RecordedDocument] = []
         num_bytes = 0
         for number in range(min(batch.documents.count, MOST_DOCUMENTS)):
-            pictures = [as_png_address(one) for one in recorded.pictures[number]] if recorded.pictures else []
+            pictures = [as_address(one) for one in recorded.pictures[number]] if recorded.pictures else []
             num_bytes += sum(map(len, pictures))
             if documents and num_bytes > MOST_BYTES:
                 break

@@ -1,10 +1,11 @@
 """Settings of a training engine (parallel layout, precision, optimizer, adapter), made by configs without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.adapters.config import AdapterConfig
+from stages.models.media import MediaKind
 from stages.models.tower import ModelPart
 from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
@@ -58,12 +59,14 @@ class MoeSettings:
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """Settings for training on rows with pictures, by a model that sees."""
+    """Settings for training on rows with media, by a model that reads them."""
 
     freeze: tuple[ModelPart, ...] = ()
     """Parts of the model that do not learn."""
     learning_rate_ratios: Mapping[ModelPart, float] = field(default_factory=dict)
     """Factor on every step's learning rate of the weights of a part; parts that are not named have 1."""
+    kinds: Sequence[MediaKind] = ("image",)
+    """Kinds of media in training and held-out rows, in the order of `KINDS`."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class StreamedModel:
         # attention never sees it; but angles that depend on the longest text must be computed for each alone.
         if sees:
             processor = MediaProcessor(self._folder, trust_remote_code=self._trust_remote_code)
-            given = [processor.inputs(document.input_ids, pictures_of(document)) for document in documents]
+            given = [processor.inputs(document.input_ids, pictures_of(document, processor)) for document in documents]
         elif rotates_by_document_length(decoder):
             given = [{"input_ids": row[None]} for row in rows]
         else:

@@ -10,8 +10,8 @@ from stages.core.files import read_json_object
 from stages.models.shape import ModelShape
 
 CONFIG_FILE = "config.json"
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Names of the files that describe a processor; a folder without both is of a model that reads text alone."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Names of the files that describe a processor; a folder without any is of a model that reads text alone."""
 LARGEST_SIZE = 2**53
 """Upper limit of sizes in a model's config; floating-point numbers above it are not exact."""
 ROTARY_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")

@@ -1,7 +1,7 @@
-"""Processor of a model that sees: what stands in a text for each picture, and the tensors that the model takes of it.
+"""Processor of a model that sees: what stands in a text for each medium, and the tensors that the model takes of it.
 
-`replacements` needs the size of a picture alone, which its header says: Transformers' processor is asked about pictures
-without pixels, once for each size. `features` is called for one document's pictures, never for those of a row: some
+`replacements` needs the size of a medium alone, which its header says: Transformers' processor is asked about pictures
+without pixels, once for each size. `features` is called for one document's media, never for those of a row: some
 processors cut a picture into tiles only where it is alone. `merged` joins the features of several documents.
 
 Importing this module is light; torch and Transformers come with the first processor.
@@ -10,7 +10,7 @@ Importing this module is light; torch and Transformers come with the first proce
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import DataError, LifecycleError, ModelError
 from stages.models import loading
 from stages.models.facts import PROCESSOR_FILES
+from stages.models.media import KINDS, NOUNS, MediaError, MediaKind, MediaSize, Medium, Video, VideoSize, kind_of
 from stages.models.tower import num_patches, patch_side
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from torch import Tensor
 
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels", "text_replacement_offsets")
@@ -33,6 +33,17 @@ KEPT_SIZES = 4096
 """Number of combinations of sizes whose replacements are remembered."""
 DRAWN = ((64, 40), (48, 90))
 """Sizes of the drawn pictures, (width, height) in pixels, that a processor is tried with."""
+DRAWN_SIZES: dict[MediaKind, tuple[MediaSize, MediaSize]] = {
+    "image": DRAWN,
+    "video": (VideoSize(64, 40, 9, 3.0), VideoSize(48, 90, 12, 2.0)),
+}
+"""Sizes of the drawn media of each kind."""
+PARTS: dict[MediaKind, str] = {"image": "image_processor", "video": "video_processor"}
+"""Attribute of a processor that takes the media of each kind."""
+SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
+"""Fields of a processor of videos that say which frames a model takes, and of what size."""
+VALUES = ("pixel_values", "pixel_values_videos")
+"""Names of the features that hold patches of pictures and of videos' frames."""
 
 
 def needed_processor(folder: Path) -> MediaProcessor:
@@ -45,7 +56,7 @@ def needed_processor(folder: Path) -> MediaProcessor:
 
 @dataclass(frozen=True)
 class Replacement:
-    """Text that takes the place of a picture's placeholder, from character `start` up to `end` of the rendered chat."""
+    """Text that takes the place of a medium's placeholder, from character `start` up to `end` of the rendered chat."""
 
     start: int
     end: int
@@ -53,7 +64,7 @@ class Replacement:
 
 
 class MediaProcessor:
-    """Processor of pictures in a model folder, tried with drawn pictures when it is made."""
+    """Processor of media in a model folder, tried with drawn ones: pictures at once, others when it meets them."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         """Read the folder's processor.
@@ -65,16 +76,12 @@ class MediaProcessor:
         self._trust_remote_code = trust_remote_code
         self._replaced = lru_cache(KEPT_SIZES)(self._ask)
         self._patches = lru_cache(KEPT_SIZES)(self._count_patches)
-        self._without_pixels = True
-        try:
-            self._try()
-        except LifecycleError:
-            raise
-        except Exception as error:  # whatever a processor that was never tried makes of drawn pictures
-            raise ModelError(
-                f"the processor in {folder} cannot be used: {type(error).__name__}: {error}; take a model whose "
-                "processor Transformers can run"
-            ) from error
+        self._frames = lru_cache(KEPT_SIZES)(self._sampled)
+        self._without_pixels: dict[MediaKind, bool] = {}
+        if not self.placeholders:
+            raise ModelError(f"the processor in {folder} takes no pictures; remove its files, or take another")
+        if "image" in self.placeholders.values():
+            self._try("image")
 
     def __deepcopy__(self, _: Any) -> MediaProcessor:
         """Return itself: copies of a model share it, and nothing changes it."""
@@ -89,77 +96,99 @@ class MediaProcessor:
 
     @cached_property
     def media_token_ids(self) -> frozenset[int]:
-        """Ids of the tokens that stand for pictures, which are never learned and never cut."""
-        names = ("image_token_id", "image_token_index")  # Llama 4's differs from the one that its processor marks
+        """Ids of the tokens that stand for media, which are never learned and never cut."""
+        # Llama 4's of pictures differs from the one that its processor marks.
+        names = (f"{kind}_token_{ending}" for kind in KINDS for ending in ("id", "index"))
         found = {getattr(self.config, name, None) for name in names}
-        return self._marked | {one for one in found if one is not None}
+        return frozenset().union(*self._marked.values()) | {one for one in found if isinstance(one, int)}
 
-    def num_patches(self, size: tuple[int, int]) -> int:
-        """Return the number of patches that a tower makes of a picture of this size, alone in its document."""
+    @cached_property
+    def placeholders(self) -> dict[str, MediaKind]:
+        """Texts that a chat template writes where media are, and that the processor replaces, with the kind of each."""
+        kinds = [kind for kind, part in PARTS.items() if getattr(self._processor, part, None) is not None]
+        found = {getattr(self._processor, f"{kind}_token", None): kind for kind in kinds}
+        return {text: kind for text, kind in found.items() if text}
+
+    def frames(self, size: VideoSize) -> Sequence[int]:
+        """Return the numbers of a video's frames that the model takes, by the rate in the processor's files.
+
+        Raises MediaError for too short videos, and ModelError for a processor without a rate.
+        """
+        return self._frames(size)
+
+    def num_patches(self, size: MediaSize) -> int:
+        """Return the number of patches that a tower makes of a medium of this size, alone in its document."""
         return self._patches(size)
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """Return the number of tokens that stand in a text for a picture of this size, alone in its document."""
-        return len(self.token_ids((width, height)))
+    def num_tokens(self, size: MediaSize) -> int:
+        """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
+        return len(self.token_ids(size))
 
-    def token_ids(self, size: tuple[int, int]) -> list[int]:
-        """Return the tokens that stand in a text for a picture of this size, (width, height), alone in its document."""
+    def token_ids(self, size: MediaSize) -> list[int]:
+        """Return the tokens that stand in a text for a medium of this size, alone in its document."""
         (text,) = self._replaced((size,))
         return self._tokens(text)
 
-    def replacements(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[Replacement, ...]:
+    def places(self, text: str) -> list[tuple[int, int, MediaKind]]:
+        """Return first character, end and kind of each placeholder in a rendered chat."""
+        pattern = "|".join(map(re.escape, self.placeholders))
+        return [(*place.span(), self.placeholders[place[0]]) for place in re.finditer(pattern, text)]
+
+    def replacements(self, text: str, sizes: Sequence[MediaSize]) -> tuple[Replacement, ...]:
         """Return what takes the place of each placeholder in a rendered chat, in order.
 
-        sizes: of its pictures in pixels, (width, height) as they are shown. Raises DataError if there are more or fewer
-        placeholders than pictures.
+        sizes: of its media. Raises DataError if there are more, fewer or other placeholders than media, and MediaError
+        as `frames` does.
         """
-        places = list(re.finditer(re.escape(self.placeholder), text))
-        if len(places) != len(sizes):
+        places, kinds = self.places(text), [*map(kind_of, sizes)]
+        if [kind for _, _, kind in places] != kinds:
             raise DataError(
-                f"the chat template wrote {len(places)} placeholders ({self.placeholder}) for {len(sizes)} pictures; "
-                "expected one for each: take the model's own chat template, and no placeholders in texts"
+                f"the chat template wrote {len(places)} placeholders ({', '.join(self.placeholders)}) for {len(sizes)} "
+                f"media ({', '.join(kinds)}); expected one for each: take the model's own chat template, and no "
+                "placeholders in texts"
             )
         texts = self._replaced(tuple(sizes)) if sizes else ()
-        return tuple(Replacement(*place.span(), one) for place, one in zip(places, texts, strict=True))
+        return tuple(Replacement(begin, end, one) for (begin, end, _), one in zip(places, texts, strict=True))
 
-    def collapsed(self, token_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Return a document's tokens with one placeholder in place of what the processor wrote for each picture.
+    def collapsed(self, token_ids: Sequence[int], sizes: Sequence[MediaSize]) -> list[int] | None:
+        """Return a document's tokens with one placeholder in place of what the processor wrote for each medium.
 
-        sizes: of its pictures, as of `replacements`. None if these tokens are not the processor's for such a document.
+        sizes: of its media, as of `replacements`. None if these tokens are not the processor's for such a document.
         """
         text: str = self._processor.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         short, end = "", 0
-        for written in self._replaced(tuple(sizes)) if sizes else ():
+        for size, written in zip(sizes, self._replaced(tuple(sizes)) if sizes else (), strict=True):
             begin = text.find(written, end)
             if begin < 0:
                 return None
-            short += text[end:begin] + self.placeholder
+            short += text[end:begin] + self._placeholder[kind_of(size)]
             end = begin + len(written)
         short += text[end:]
         # Not every sequence of tokens is what its text becomes: the whole must come out again.
-        is_whole = short.count(self.placeholder) == len(sizes) and self._tokens(text) == list(token_ids)
+        is_whole = len(self.places(short)) == len(sizes) and self._tokens(text) == list(token_ids)
         return self._tokens(short) if is_whole else None
 
-    def features(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the model's inputs of one document's pictures, in order; nothing for none. Images are in RGB."""
-        if not images:
+    def features(self, media: Sequence[Medium]) -> dict[str, Tensor]:
+        """Return the model's inputs of one document's media, in order; nothing for none. Pictures are in RGB."""
+        if not media:
             return {}
-        found = {name: value for name, value in self._call(list(images)).items() if name in self._arguments}
+        given = self._call([(one.size, one.frames if isinstance(one, Video) else one) for one in media])
+        found = {name: value for name, value in given.items() if name in self._arguments}
         return {name: self._without_sample(name, value) for name, value in found.items()}
 
-    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> dict[str, Tensor]:
-        """Return the arguments with which Transformers' model reads one document: tokens [1, tokens] and pictures."""
+    def inputs(self, token_ids: Sequence[int], media: Sequence[Medium]) -> dict[str, Tensor]:
+        """Return the arguments with which Transformers' model reads one document: tokens [1, tokens] and media."""
         import torch
 
         ids = torch.tensor([token_ids])
         types = self.token_types(ids)
         names = {"mm_token_type_ids", "token_type_ids"} & _parameters(self._model.forward).keys()
-        features = self.merged([self.features(images)])
+        features = self.merged([self.features(media)])
         row = {"input_ids": ids, "attention_mask": torch.ones_like(types)}
         return row | features | dict.fromkeys(sorted(names), types)
 
     def merged(self, documents: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the model's inputs of several documents' pictures: each padded to the largest, one after the other."""
+        """Return the model's inputs of several documents' media: each padded to the largest, one after the other."""
         import torch
 
         joined = {}
@@ -170,15 +199,18 @@ class MediaProcessor:
         return {name: value[None] if name in self._with_sample else value for name, value in joined.items()}
 
     def token_types(self, token_ids: Tensor) -> Tensor:
-        """Return 1 for each token that stands for a picture, else 0: int64, of the ids' shape."""
+        """Return 1 for each token that stands for a picture, 2 for one of a video, else 0: int64, of the ids' shape."""
         import torch
 
-        return torch.isin(token_ids, torch.tensor(sorted(self._marked))).long()
+        types = torch.zeros_like(token_ids)
+        for number, kind in enumerate(KINDS, 1):
+            types[torch.isin(token_ids, torch.tensor(sorted(self._marked[kind])))] = number
+        return types
 
     def spatial_positions(self, token_ids: Tensor, features: Mapping[str, Tensor]) -> Tensor | None:
         """Return a document's positions in time, height and width, int64 [3, tokens]; None if the model has one kind.
 
-        token_ids: int64 [tokens] of one document, whose pictures have these features.
+        token_ids: int64 [tokens] of one document, whose media have these features.
         """
         import torch
 
@@ -193,10 +225,10 @@ class MediaProcessor:
         spatial: Tensor = positions[:, 0].long()
         return spatial
 
-    def check_sees_alike(self, folder: Path) -> None:
-        """Check by drawn pictures that the model in another folder takes pictures as this one; raises ModelError.
+    def check_sees_alike(self, folder: Path, kinds: Collection[MediaKind]) -> None:
+        """Check by drawn media that the model in another folder takes these kinds as this one; raises ModelError.
 
-        Of what size pictures become this processor decides for both models: bounds of their pixels may differ.
+        Of what size pictures become, and which frames are taken, this processor decides for both models.
         """
         other = MediaProcessor.of(folder, trust_remote_code=self._trust_remote_code)
         if other is None:
@@ -207,41 +239,63 @@ class MediaProcessor:
         images, of_other = self._processor.image_processor, other._processor.image_processor
         if scales_to_pixels(images) and scales_to_pixels(of_other):
             of_other.size = images.size
-        for size in DRAWN:
+        if "video" in kinds:
+            for name in SAMPLING:
+                setattr(other._processor.video_processor, name, getattr(self._processor.video_processor, name, None))
+        for size in (size for kind in kinds for size in DRAWN_SIZES[kind]):
             if (other.token_ids(size), other._drawn(size)) != (self.token_ids(size), self._drawn(size)):
                 raise ModelError(
-                    f"the model in {folder} takes a picture of {size[0]} × {size[1]} pixels in another way than the "
+                    f"the model in {folder} takes a {NOUNS[kind_of(size)]} of the size {size} in another way than the "
                     f"one in {self.folder}; take a model of the same family, with the same processor files"
                 )
 
-    def _drawn(self, size: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], bytes]]:
-        """Return what the model takes of a drawn picture, to compare: the shape and the bytes of each tensor."""
-        from PIL import Image
-
-        gradient = Image.linear_gradient("L").resize(size).convert("RGB")
-        found = self.features([gradient]).items()
+    def _drawn(self, size: MediaSize) -> dict[str, tuple[tuple[int, ...], bytes]]:
+        """Return what the model takes of a drawn medium, to compare: the shape and the bytes of each tensor."""
+        found = self.features([self.drawn(size)]).items()
         return {name: (tuple(value.shape), value.contiguous().numpy().tobytes()) for name, value in found}
 
-    @property
-    def _marked(self) -> frozenset[int]:
-        return frozenset(one for one in self._processor.image_token_ids if one is not None)
+    def drawn(self, size: MediaSize, seed: int = 0) -> Medium:
+        """Return a medium of this size that holds noise."""
+        import numpy as np
+        from PIL.Image import fromarray
+
+        def noise(*shape: int) -> Any:
+            return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+        if isinstance(size, VideoSize):
+            numbers = self.frames(size)
+            return Video(size, noise(len(numbers), size.height, size.width, 3), numbers, b"")
+        assert isinstance(size, tuple)
+        return fromarray(noise(size[1], size[0], 3))
+
+    @cached_property
+    def _marked(self) -> dict[MediaKind, frozenset[int]]:
+        """Ids of the tokens that stand for media of each kind."""
+        return {
+            kind: frozenset(one for one in getattr(self._processor, f"{kind}_token_ids", ()) if one is not None)
+            for kind in KINDS
+        }
+
+    @cached_property
+    def _placeholder(self) -> dict[MediaKind, str]:
+        return {kind: text for text, kind in self.placeholders.items()}
 
     @property
     def placeholder(self) -> str:
         """Text that a chat template writes where a picture is, and that the processor replaces."""
-        placeholder: str = self._processor.image_token
-        return placeholder
+        return self._placeholder["image"]
 
     @cached_property
     def _arguments(self) -> frozenset[str]:
         """Names of the arguments that the model takes, some of which its forward pass only passes on."""
-        methods = (self._model.forward, self._model.get_image_features)
+        names = ("forward", *(f"get_{kind}_features" for kind in KINDS))
+        methods = (getattr(self._model, name) for name in names if hasattr(self._model, name))
         return frozenset(name for method in methods for name in _parameters(method)) - {*OF_TEXT}
 
     @cached_property
     def _with_sample(self) -> frozenset[str]:
         """Names of the features with a dimension of samples before that of pictures (Idefics 3)."""
-        found = self._call([_blank(size) for size in DRAWN])
+        found = self._blank_call(DRAWN, without_pixels=False)
         return frozenset(
             name for name in self._arguments & found.keys() if found[name].ndim > 1 and len(found[name]) == 1
         )
@@ -256,55 +310,123 @@ class MediaProcessor:
         """Model without weights, whose code says which arguments it takes and where tokens of pictures stand."""
         return loading.build_model(self.config, head="pictures", trust_remote_code=self._trust_remote_code)
 
-    def _call(self, images: list[Any], **options: Any) -> Mapping[str, Any]:
-        text = " ".join([self.placeholder] * len(images))
+    def _call(self, media: Sequence[tuple[MediaSize, Any]], **options: Any) -> Mapping[str, Any]:
+        """Return the processor's outputs for a text of placeholders alone. media: size and content of each."""
+        text = " ".join(self._placeholder[kind_of(size)] for size, _ in media)
+        pictures = [one for size, one in media if isinstance(size, tuple)]
+        videos = [(size, one) for size, one in media if isinstance(size, VideoSize)]
+        given: dict[str, Any] = {"images": [pictures]} if pictures else {}
+        if videos:
+            given |= {"videos": [one for _, one in videos], "do_sample_frames": False}
+            given["video_metadata"] = [_metadata(size) | {"frames_indices": self.frames(size)} for size, _ in videos]
         found: Mapping[str, Any] = self._processor(
-            text=[text], images=[images], return_tensors="pt", add_special_tokens=False, **options
+            text=[text], return_tensors="pt", add_special_tokens=False, **given, **options
         )
         return found
 
-    def _ask(self, sizes: tuple[tuple[int, int], ...]) -> tuple[str, ...]:
-        """Return what the processor puts in place of each placeholder of a document with pictures of these sizes."""
+    def _ask(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
+        """Return what the processor puts in place of each placeholder of a document with media of these sizes."""
         found = self._blank_call(sizes, return_text_replacement_offsets=True)
         return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
 
-    def _count_patches(self, size: tuple[int, int]) -> int:
-        return num_patches(self._blank_call((size,))["pixel_values"].shape, patch_side(self.config))
+    def _count_patches(self, size: MediaSize) -> int:
+        found = self._blank_call((size,))
+        values = next(found[name] for name in VALUES if name in found)
+        return num_patches(values.shape, patch_side(self.config))
 
-    def _blank_call(self, sizes: tuple[tuple[int, int], ...], **options: Any) -> Mapping[str, Any]:
-        """Return what the processor makes of pictures of these sizes, without pixels where it can."""
+    def _sampled(self, size: VideoSize) -> tuple[int, ...]:
+        part = self._processor.video_processor
+        if part.fps is None and part.num_frames is None:
+            raise ModelError(
+                f"the processor in {self.folder} does not say how many frames of a video its model takes; set, for "
+                "example, `media: {fps: 2, max_frames: 32}` in the training stage"
+            )
+        from transformers.video_utils import VideoMetadata
+
+        options = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
+        try:
+            found = part.sample_frames(metadata=VideoMetadata(**_metadata(size)), **options)
+        except (ValueError, ZeroDivisionError) as error:
+            raise MediaError(f"has too few frames ({size.num_frames}) for the model's processor: {error}") from error
+        numbers = tuple(int(number) for number in found)
+        if not numbers:
+            raise MediaError(f"has too few frames ({size.num_frames}) for the model's processor, which takes none")
+        return numbers
+
+    def _blank_call(
+        self, sizes: Sequence[MediaSize], *, without_pixels: bool | None = None, **options: Any
+    ) -> Mapping[str, Any]:
+        """Return what the processor makes of media of these sizes, without pixels where it can, or as it is said."""
         import torch
 
-        if not self._without_pixels:
-            return self._call([_blank(size) for size in sizes], **options)
-        shapes = [torch.empty(3, height, width, dtype=torch.uint8, device="meta") for width, height in sizes]
-        return self._call(shapes, device="meta", **options)
+        if without_pixels is None:
+            kinds = {*map(kind_of, sizes)}
+            for kind in kinds:
+                self._try(kind)
+            without_pixels = all(self._without_pixels[kind] for kind in kinds)
+        device = "meta" if without_pixels else "cpu"
 
-    def _try(self) -> None:
-        """Check that what the processor says of its replacements gives the tokens that it gives; try it without pixels.
+        def content(size: MediaSize) -> Any:
+            if isinstance(size, VideoSize):
+                shape = (len(self.frames(size)), 3, size.height, size.width)
+                return torch.zeros(shape, dtype=torch.uint8, device=device)
+            assert isinstance(size, tuple)
+            return (
+                torch.zeros(3, size[1], size[0], dtype=torch.uint8, device=device) if without_pixels else _blank(size)
+            )
 
-        Raises ModelError.
-        """
-        images = [_blank(size) for size in DRAWN]
-        found = self._call(images, return_text_replacement_offsets=True)
-        ids = found["input_ids"][0].tolist()
-        offsets = found.get("text_replacement_offsets")
+        given = [(size, content(size)) for size in sizes]
+        return self._call(given, **options, **({"device": device} if without_pixels else {}))
+
+    def _try(self, kind: MediaKind) -> None:
+        """Check, once, that what the processor says of its replacements gives its tokens; raises ModelError."""
+        if kind in self._without_pixels:
+            return
+        try:
+            self._try_replacements(kind)
+        except (LifecycleError, MediaError):
+            raise
+        except Exception as error:  # whatever a processor that was never tried makes of drawn media
+            raise ModelError(
+                f"the processor in {self.folder} cannot be used: {type(error).__name__}: {error}; take a model whose "
+                "processor Transformers can run"
+            ) from error
+
+    def _try_replacements(self, kind: MediaKind) -> None:
+        noun, sizes = NOUNS[kind], DRAWN_SIZES[kind]
+        options = {"return_text_replacement_offsets": True, "return_mm_token_type_ids": True}
+        outputs = self._blank_call(sizes, without_pixels=False, **options)
+        ids = outputs["input_ids"][0].tolist()
+        offsets = outputs.get("text_replacement_offsets")
         if not offsets:
             raise ModelError(
-                f"the processor in {self.folder} does not say what it puts in a text for a picture "
+                f"the processor in {self.folder} does not say what it puts in a text for a {noun} "
                 "(`return_text_replacement_offsets`), so that masks of the loss could not be checked; take another "
-                "model for rows with pictures"
+                f"model for rows with {noun}s"
             )
         texts = tuple(one["replacement"] for one in offsets[0])
         if ids != self._tokens(" ".join(texts)) or not self.media_token_ids & {*ids}:
             raise ModelError(
-                f"the processor in {self.folder} makes other tokens of a text with pictures than its tokenizer makes "
-                "of the text that it says it wrote, so it cannot be trained on rows with pictures; take another model"
+                f"the processor in {self.folder} makes other tokens of a text with {noun}s than its tokenizer makes "
+                f"of the text that it says it wrote, so it cannot be trained on rows with {noun}s; take another model"
+            )
+        if kind != "image" and VALUES[0] in outputs:
+            raise ModelError(
+                f"the processor in {self.folder} gives {noun}s and pictures one name, so that a document with both "
+                f"could not be trained on; take another model for rows with {noun}s"
+            )
+        if kind != "image" and not self.token_types(outputs["input_ids"]).equal(outputs["mm_token_type_ids"]):
+            raise ModelError(
+                f"the processor in {self.folder} marks the tokens of {noun}s otherwise than by their ids, which is not "
+                f"trained yet; take another model for rows with {noun}s"
             )
         try:
-            self._without_pixels = self._ask(DRAWN) == texts
+            blank = self._blank_call(sizes, without_pixels=True, return_text_replacement_offsets=True)
+            self._without_pixels[kind] = (
+                tuple(one["replacement"] for one in blank["text_replacement_offsets"][0]) == texts
+            )
         except Exception:  # PIL's processors, and those that count what they see, need pixels
-            self._without_pixels = False
+            self._without_pixels[kind] = False
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -326,10 +448,21 @@ def scales_to_pixels(image_processor: Any) -> bool:
     return {"min_pixels", "max_pixels"} <= known
 
 
-def _blank(size: tuple[int, int]) -> Image:
+def _blank(size: tuple[int, int]) -> Any:
     from PIL import Image
 
     return Image.new("RGB", size)
+
+
+def _metadata(size: VideoSize) -> dict[str, Any]:
+    """Return fields of Transformers' `VideoMetadata`."""
+    return {
+        "total_num_frames": size.num_frames,
+        "fps": size.frame_rate,
+        "width": size.width,
+        "height": size.height,
+        "duration": size.seconds,
+    }
 
 
 def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:

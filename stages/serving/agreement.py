@@ -137,8 +137,8 @@ class _Asked:
         if len(found) < len(with_pictures):
             warn(
                 f"{len(with_pictures) - len(found)} of {counted(len(with_pictures), 'recorded document')} with "
-                f"pictures cannot be compared: more than {spec.max_images} pictures (`serving.max_images`), or tokens "
-                "that no text has"
+                f"pictures cannot be compared: more than {spec.max_images} pictures (`serving.max_images`), videos, "
+                "or tokens that no text has"
             )
         seen = {len(of_text) + place: seen for place, (_, seen) in enumerate(found)}
         return cls(engine, address, [*of_text, *(one for one, _ in found)], seen)
@@ -153,6 +153,8 @@ class _Asked:
 
 
 def _seen(document: RecordedDocument, spec: LaunchSpec) -> SeenDocument | None:
+    if not all(address.startswith("data:image/") for address in document.pictures):
+        return None
     processor = _processor_of(spec.model, spec.serving.trust_remote_code)
     try:
         found = [inspect_picture(from_data_address(address), by_header=True) for address in document.pictures]

@@ -42,7 +42,7 @@ class Part:
 
 
 RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
-YEAR = "faults/test_year.py"
+YEAR, VIDEOS = "faults/test_year.py", "unit/stages/kinds/train/test_videos.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
@@ -53,7 +53,11 @@ PARTS = (
     Part("random kills", "three refreshes killed at random end with the bytes of an undisturbed one", (RANDOM,)),
     Part("slurm", "jobs that are lost, preempted or out of time go on", (SLURM,)),
     Part("pipelines", "recipes that stand on the quickstart; servers of adapters, drafts, new weights", ("pipeline",)),
-    Part("families", "tiny models of every family of the zoo go through what the table of families shows", ("zoo",)),
+    Part(
+        "families",
+        "tiny models of every family of the zoo go through what the table of families shows",
+        ("zoo", VIDEOS),
+    ),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )
 

@@ -33,7 +33,7 @@ def test_twenty_steps_learn_from_pictures_and_export_a_model_that_sees(tmp_path,
         for folder in (tmp_path / "work" / "model", base)
     )
     assert made == given, "pictures have the same pixels wherever the model is used"
-    assert MediaProcessor(tmp_path / "work" / "model").num_tokens(32, 16) == 2, "a token for each digit"
+    assert MediaProcessor(tmp_path / "work" / "model").num_tokens((32, 16)) == 2, "a token for each digit"
 
 
 @pytest.mark.nightly

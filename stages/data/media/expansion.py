@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from stages.core.lines import counted
 from stages.data.messages import Conversation, RowError
 from stages.data.templates import Rendered
+from stages.models.media import NOUNS, MediaError
 
 if TYPE_CHECKING:
     from stages.models.processor import MediaProcessor
@@ -21,20 +23,31 @@ def expanded(rendered: Rendered, conversation: Conversation, processor: MediaPro
     The text may end with an earlier turn than the conversation. Raises RowError if the placeholders do not match.
     """
     whole = conversation.media
-    num_placeholders = rendered.text.count(processor.placeholder)
-    if num_placeholders not in {len(whole), *conversation.num_media_before_turns().values()}:
-        raise RowError(
-            f"has {counted(len(whole), 'picture')}, but the chat template writes "
-            f"{counted(num_placeholders, 'placeholder')} ({processor.placeholder}); expected one for each: take the "
-            "model's own chat template, and no placeholders in texts"
+    kinds = [kind for _, _, kind in processor.places(rendered.text)]
+    media = whole[: len(kinds)]
+    if unread := {one.kind for one in whole} - {*processor.placeholders.values()}:
+        read = " and ".join(f"{NOUNS[kind]}s" for kind in processor.placeholders.values())
+        raise RowError(f"has a {NOUNS[min(unread)]}, and the model reads text and {read} alone; take one that reads it")
+    is_whole = len(kinds) in {len(whole), *conversation.num_media_before_turns().values()}
+    if not is_whole or kinds != [one.kind for one in media]:
+        found = " and ".join(
+            counted(number, NOUNS[kind]) for kind, number in Counter(one.kind for one in whole).items()
         )
-    media = whole[:num_placeholders]
+        raise RowError(
+            f"has {found}, but the chat template writes {counted(len(kinds), 'placeholder')} "
+            f"({', '.join(processor.placeholders)}); expected one for each: take the model's own chat template, and no "
+            "placeholders in texts"
+        )
     pieces: list[str] = []
     inserted: list[tuple[int, int]] = []
     num_characters = end = 0
     # Place in the rendered text from which on positions move, and by how much.
     moves = [(0, 0)]
-    for replacement in processor.replacements(rendered.text, [reference.size for reference in media]):
+    try:
+        replacements = processor.replacements(rendered.text, [reference.size for reference in media])
+    except MediaError as error:
+        raise RowError(f"has media, of which one {error}") from error
+    for replacement in replacements:
         pieces += (rendered.text[end : replacement.start], replacement.text)
         begin = num_characters + replacement.start - end
         num_characters = begin + len(replacement.text)

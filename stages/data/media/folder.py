@@ -12,15 +12,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
 from stages.data.files import READERS, RowLocation, format_suffix
+from stages.data.media import images, videos
 from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
-from stages.data.media.images import MAX_BYTES, PictureError, as_data_address, decode_picture, inspect_picture
-from stages.data.media_reference import MAX_PATH_BYTES, MediaKind, MediaReference
+from stages.data.media.images import PictureError, as_data_address, decode_picture, inspect_picture
+from stages.data.media_reference import MAX_PATH_BYTES, MediaReference
 from stages.data.messages import RowError, kind_of
+from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling, VideoSize
 from stages.remote.pointers import SUFFIX, open_file
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 MAX_QUOTED = 80
 COPIES = "media"
 """Folder, in that of rows, of media that came with them from another dataset, under their digests."""
+MOST_BYTES: dict[MediaKind, int] = {"image": images.MAX_BYTES, "video": videos.MAX_BYTES}
+"""Largest number of bytes of a medium's file; of kinds that are not here, none is read."""
 
 
 @dataclass(frozen=True)
@@ -69,42 +73,59 @@ class MediaFolder:
         row: where the row is, for media whose bytes are inside of it; None for readers that only look. Raises RowError
         for what is missing, unreadable, outside of the folder, or refused by `inspect_picture`.
         """
-        if kind != "image":
-            raise RowError(f"has {kind}, which is not learned from yet; expected pictures and text")
+        if kind not in MOST_BYTES:
+            raise RowError(f"has {kind}, which is not learned from yet; expected pictures, videos and text")
         try:
             data = embedded_bytes(source)
             if data is not None:
                 return self._reference(kind, place_of(self.root, row) if row else "", data)
-        except PictureError as error:
-            raise RowError(f"has a picture inside of it, which {error}") from error
+        except MediaError as error:
+            raise RowError(f"has a {NOUNS[kind]} inside of it, which {error}") from error
         path = _path_of(kind, source)
         place = self._found(path).relative_to(self.root.resolve()).as_posix()
         if len(place.encode()) > MAX_PATH_BYTES:
             raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
         try:
-            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path))
-        except PictureError as error:
-            raise RowError(f"has the picture {quoted(path, MAX_QUOTED)}, which {error}") from error
+            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path, MOST_BYTES[kind]))
+        except MediaError as error:
+            raise RowError(f"has the {NOUNS[kind]} {quoted(path, MAX_QUOTED)}, which {error}") from error
+
+    def load(self, reference: MediaReference, sampling: Sampling | None = None) -> Medium:
+        """Return the decoded medium: a picture in RGB, else what a model's processor takes of it (`sampling`).
+
+        Raises DataError as `encoded` does.
+        """
+        data, size = self.encoded(reference), reference.size
+        try:
+            if isinstance(size, VideoSize):
+                assert sampling, "opened without the processor that takes frames"
+                return videos.decode_video(data, size, sampling.frames(size))
+            return decode_picture(data)
+        except MediaError as error:
+            raise DataError(f"the {NOUNS[reference.kind]} {reference.path} of {self.root} {error}") from error
 
     def load_image(self, reference: MediaReference) -> Image:
-        """Return the decoded picture, RGB. Raises DataError as `encoded` does."""
-        try:
-            return decode_picture(self.encoded(reference))
-        except PictureError as error:
-            raise DataError(f"the picture {reference.path} of {self.root} {error}") from error
+        """Return the decoded picture, RGB. Raises DataError as `encoded` does, and for media of another kind."""
+        if reference.kind != "image":
+            noun = NOUNS[reference.kind]
+            raise DataError(
+                f"{reference.path} of {self.root} is a {noun}, where pictures alone are read; remove its row"
+            )
+        return cast("Image", self.load(reference))
 
     def encoded(self, reference: MediaReference) -> bytes:
         """Return the bytes of a medium. Raises DataError if it is gone, or has changed since the rows were read."""
+        noun = NOUNS[reference.kind]
         try:
             if is_embedded(reference.path):
                 data = read_embedded(self.root, reference.path, reference.sha256)
             else:
-                data = self._read(reference.path)
+                data = self._read(reference.path, MOST_BYTES[reference.kind])
         except (OSError, ValueError) as error:  # of a file that is gone, or holds something else now
-            raise DataError(f"the picture {reference.path} of {self.root} cannot be read: {error}") from error
+            raise DataError(f"the {noun} {reference.path} of {self.root} cannot be read: {error}") from error
         if data is None or hashlib.sha256(data).hexdigest() != reference.sha256:
             raise DataError(
-                f"the picture {reference.path} of {self.root} has changed since its row was read; put it back, or "
+                f"the {noun} {reference.path} of {self.root} has changed since its row was read; put it back, or "
                 "download the dataset again"
             )
         return data
@@ -125,16 +146,21 @@ class MediaFolder:
         return path.relative_to(target).as_posix()
 
     def _reference(self, kind: MediaKind, path: str, data: bytes) -> MediaReference:
-        size = inspect_picture(data, by_header=self.by_header)
-        return MediaReference(kind, path, hashlib.sha256(data).hexdigest(), size.width, size.height)
+        return MediaReference.of(path, hashlib.sha256(data).hexdigest(), self._size(kind, data))
 
-    def _read(self, path: str) -> bytes:
+    def _size(self, kind: MediaKind, data: bytes) -> MediaSize:
+        if kind == "video":
+            return videos.inspect_video(data)
+        size = inspect_picture(data, by_header=self.by_header)
+        return size.width, size.height
+
+    def _read(self, path: str, max_bytes: int) -> bytes:
         found = self._found(path)
         try:
             with open_file(found) as file:
-                data = file.read(MAX_BYTES + 1)
+                data = file.read(max_bytes + 1)
         except OSError as error:
-            raise PictureError(f"cannot be read: {error.strerror}; make it readable") from error
+            raise MediaError(f"cannot be read: {error.strerror}; make it readable") from error
         return data
 
     def _found(self, path: str) -> Path:

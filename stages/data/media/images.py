@@ -13,6 +13,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from stages.models.media import MediaError
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -34,7 +36,7 @@ BAND_ROWS = 256
 THUMBNAIL_PIXELS = 128
 
 
-class PictureError(ValueError):
+class PictureError(MediaError):
     """Raised for a picture that cannot be used; the message goes on from its name: "`a.png` …"."""
 
 
@@ -110,14 +112,14 @@ def as_png_address(image: Image) -> str:
     return _address("PNG", out.getvalue())
 
 
-def from_data_address(address: str) -> bytes:
+def from_data_address(address: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the bytes in a `data:` address. Raises PictureError unless they are base64, and not too many."""
     head, comma, body = address.partition(",")
     if not comma or not head.endswith(";base64"):
         raise PictureError("is a `data:` address without base64; expected `data:image/png;base64,…`")
-    if len(body) > MAX_BYTES * 4 // 3 + 4:
+    if len(body) > max_bytes * 4 // 3 + 4:
         raise PictureError(
-            f"has {len(body):,} characters of base64; expected at most {MAX_BYTES:,} bytes: save it smaller"
+            f"has {len(body):,} characters of base64; expected at most {max_bytes:,} bytes: save it smaller"
         )
     try:
         return base64.b64decode(body, validate=True)

@@ -1,14 +1,14 @@
-"""Documents with drawn pictures, by which an architecture that sees is probed and its weights are checked."""
+"""Documents with drawn media, by which an architecture that sees is probed and its weights are checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from stages.data.batch import Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_features
 from stages.models import loading
-from stages.models.processor import DRAWN, MediaProcessor
+from stages.models.media import MediaKind, MediaSize, VideoSize
+from stages.models.processor import DRAWN_SIZES, MediaProcessor
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-SMALLEST = (32, 32)
-"""Size in pixels of the picture that a process's tower is given where its documents have none."""
+SMALLEST: dict[MediaKind, MediaSize] = {"image": (32, 32), "video": VideoSize(32, 32, 4, 2.0)}
+"""Size of the medium that a process's tower is given where its documents have none of the kind."""
 TEXT = 5
-"""Number of tokens of text before a document's picture, and behind it."""
+"""Number of tokens of text before a document's media, and behind them."""
 SMALL_VOCABULARY = 64
 NUM_TEXT_IDS = 40
 """Number of ids that a slice's documents have for text; the ids from there on are those of pictures."""
@@ -36,19 +34,31 @@ KEPT_LAYERS = 2
 
 @dataclass(frozen=True)
 class DrawnDocuments:
-    """Two documents, each with a drawn picture, and another first one, which differs in its picture alone."""
+    """Two documents, each with a drawn medium of each kind, and another first one, which differs in its media alone."""
 
     processor: MediaProcessor
+    kinds: Sequence[MediaKind] = ("image",)
 
     @cached_property
     def ids(self) -> list[Tensor]:
-        """Token ids of the two documents, int64 [tokens]."""
+        """Token ids of the two documents, int64 [tokens]; one of text stands before each medium."""
         taken = self.processor.media_token_ids
-        text = [one for one in range(8, 8 + 4 * TEXT + len(taken)) if one not in taken]
+        before, *text = [one for one in range(7, 8 + 4 * TEXT + len(taken)) if one not in taken]
         return [
-            torch.tensor([*text[:TEXT], *self.processor.token_ids(size), *text[number : number + TEXT]])
-            for number, size in enumerate(DRAWN, TEXT)
+            torch.tensor(
+                [
+                    *text[:TEXT],
+                    *(token for size in sizes for token in (before, *self.processor.token_ids(size))),
+                    *text[number : number + TEXT],
+                ]
+            )
+            for number, sizes in enumerate(self._sizes, TEXT)
         ]
+
+    @property
+    def _sizes(self) -> list[list[MediaSize]]:
+        """Sizes of each of the two documents' media."""
+        return [[DRAWN_SIZES[kind][number] for kind in self.kinds] for number in range(2)]
 
     @property
     def lengths(self) -> list[int]:
@@ -56,15 +66,19 @@ class DrawnDocuments:
 
     @cached_property
     def features(self) -> list[Mapping[str, Tensor]]:
-        """Features of the pictures of the first document, the second, and another first one."""
+        """Features of the media of the first document, the second, and another first one."""
+        first, second = self._sizes
+        draw = self.processor.drawn
         return [
-            self.processor.features([_noise(size, seed)]) for seed, size in enumerate((DRAWN[0], DRAWN[1], DRAWN[0]))
+            self.processor.features([draw(size, seed) for size in sizes])
+            for seed, sizes in enumerate((first, second, first))
         ]
 
     @cached_property
-    def smallest(self) -> Mapping[str, Tensor]:
-        """Features of a small picture, for processes whose documents have none."""
-        return self.processor.merged([self.processor.features([_noise(SMALLEST, 0)])])
+    def smallest(self) -> Mapping[MediaKind, Mapping[str, Tensor]]:
+        """Features of a small medium of each kind, for processes whose documents have none of it."""
+        draw, take = self.processor.drawn, self.processor.features
+        return {kind: self.processor.merged([take([draw(SMALLEST[kind])])]) for kind in self.kinds}
 
     def batches(self, dtype: torch.dtype) -> list[Batch]:
         """Return both documents packed in a row: as they are, and with another first one."""
@@ -93,8 +107,10 @@ class DrawnDocuments:
         return with_features(packed(ids), in_dtype, self.processor)
 
 
-def drawn_documents(folder: Path, config: Any, *, trust_remote_code: bool) -> DrawnDocuments:
-    """Return documents with drawn pictures for the model of a folder; raise ModelError for one that cannot see."""
+def drawn_documents(
+    folder: Path, config: Any, kinds: Sequence[MediaKind], *, trust_remote_code: bool
+) -> DrawnDocuments:
+    """Return documents with drawn media for the model of a folder; raise ModelError for one that cannot read them."""
     processor = MediaProcessor.of(folder, trust_remote_code=trust_remote_code)
     if processor is None or loading.class_with_head(config, "pictures") is None:
         lacks = "no processor" if processor is None else "no class in Transformers' AutoModelForImageTextToText"
@@ -102,35 +118,49 @@ def drawn_documents(folder: Path, config: Any, *, trust_remote_code: bool) -> Dr
             f"the rows have pictures, and the model in {folder} cannot see them: it has {lacks}; take a model of text "
             "and images with its processor files, or rows without pictures"
         )
-    return DrawnDocuments(processor)
+    return DrawnDocuments(processor, kinds)
 
 
 @contextmanager
 def without_pictures(causal_lm: Any, drawn: DrawnDocuments | None, batch: Batch) -> Iterator[None]:
-    """Run the tower on a small picture in this context if the batch has none, to add nothing: 0 times what it gives.
+    """Run towers on small media in this context, of kinds that the batch lacks, to add nothing: 0 times what they give.
 
-    All processes then gather and reduce the tower's weights, in the same order: after the embedding of the tokens.
+    All processes then gather and reduce the towers' weights, in the same order: after the embedding of the tokens.
     """
     media = batch.inputs.media
-    if drawn is None or media is None or media.features:
+    lacked = [] if drawn is None or media is None else _lacked(drawn, media.features)
+    if not lacked or media is None:
         yield
         return
+    calls = [_call_of_tower(causal_lm, kind, given, media.token_types.device) for kind, given in lacked]
     embedding = causal_lm.get_input_embeddings()
-    smallest = {name: value.to(media.token_types.device) for name, value in drawn.smallest.items()}
-    # Llama 4's has an option without default, which its forward pass leaves open.
-    asked = signature(causal_lm.get_image_features).parameters.values()
-    names = [one.name for one in asked if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    arguments = {**dict.fromkeys(names), **smallest}
 
     def add_nothing(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
         handle.remove()  # the tower may embed its own tokens by the same module
-        return embedded + 0.0 * sum(leaf.sum() for leaf in _leaves(causal_lm.get_image_features(**arguments)))
+        return embedded + 0.0 * sum(leaf.sum() for call in calls for leaf in _leaves(call()))
 
     handle = embedding.register_forward_hook(add_nothing)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _lacked(drawn: DrawnDocuments, features: Mapping[str, Tensor]) -> list[tuple[MediaKind, Mapping[str, Tensor]]]:
+    """Return the kinds of media that a batch's features lack, each with the features of a small one."""
+    return [(kind, smallest) for kind, smallest in drawn.smallest.items() if features.keys().isdisjoint(smallest)]
+
+
+def _call_of_tower(
+    causal_lm: Any, kind: MediaKind, features: Mapping[str, Tensor], device: torch.device
+) -> Callable[[], Any]:
+    """Return the call of a model's tower with these features."""
+    tower = getattr(causal_lm, f"get_{kind}_features")
+    asked = signature(tower).parameters
+    # Llama 4's has an option without default, which its forward pass leaves open.
+    named = [one.name for one in asked.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    given = {name: value.to(device) for name, value in features.items() if name in asked}
+    return partial(tower, **{**dict.fromkeys(named), **given})
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -144,15 +174,17 @@ def _leaves(value: Any) -> list[Tensor]:
 
 def with_small_ids(batch: Batch, drawn: DrawnDocuments, config: Any) -> Batch:
     """Return the batch with token ids of a slice's small vocabulary, whose config has been changed to it."""
-    ids, picture = batch.inputs.input_ids, picture_id(drawn.processor.config)
-    small = torch.where(ids == picture, picture_id(config), 1 + ids % NUM_TEXT_IDS)
+    ids = batch.inputs.input_ids
+    small = 1 + ids % NUM_TEXT_IDS
+    for kind in drawn.kinds:
+        small = torch.where(ids == media_id(drawn.processor.config, kind), media_id(config, kind), small)
     return replace(batch, inputs=replace(batch.inputs, input_ids=small))
 
 
-def picture_id(config: Any) -> int:
-    """Return the id of the token whose embeddings a model replaces by those of a picture."""
-    found = getattr(config, "image_token_id", None)
-    return int(config.image_token_index if found is None else found)
+def media_id(config: Any, kind: MediaKind) -> int:
+    """Return the id of the token whose embeddings a model replaces by those of media of a kind."""
+    found = getattr(config, f"{kind}_token_id", None)
+    return int(getattr(config, f"{kind}_token_index") if found is None else found)
 
 
 def follow_width(config: Any, width: int) -> None:
@@ -180,10 +212,3 @@ def cut_tower(causal_lm: Any) -> None:
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len({type(one) for one in child}) == 1:
                 del child[KEPT_LAYERS:]
-
-
-def _noise(size: tuple[int, int], seed: int) -> Image:
-    from PIL.Image import frombytes
-
-    noise = torch.randint(256, (3 * size[0] * size[1],), generator=torch.Generator().manual_seed(seed))
-    return frombytes("RGB", size, bytes(noise.tolist()))

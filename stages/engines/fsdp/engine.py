@@ -51,6 +51,7 @@ from stages.models.carried_weights import carried_names
 from stages.models.facts import ModelFacts
 from stages.models.layers import freeze_unused
 from stages.models.loading import Head
+from stages.models.media import MediaKind
 from stages.models.mtp_weights import ATTRIBUTE
 from stages.models.transformers_flops import model_flops
 from stages.parallel.layout import Layout
@@ -91,7 +92,7 @@ class FsdpEngine:
         self._mesh = data_parallel_mesh(settings.layout, device)
         # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
         # modules and parameters as Transformers has them, and FSDP2 replaces both.
-        self._model, files = self._start_model(settings.adapter, settings.media is not None)
+        self._model, files = self._start_model(settings.adapter, settings.media.kinds if settings.media else ())
         self.verdict = self._model.verdict
         self.tags: Mapping[str, str] = self.verdict.tags
         # The base's parameters, before adapter and score head add others that no file has.
@@ -282,7 +283,7 @@ class FsdpEngine:
         free_memory()
 
     def _start_model(
-        self, adapter: AdapterConfig | None, sees: bool
+        self, adapter: AdapterConfig | None, sees: Sequence[MediaKind]
     ) -> tuple[TargetLogProbabilities, ModelFiles | None]:
         """Return the model to train, and its weight files if processes will read their own shards from them.
 

@@ -4,7 +4,7 @@ Weights are read at once (`load_model`), or only located (`find_weights`), for e
 model is sharded (`shards.py`).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -36,6 +36,7 @@ from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 from stages.models.layers import decoder_of, text_layers
 from stages.models.loaded_weights import check_finite
+from stages.models.media import MediaKind
 from stages.parallel.host_memory import give_back_freed_memory
 
 LARGEST_DIFFERENCE = 1e-3
@@ -132,12 +133,12 @@ class TargetLogProbabilities(nn.Module):
 
 
 def load_model(
-    folder: Path, *, reads_weights: bool, trust_remote_code: bool, sees: bool = False
+    folder: Path, *, reads_weights: bool, trust_remote_code: bool, sees: Sequence[MediaKind] = ()
 ) -> TargetLogProbabilities:
     """Load the model of a Hugging Face folder in fp32 on the CPU; without `reads_weights`, weights are undefined.
 
-    sees: load the whole model of text and pictures. Raises ModelError when it is no causal language model, lacks
-    weights, or does something to its logits that `logits_transform` does not know.
+    sees: kinds of media for which the whole model is loaded; for none, its text part. Raises ModelError when it is no
+    causal language model, lacks weights, or does something to its logits that `logits_transform` does not know.
     """
     with _named_errors(folder):
         config, verdict, build, drawn = _how_to_build(folder, trust_remote_code, sees)
@@ -161,7 +162,7 @@ def load_model(
 
 
 def find_weights(
-    folder: Path, *, trust_remote_code: bool, sees: bool = False
+    folder: Path, *, trust_remote_code: bool, sees: Sequence[MediaKind] = ()
 ) -> tuple[TargetLogProbabilities, ModelFiles]:
     """Return the model in fp32 with undefined weights, which take no memory, and the files to read them from later.
 
@@ -192,14 +193,14 @@ def _named_errors(folder: Path) -> Iterator[None]:
 
 
 def _how_to_build(
-    folder: Path, trust_remote_code: bool, sees: bool
+    folder: Path, trust_remote_code: bool, sees: Sequence[MediaKind]
 ) -> tuple[Any, Verdict, dict[str, Any], DrawnDocuments | None]:
     """Return the model's config, the probe's verdict, Transformers' arguments to build the model, and drawn pictures.
 
     Raises ModelError for a model that should see, and has no processor or class for it.
     """
     config = loading.load_config(folder, trust_remote_code=trust_remote_code)
-    drawn = drawn_documents(folder, config, trust_remote_code=trust_remote_code) if sees else None
+    drawn = drawn_documents(folder, config, sees, trust_remote_code=trust_remote_code) if sees else None
     verdict = probe(config, trust_remote_code=trust_remote_code, drawn=drawn)
     build: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if drawn:

@@ -161,7 +161,7 @@ def _in_dtype(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dic
 @torch.inference_mode()
 def _predicted(model: PreTrainedModel, document: RecordedDocument, processor: MediaProcessor | None) -> Predicted:
     targets, ids = torch.tensor(document.targets, device=model.device), document.input_ids
-    given = processor.inputs(ids, pictures_of(document)) if processor else {"input_ids": torch.tensor([ids])}
+    given = processor.inputs(ids, pictures_of(document, processor)) if processor else {"input_ids": torch.tensor([ids])}
     inputs = {name: value.to(model.device) for name, value in given.items()}
     logits = model(**_in_dtype(model, inputs), use_cache=False).logits[0]
     predictions = logits[targets >= 0].float().log_softmax(1)  # [learned tokens, vocabulary]

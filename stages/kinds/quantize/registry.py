@@ -27,7 +27,7 @@ class RowPictures:
 
     def inputs(self, number: int, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the model's arguments (tensors) for a row; raise DataError for a picture that has changed."""
-        return self.processor.inputs(token_ids, [self.folder.load_image(one) for one in self.media[number]])
+        return self.processor.inputs(token_ids, [self.folder.load(one, self.processor) for one in self.media[number]])
 
 
 @dataclass(frozen=True)

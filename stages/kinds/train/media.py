@@ -1,25 +1,37 @@
 """Pictures of rows and prompts: options that go with them, and their digests in the artifact's tags."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from stages.core.errors import DataError
 from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
+from stages.models.media import MediaKind
 
 
-def check_media(config: TrainConfig, *, has_media: bool) -> None:
-    """Raise DataError for options of pictures without pictures, and for pictures that the recipe cannot train on."""
-    if (config.freeze or config.part_learning_rates.named) and not has_media:
+def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
+    """Raise DataError for options of pictures without pictures, and for media that the recipe cannot train on.
+
+    kinds: of the rows' media.
+    """
+    if (config.freeze or config.part_learning_rates.named) and not kinds:
         field = "freeze" if config.freeze else "part_learning_rates"
         raise DataError(
             f"`{field}` names parts of a model that sees, and the rows have no pictures, so that only its language "
             f"model learns; remove `{field}`, or add rows with pictures"
         )
-    if config.media.named and not has_media:
+    if config.media.named and not kinds:
         raise DataError("`media` bounds pictures, and the rows have none; remove it, or add rows with pictures")
-    if has_media and (problems := "; ".join(picture_errors(config))):
+    if kinds and (problems := "; ".join(picture_errors(config))):
         raise DataError(f"the rows have pictures: {problems}")
+    if config.media.sampling and "video" not in kinds:
+        named = " and ".join(f"`media.{name}`" for name in config.media.sampling)
+        raise DataError(f"{named}: the rows have no videos; remove it, or add rows with videos")
+    if "video" in kinds and (config.sampling or config.on_policy):
+        raise DataError(
+            f"the rows have videos, and `method: {config.method}` samples answers by a server, which is asked about "
+            "text and pictures alone; remove the rows with videos, or the sampling"
+        )
 
 
 def media_tags(digests: Iterable[str]) -> dict[str, str]:

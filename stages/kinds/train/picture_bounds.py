@@ -1,4 +1,5 @@
-"""Sizes to which pictures are scaled in a training, written into the processor of the model that it starts from.
+"""Sizes to which pictures are scaled in a training, and rate of a video's frames, written into the processor of the
+model that it starts from.
 
 Training starts from a folder with that processor and links to the model's weights, so that data, engines and the export
 see one model: a server scales pictures as training did.
@@ -6,6 +7,7 @@ see one model: a server scales pictures as training did.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +21,57 @@ from stages.models.processor import reads_media, scales_to_pixels
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""
-INNER = "image_processor"
-"""Name of the picture's part in `processor_config.json`; `preprocessor_config.json` is that part alone."""
+WHOLE, OF_PICTURES, OF_VIDEOS = PROCESSOR_FILES
+CAP = "cap_pixels_per_frame"
+"""Option of Qwen's processors of videos, whose default changes in Transformers 5.22."""
+INNER, INNER_VIDEOS = "image_processor", "video_processor"
+"""Names of the parts for pictures and videos in `processor_config.json`; the other files are such a part alone."""
 
 
 def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *, trust_remote_code: bool) -> ModelFacts:
     """Return the start model with a processor of these bounds, in a folder of `room`; itself if there are none.
 
-    Raises ModelError for a model without processor, or with one that scales pictures otherwise.
+    Raises ModelError for a model without processor, or with one that scales pictures or samples videos otherwise.
     """
     if not bounds.named:
         return start
-    size = _size(start.folder, bounds, trust_remote_code=trust_remote_code)
+    if not reads_media(start.folder):
+        raise ModelError(f"`media` bounds pictures, and {start.folder} has no processor of pictures; remove `media`")
+    processor = load_processor(start.folder, trust_remote_code=trust_remote_code)
+    size = _size(start.folder, processor, bounds) if bounds.scaling else {}
+    sampling = _sampling(start.folder, processor, bounds) if bounds.sampling else {}
 
     def make(folder: Path) -> None:
         for path in filter(Path.is_file, start.folder.iterdir()):
             if path.name in PROCESSOR_FILES:
-                _write_bounded(path, folder / path.name, size)
+                write_atomically(folder / path.name, json.dumps(_bounded(path, size, sampling), indent=2))
             elif path.suffix == ".safetensors":
                 (folder / path.name).symlink_to(path.resolve())
             else:
                 shutil.copyfile(path, folder / path.name)
+        pictures, videos = folder / OF_PICTURES, folder / OF_VIDEOS
+        if sampling and pictures.is_file() and not videos.is_file():
+            # Of older files, which say in one what holds for both.
+            write_atomically(videos, json.dumps({**read_json_object(pictures), **sampling}, indent=2))
 
-    found = ModelFacts(cached_folder(room, "model-with-picture-bounds", Path.is_dir, make))
-    read = dict(load_processor(found.folder, trust_remote_code=trust_remote_code).image_processor.size)
-    if {name: read[name] for name in size} != size:
-        raise ModelError(f"`media`: the processor written for {start.folder} has the size {read}, expected {size}")
-    return found
+    bounded = ModelFacts(cached_folder(room, "model-with-picture-bounds", Path.is_dir, make))
+    written = load_processor(bounded.folder, trust_remote_code=trust_remote_code)
+    read: dict[str, Any] = {name: dict(written.image_processor.size)[name] for name in size}
+    read |= {name: getattr(written.video_processor, name) for name in sampling}
+    if read != {**size, **sampling}:
+        raise ModelError(f"`media`: the processor written for {start.folder} has {read}, expected {size | sampling}")
+    return bounded
 
 
-def _size(folder: Path, bounds: PictureBounds, *, trust_remote_code: bool) -> dict[str, int]:
-    if not reads_media(folder):
-        raise ModelError(f"`media` bounds pictures, and {folder} has no processor of pictures; remove `media`")
-    images = load_processor(folder, trust_remote_code=trust_remote_code).image_processor
+def _size(folder: Path, processor: Any, bounds: PictureBounds) -> dict[str, int]:
+    images = processor.image_processor
     if not scales_to_pixels(images):
         raise ModelError(
             f"`media`: {type(images).__name__} of {folder} does not scale pictures to a number of pixels; remove "
             "`media`, and set its own sizes in the model's processor files"
         )
     size = {name: int(images.size[name]) for name in NAMES.values()}
-    size |= {NAMES[name]: value for name, value in bounds.named.items()}
+    size |= {NAMES[name]: value for name, value in bounds.scaling.items()}
     if size["shortest_edge"] > size["longest_edge"]:
         raise ModelError(
             f"`media` makes pictures of at least {size['shortest_edge']:,} and at most {size['longest_edge']:,} "
@@ -67,11 +80,30 @@ def _size(folder: Path, bounds: PictureBounds, *, trust_remote_code: bool) -> di
     return size
 
 
-def _write_bounded(source: Path, target: Path, size: dict[str, int]) -> None:
-    """Write a processor's file with another size of pictures, also under the names that older files have."""
+def _sampling(folder: Path, processor: Any, bounds: PictureBounds) -> dict[str, Any]:
+    """Return the fields of a processor of videos that make it take frames at this rate, and no more than these."""
+    videos = getattr(processor, INNER_VIDEOS, None)
+    known = {*getattr(getattr(videos, "valid_kwargs", None), "__annotations__", {})}
+    if not {*bounds.sampling} <= known:
+        title, unknown = type(videos).__name__ if videos else "the processor", sorted({*bounds.sampling} - known)
+        raise ModelError(
+            f"`media`: {title} of {folder} takes videos by no {' or '.join(unknown)}; remove it, or take a model that "
+            "reads videos so"
+        )
+    sampling = {**bounds.sampling, "do_sample_frames": True, **({"num_frames": None} if bounds.fps else {})}
+    if CAP in known and getattr(videos, CAP) is None:
+        sampling[CAP] = False  # as Transformers up to 5.21 takes it, which other versions must not read otherwise
+    return sampling
+
+
+def _bounded(source: Path, size: Mapping[str, int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a processor's file with another size of pictures, also under older files' names, and rate of frames."""
     content = read_json_object(source)
-    part: dict[str, Any] = content if source.name != PROCESSOR_FILES[0] else content.get(INNER, {})
-    if part:
-        part["size"] = {**(part.get("size") or {}), **size}
-        part |= {name: size[edge] for name, edge in NAMES.items() if name in part}
-    write_atomically(target, json.dumps(content, indent=2))
+    pictures: dict[str, Any] = content.get(INNER, {}) if source.name == WHOLE else content
+    videos: dict[str, Any] = content.get(INNER_VIDEOS, {}) if source.name == WHOLE else content
+    if pictures and size and source.name != OF_VIDEOS:
+        pictures["size"] = {**(pictures.get("size") or {}), **size}
+        pictures |= {name: size[edge] for name, edge in NAMES.items() if name in pictures}
+    if videos and source.name != OF_PICTURES:
+        videos |= sampling
+    return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -22,6 +23,7 @@ from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, TeacherTargets, ask_teacher
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.flops import ModelFlops
+from stages.models.media import KINDS, MediaKind
 from stages.models.recorded import ToolPrompt
 from stages.planner.workload import RowPictures
 
@@ -57,7 +59,7 @@ class RowData:
             context.warn(f"the rows have a `margin`, which `method: {config.method}` does not use")
         for place, error in repeated_too_often(config, prepared.training):
             raise DataError(f"data.{place}: {error}")
-        check_media(config, has_media=prepared.has_media)
+        check_media(config, prepared.media_kinds)
         if prepared.has_media:
             _see(prepared, models, trust_remote_code=config.trust_remote_code)
         return cls(config, context, models, prepared)
@@ -69,6 +71,11 @@ class RowData:
     @property
     def has_media(self) -> bool:
         return self.prepared.has_media
+
+    @property
+    def media_kinds(self) -> Sequence[MediaKind]:
+        """Kinds of the rows' media, in the order of `KINDS`."""
+        return [kind for kind in KINDS if kind in self.prepared.media_kinds]
 
     @property
     def conversations(self) -> bool:
@@ -236,9 +243,9 @@ def _see(prepared: PreparedData, models: InputModels, *, trust_remote_code: bool
 
     processor = MediaProcessor(models.start.folder, trust_remote_code=trust_remote_code)
     if models.teacher:
-        processor.check_sees_alike(models.teacher.folder)
+        processor.check_sees_alike(models.teacher.folder, prepared.media_kinds)
     for dataset in prepared.datasets:
-        dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor), processor.num_patches)
+        dataset.seen_by(lambda batch, pictures: with_media(batch, pictures, processor), processor)
 
 
 def _start_digest(config: TrainConfig, context: StageContext) -> str:

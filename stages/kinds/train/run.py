@@ -174,7 +174,8 @@ def _build_engine(
     start = context.inputs[config.model] / "adapter" if config.base else None
     settings, scratch = config.engine_settings, context.scratch
     if data.has_media:
-        settings = replace(settings, media=config.media_settings)
+        kinds = data.media_kinds if isinstance(data, RowData) else ("image",)
+        settings = replace(settings, media=replace(config.media_settings, kinds=kinds))
     return BUILDERS[config.engine](
         EngineInputs(model, settings, device, start, first_batches, scratch, context.milestone)
     )

@@ -241,7 +241,7 @@ class RolloutData:
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
-        check_media(config, has_media=any(one.pictures for one in prompts))
+        check_media(config, {medium.kind for one in prompts if one.pictures for medium in one.pictures.media})
         return cls(config, context, options, model, prompts, build_reference)
 
     @property

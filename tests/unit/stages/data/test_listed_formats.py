@@ -5,16 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from stages.core.errors import DataError
 from stages.data.any_rows import PromptReader
 from stages.data.formats import FORMATS, RowReader, likeliest_format
 from stages.data.media.folder import MediaFolder
 from stages.data.messages import Conversation, RowError
+from tests.unit.stages.data.media.conftest import encoded, noise, video
 
 PAGE = Path(__file__).parents[4] / "configs" / "formats.md"
-WITH_PICTURES = " with pictures"
+WITH_MEDIA = {" with pictures": ("x.png", encoded(noise())), " with videos": ("x.mp4", video())}
+"""Endings of what rows with media are read as, each with the file that such a row names."""
 LISTED = re.findall(r"^\| ([^|`]+) \| `(\{.*\})` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
@@ -34,11 +35,12 @@ def documents(row, name):
 )
 def test_a_listed_row_is_read_or_refused_by_name(theirs, example, read_as, tmp_path):
     row = json.loads(example)
-    if read_as.endswith(WITH_PICTURES):
-        Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
-        name = read_as.removesuffix(WITH_PICTURES).strip("`")
+    for ending in (one for one in WITH_MEDIA if read_as.endswith(one)):
+        path, content = WITH_MEDIA[ending]
+        (tmp_path / path).write_bytes(content)
+        name = read_as.removesuffix(ending).strip("`")
         found = RowReader("auto", FORMATS[name].rows, media=MediaFolder.of(tmp_path, [])).read(row)
-        assert [[one.path for one in document.media] for document in found] == [["x.png"]] * len(found)
+        assert [[one.path for one in document.media] for document in found] == [[path]] * len(found)
         read_as = "refused: does not read"
     if read_as.startswith("refused: "):
         with pytest.raises((RowError, DataError), match=read_as.removeprefix("refused: ")):
@@ -53,9 +55,7 @@ def test_a_listed_row_is_read_or_refused_by_name(theirs, example, read_as, tmp_p
 
 
 def test_all_formats_are_listed_and_enough_of_them():
-    assert {
-        name.removesuffix(WITH_PICTURES).strip("`") for _, _, name in LISTED if name.startswith("`")
-    } == FORMATS.keys()
+    assert {re.sub(" with .*", "", name).strip("`") for _, _, name in LISTED if name.startswith("`")} == FORMATS.keys()
     assert len(LISTED) > 30
 
 

@@ -39,7 +39,7 @@ def test_sizes_give_the_tokens_that_pictures_give(folder: Path) -> None:
     assert ids == given["input_ids"][0].tolist()
     assert sum(one in media.media_token_ids for one in ids) > len(SIZES)
     assert sum(map(media.num_patches, SIZES)) == num_patches(given["pixel_values"].shape, patch_side(media.config))
-    inserted = sum(media.num_tokens(*size) - 1 for size in SIZES)
+    inserted = sum(media.num_tokens(size) - 1 for size in SIZES)
     assert len(ids) == len(reference.tokenizer(text, add_special_tokens=False)["input_ids"]) + inserted
 
 
@@ -55,7 +55,7 @@ def test_documents_are_merged_to_what_one_call_gives(folder: Path) -> None:
 
 def test_other_numbers_of_placeholders_and_pictures_are_refused(folder: Path) -> None:
     media = MediaProcessor(folder)
-    with pytest.raises(DataError, match=r"0 placeholders .* for 3 pictures"):
+    with pytest.raises(DataError, match=r"0 placeholders .* for 3 media"):
         media.replacements("n5", SIZES)
     assert media.replacements("n5", ()) == ()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -32,19 +33,21 @@ def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_processor(folder: Path) -> None:
-    """Write a tokenizer of bytes and a processor of pictures, of 4 tokens each, into a model's folder."""
+def byte_tokenizer(special: list[str], **named: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes with special tokens. named: attributes of the tokenizer, each with its token."""
     vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        extra_special_tokens={"boi_token": BEGIN, "eoi_token": END, "image_token": PICTURE},
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=named
     )
+
+
+def write_processor(folder: Path) -> None:
+    """Write a tokenizer of bytes and a processor of pictures, of 4 tokens each, into a model's folder."""
+    fast = byte_tokenizer(SPECIAL, boi_token=BEGIN, eoi_token=END, image_token=PICTURE)
     images = Gemma3ImageProcessor(size={"height": 32, "width": 32})
     processor = Gemma3Processor(images, fast, image_seq_length=NUM_TOKENS, chat_template=TEMPLATE)
     processor.save_pretrained(folder)
@@ -68,6 +71,20 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 def noise(size: tuple[int, int] = (40, 24), seed: int = 0) -> Image.Image:
     """Return a picture of noise. size: (width, height) in pixels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), np.uint8))
+
+
+def video(
+    size: tuple[int, int] = (64, 48), num_frames: int = 20, rate: int = 10, seed: int = 0, kind: str = "mp4"
+) -> bytes:
+    """Return a video of noise that moves as the bytes of a file. size: (width, height) in pixels, both even."""
+    out, drawn = io.BytesIO(), np.random.default_rng(seed)
+    still = np.asarray(Image.fromarray(drawn.integers(0, 255, (6, 8, 3), np.uint8)).resize(size))
+    with av.open(out, "w", format=kind) as container:
+        stream = container.add_stream("mpeg4", rate=rate, width=size[0], height=size[1], pix_fmt="yuv420p")
+        for number in range(num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(still, 3 * number, 1), format="rgb24")))
+        container.mux(stream.encode())
+    return out.getvalue()
 
 
 @pytest.fixture

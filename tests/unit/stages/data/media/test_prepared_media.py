@@ -117,7 +117,7 @@ REFUSED = {
     "no picture": ({"messages": [user("?"), CAT], "images": ["text.png"]}, "'text.png', which is no picture"),
     "frames": (
         {"messages": [user("<video>?"), CAT], "videos": [["a.png", "b.png"]]},
-        "has video, which is not learned from yet",
+        "has a list as video; expected a path",
     ),
     "sound": (
         {"messages": [user([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]), CAT]},

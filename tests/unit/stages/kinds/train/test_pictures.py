@@ -158,7 +158,7 @@ def test_a_teacher_that_sees_otherwise_and_a_teacher_on_a_server_are_refused(tmp
     described = json.loads(path.read_text())
     described["image_processor"]["image_mean"] = [0.4, 0.5, 0.5]
     path.write_text(json.dumps(described))
-    with pytest.raises(ModelError, match=r"takes a picture of 64 × 40 pixels in another way than the one in"):
+    with pytest.raises(ModelError, match=r"takes a picture of the size \(64, 40\) in another way than the one in"):
         first_losses(tmp_path, inputs, "distill", teacher="teacher")
     path.unlink()
     with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* cannot see them"):
@@ -195,7 +195,7 @@ def test_pictures_are_scaled_as_the_recipe_bounds_them(tmp_path, inputs):
     models, config = InputModels(start), make_config("sft", data=DATA, media={"max_pixels": 64 * 64})
     bounded = models.as_started(config, tmp_path / "room").start
     # patches of 8 × 8 pixels, of which 2 × 2 are a token
-    assert [MediaProcessor(one.folder).num_tokens(128, 128) for one in (start, bounded)] == [64, 16]
+    assert [MediaProcessor(one.folder).num_tokens((128, 128)) for one in (start, bounded)] == [64, 16]
     assert weight_shapes(bounded.folder) == weight_shapes(start.folder)
     with pytest.raises(ModelError, match=r"Gemma3ImageProcessor of .* does not scale pictures to a number of pixels"):
         InputModels(ModelFacts(inputs["base"] / "model")).as_started(config, tmp_path / "room")
@@ -210,4 +210,4 @@ def test_a_teacher_with_other_bounds_sees_what_the_model_that_learns_sees(tmp_pa
     # As teacher of itself, without the bounds: of equal weights, the divergence is that of what they see.
     losses = first_losses(tmp_path, inputs, "distill", teacher="base", steps=1, media=bounds)
     assert losses[0] < 1e-6
-    assert [MediaProcessor(tmp_path / one / "model").num_tokens(40, 40) for one in ("qwen", "work")] == [4, 64]
+    assert [MediaProcessor(tmp_path / one / "model").num_tokens((40, 40)) for one in ("qwen", "work")] == [4, 64]

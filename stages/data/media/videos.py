@@ -1,0 +1,152 @@
+"""Decoder of videos from outside by PyAV, bounded before it decodes: formats, seconds, pixels and frames.
+
+All packets are counted first, which costs a tenth of decoding them, so that the number of frames is the file's own and
+not its header's. PyAV is optional, and imported by the functions.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from stages.data.media.images import MAX_ASPECT
+from stages.models.media import MediaError, Video, VideoSize
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+INSTALL = "make media"
+"""Command that installs what decodes videos and sounds."""
+MAX_BYTES = 256 << 20
+MAX_SECONDS = 3600
+MAX_FRAMES = 1 << 18
+MAX_PIXELS = 1 << 23
+"""Largest number of pixels of a frame: 3840 × 2160."""
+MAX_TAKEN_PIXELS = 1 << 27
+"""Largest number of pixels of the frames that a model takes together: 384 MiB of them are in memory."""
+FORMATS = "mov,matroska,webm,avi,mpegts,mpeg"
+"""FFmpeg's names of the files that are opened; others may name further files, or addresses (HLS, concat)."""
+QUARTER = 90
+"""Degrees of the turns of which a video's frames may need one to four to be upright."""
+
+
+def inspect_video(data: bytes) -> VideoSize:
+    """Return the size of an encoded video after counting its packets and decoding its key frames.
+
+    Raises MediaError for one that is refused.
+    """
+    with _opened(data) as (container, stream):
+        claimed, num_frames = stream.frames, 0
+        for packet in container.demux(stream):
+            num_frames += packet.size > 0 and not packet.is_discard
+            if num_frames > MAX_FRAMES:
+                raise MediaError(f"has more than {MAX_FRAMES:,} frames; expected at most these: cut it")
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if num_frames == 0:
+        raise MediaError("has no frames; fetch or save it again")
+    if claimed > num_frames:
+        raise MediaError(f"is cut off: it has {num_frames:,} of {claimed:,} frames; fetch or save it again")
+    if not isfinite(rate) or rate <= 0:
+        raise MediaError("does not say how many frames it has a second; save it with a constant rate")
+    with _opened(data) as (container, stream):
+        stream.codec_context.skip_frame = "NONKEY"
+        shapes = {_upright(frame).shape[:2] for frame in container.decode(stream)}
+    if not shapes:
+        raise MediaError("has no key frame that can be decoded; fetch or save it again")
+    if len(shapes) > 1:
+        raise MediaError("has frames of several sizes; expected one: save it again")
+    ((height, width),) = shapes
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise MediaError(f"has {width} × {height} pixels; expected sides of at most {MAX_ASPECT} to 1: cut it")
+    size = VideoSize(width, height, num_frames, rate)
+    if size.seconds > MAX_SECONDS:
+        raise MediaError(f"has {size.seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
+    return size
+
+
+def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
+    """Return the frames of an encoded video with these numbers, from 0, in order; some may be there more than once.
+
+    size: as of `inspect_video`. Raises MediaError for damaged videos, and for more pixels than are bounded.
+    """
+    import numpy as np
+
+    pixels = len(numbers) * size.width * size.height
+    if pixels > MAX_TAKEN_PIXELS:
+        raise MediaError(
+            f"has {len(numbers)} frames of {size.width} × {size.height} pixels that the model takes, in all {pixels:,} "
+            f"pixels; expected at most {MAX_TAKEN_PIXELS:,}: scale it down, or set a lower `media.max_frames` or "
+            "`media.fps`"
+        )
+    wanted, decoded = {*numbers}, {}
+    with _opened(data) as (container, stream):
+        for number, frame in enumerate(container.decode(stream)):
+            if number in wanted:
+                decoded[number] = _upright(frame)
+                if len(decoded) == len(wanted):
+                    break
+    if len(decoded) < len(wanted) or {one.shape[:2] for one in decoded.values()} != {(size.height, size.width)}:
+        raise MediaError("is damaged: some of its frames cannot be decoded; fetch or save it again")
+    return Video(size, np.stack([decoded[number] for number in numbers]), tuple(numbers), data)
+
+
+def first_frame(video: Video) -> Image:
+    """Return the first of a video's frames that a model takes, as a picture."""
+    from PIL.Image import fromarray
+
+    return fromarray(video.frames[0])
+
+
+def _upright(frame: Any) -> NDArray[np.uint8]:
+    """Return a decoded frame as RGB, uint8 [height, width, 3], turned as its file says."""
+    import numpy as np
+
+    if frame.width * frame.height > MAX_PIXELS:
+        raise MediaError(f"has frames of {frame.width} × {frame.height} pixels; expected at most {MAX_PIXELS:,} pixels")
+    turns = round(frame.rotation / QUARTER)
+    pixels: NDArray[np.uint8] = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+    return pixels
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """Open a video by its header; raise MediaError for what is no video, too large, or fails while it is decoded."""
+    try:
+        import av
+    except ImportError as error:
+        raise MediaError(f"is a video, which PyAV decodes, and that is not installed: run `{INSTALL}`") from error
+    if len(data) > MAX_BYTES:
+        raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
+    av.logging.set_level(None)
+    try:
+        with av.open(
+            io.BytesIO(data), "r", options={"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+        ) as opened:
+            if not opened.streams.video:
+                raise MediaError("has no pictures that move; expected a video")
+            stream = opened.streams.video[0]
+            context = stream.codec_context
+            if context is None:
+                raise MediaError("is damaged: it says of no frame how to decode it; fetch or save it again")
+            if context.width * context.height > MAX_PIXELS:
+                raise MediaError(
+                    f"has frames of {context.width} × {context.height} pixels; expected at most {MAX_PIXELS:,} pixels: "
+                    "scale it down"
+                )
+            if opened.duration is not None and opened.duration > MAX_SECONDS * av.time_base:
+                seconds = opened.duration / av.time_base
+                raise MediaError(f"has {seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
+            context.options = {"max_pixels": str(MAX_PIXELS)}
+            stream.thread_type = "NONE"
+            yield opened, stream
+    except (av.FFmpegError, ValueError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(
+            f"is no video that can be decoded ({error}); expected MP4, WebM, Matroska, AVI or MPEG, or fetch it again"
+        ) from error

@@ -1,0 +1,90 @@
+"""Kinds of media that models read beside text, and what their processors need to know of each: a size, and contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+MediaKind = Literal["image", "video", "audio"]
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "sound"}
+"""Names of the kinds in messages."""
+
+
+class MediaError(ValueError):
+    """Raised for a medium that cannot be used; the message goes on from its name: "`a.mp4` …"."""
+
+
+@dataclass(frozen=True)
+class VideoSize:
+    """Size of a video: width and height in pixels as it is shown, and its frames, at a rate in frames a second."""
+
+    width: int
+    height: int
+    num_frames: int
+    frame_rate: float
+
+    @property
+    def seconds(self) -> float:
+        return self.num_frames / self.frame_rate
+
+
+@dataclass(frozen=True)
+class SoundSize:
+    """Size of a sound: its samples (of one channel), at a rate in samples a second."""
+
+    num_samples: int
+    sample_rate: int
+
+    @property
+    def seconds(self) -> float:
+        return self.num_samples / self.sample_rate
+
+
+MediaSize = tuple[int, int] | VideoSize | SoundSize
+"""Size of a medium; of a picture its width and height in pixels, as it is shown."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """Frames of a video that a model takes: uint8 [frames, height, width, 3], by their numbers in the video.
+
+    encoded: the whole video, as it lies in its file.
+    """
+
+    size: VideoSize
+    frames: NDArray[np.uint8]
+    numbers: Sequence[int]
+    encoded: bytes
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Sound as a model takes it: float32 [samples] of one channel, at the rate of its processor. encoded: its file."""
+
+    size: SoundSize
+    samples: NDArray[np.float32]
+    encoded: bytes
+
+
+Medium: TypeAlias = "Image | Video | Sound"
+
+
+class Sampling(Protocol):
+    """Choice of the frames that a model takes of a video; implemented by `MediaProcessor`."""
+
+    def frames(self, size: VideoSize) -> Sequence[int]:
+        """Return the numbers of a video's frames that the model takes; raise MediaError if there are too few."""
+
+
+def kind_of(size: MediaSize) -> MediaKind:
+    """Return the kind of the media with sizes of this form."""
+    if isinstance(size, VideoSize):
+        return "video"
+    return "audio" if isinstance(size, SoundSize) else "image"
