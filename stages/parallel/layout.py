@@ -28,9 +28,7 @@ class Layout(StrictModel):
         1,
         description="Data-parallel processes that share Adam's state; with fsdp also weights and gradients.",
     )
-    tp: PositiveInt = Field(
-        1, description="Tensor parallelism: processes that split the matrices of each layer (megatron)."
-    )
+    tp: PositiveInt = Field(1, description="Tensor parallelism: processes that split the matrices of each layer.")
     pp: PositiveInt = Field(
         1, description="Pipeline parallelism: number of stages into which the layers are divided (megatron)."
     )

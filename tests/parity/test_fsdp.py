@@ -49,10 +49,13 @@ LAYOUTS = {
         "selective-recompute": {"dp_shard": 2, "recompute": "selective", "micro_batch_size": 1},
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
         "activations-offloaded": {"dp_shard": 2, "recompute": "offload"},
+        "split": {"tp": 2},
+        "split-accumulated": {"tp": 2, "micro_batch_size": 1, "recompute": "full"},
     },
     4: {
         "sharded": {"dp_shard": 4, "micro_batch_size": 1},
         "hybrid": {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
+        "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1},
     },
 }
 ACCUMULATED = ("accumulated", "accumulated-sharded")
@@ -198,13 +201,23 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
         away, checkpoint = cases["qwen3-activations-offloaded"], [1, str(output / "checkpoint")]
         cases |= {"saved": {**away, "save": checkpoint}, "resumed": {**away, "resume": checkpoint}}
         cases["moe-offloaded"] = {"model": str(models / "moe"), "config": away["config"]}
+    others = {name: name for name in MODELS[1:]}
     if request.param == 2:
+        for model in ("untied", "moe", "balanced"):
+            config = {**make_config(layouts["split"]), "moe": MOE.get(model, {})}
+            cases[f"{model}-split"] = {"model": str(models / model), "config": config}
+            others[f"{model}-split"] = model
+        # Written by processes that split matrices, read by such as shard rows, and the other way round.
+        for writer, reader in (("split", "sharded"), ("sharded", "split")):
+            checkpoint = [1, str(output / f"checkpoint-{writer}")]
+            cases[f"saved-{writer}"] = {**cases[f"qwen3-{writer}"], "save": checkpoint}
+            cases[f"resumed-{reader}"] = {**cases[f"qwen3-{reader}"], "resume": checkpoint}
         for name in ACCUMULATED:
             config = {**make_config(layouts[name]), "precision": "bf16"}
             cases[f"half-{name}"] = {"model": str(models / "qwen3"), "config": config}
     (output / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(output)}))
     fsdp_ranks.run("tests.parity.fsdp_program", request.param, output / "spec.json", log=output / "log.txt")
-    return output, {f"qwen3-{name}": "qwen3" for name in layouts} | {name: name for name in MODELS[1:]}
+    return output, {f"qwen3-{name}": "qwen3" for name in layouts} | others
 
 
 def test_losses_and_gradient_norms_equal_those_of_plain_transformers(trained, plain):
@@ -254,6 +267,14 @@ def test_activations_come_back_from_the_host_as_they_left(trained):
             tensors, others = (load_file(output / file.format(name)) for name in (away, here))
             assert tensors.keys() == others.keys()
             assert all(torch.equal(tensors[name], other) for name, other in others.items()), away
+
+
+@pytest.mark.parametrize("trained", [2], indirect=True)
+def test_checkpoints_go_on_with_split_matrices_or_with_shards(trained, plain):
+    for name in ("resumed-sharded", "resumed-split"):
+        found = json.loads((trained[0] / f"{name}.json").read_text())
+        assert found["losses"] == pytest.approx(plain["qwen3"][0][1:], rel=2e-6)
+        assert found["grad_norms"] == pytest.approx(plain["qwen3"][1][1:], rel=1e-5)
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)

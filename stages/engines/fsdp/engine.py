@@ -39,12 +39,13 @@ from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
 from stages.engines.fsdp.mtp import add_mtp, num_targets, one_ahead
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
-from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
+from stages.engines.fsdp.parallelize import data_group, device_mesh, parallelize
 from stages.engines.fsdp.parts import freeze_parts, learning_rate_ratios
 from stages.engines.fsdp.score import with_score_head
-from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
+from stages.engines.fsdp.shards import check_sharded, check_split, drop_weights, read_shards
 from stages.engines.fsdp.sources import ModelFiles
 from stages.engines.fsdp.state import TrainingState
+from stages.engines.fsdp.tensor_parallel import is_split
 from stages.engines.loss import Loss, means, read, stacked, totals_of
 from stages.engines.settings import EngineSettings
 from stages.models.carried_weights import carried_names
@@ -82,14 +83,17 @@ class FsdpEngine:
         self._trust_remote_code = settings.trust_remote_code
         self._start = start
         self.device = device
-        self.data_rank = dist.get_rank()
-        self.data_parallel_size = self.num_devices = dist.get_world_size()
+        self.num_devices = dist.get_world_size()
+        self.data_parallel_size = settings.layout.data_parallel_size
+        # The processes of `tp` are neighbours.
+        self.data_rank = dist.get_rank() // settings.layout.tp
         self.compute_dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
         float8 = float8_config(settings.fp8_recipe) if settings.precision == "fp8" else None
         self._moe = settings.moe
         self._balances_experts = settings.moe.aux_loss_coefficient > 0
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
-        self._mesh = data_parallel_mesh(settings.layout, device)
+        self._mesh = device_mesh(settings.layout, device)
+        self._data_group = data_group(self._mesh)
         # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
         # modules and parameters as Transformers has them, and FSDP2 replaces both.
         self._model, files = self._start_model(settings.adapter, settings.media.kinds if settings.media else ())
@@ -300,12 +304,15 @@ class FsdpEngine:
         twin = deepcopy(self._model) if files else None  # compared in fp32
         if twin and hasattr(twin.causal_lm, ATTRIBUTE):
             delattr(twin.causal_lm, ATTRIBUTE)  # Transformers has none to compare with
+        copies = (deepcopy(twin), deepcopy(twin)) if twin and layout.tp > 1 else None
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:
             # With `cpu_offload` shards stay in host memory, where FSDP2 expects them.
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)
             check_sharded(self._model, twin, layout, self._mesh, self.device)
+            if copies:
+                check_split(*copies, files, self._mesh, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Add the LoRA adapter before sharding; keep factors taken out of the base's weights for the export."""
@@ -364,12 +371,22 @@ class FsdpEngine:
 
     def _grad_norm(self) -> Tensor:
         """Return the Euclidean norm of all gradients, float32, which are sharded over the processes of a group."""
-        norms = torch._foreach_norm(self._local_gradients(), 2.0, torch.float32)  # gradients may be bf16: sum in fp32
-        squared = torch.stack(norms).square().sum().to(self.device)
+        gradients = [one.grad for one in self._parameters if one.grad is not None]
+        norms = torch._foreach_norm([*map(local_of, gradients)], 2.0, torch.float32)  # they may be bf16: sum in fp32
+        squares = torch.stack(norms).square()
+        splits = torch.tensor([is_split(one) for one in gradients], device=squares.device)
+        # [over weights that all processes of `tp` have, over those of which each has a part]
+        squared = torch.stack([squares[~splits].sum(), squares[splits].sum()]).to(self.device)
         if self._mesh.size() > 1:
             # Over shards only: replicas hold the same gradients, which would be counted several times.
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))
-        return squared.sqrt()
+        if self._vocabulary_group:
+            dist.all_reduce(squared[1], group=self._vocabulary_group)
+        return squared.sum().sqrt()
+
+    @property
+    def _vocabulary_group(self) -> dist.ProcessGroup | None:
+        return self._model.vocabulary_group
 
     def _local_gradients(self) -> list[Tensor]:
         return [local_of(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
@@ -380,5 +397,5 @@ class FsdpEngine:
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         if self.data_parallel_size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self._data_group)
         return values

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stages.core.errors import LifecycleError, ModelError
@@ -23,6 +24,7 @@ from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, probe
 from stages.engines.fsdp.sources import ModelFiles
+from stages.engines.fsdp.tensor_parallel import summed_gradients
 from stages.engines.log_probabilities import (
     OutputHead,
     greedy_tokens,
@@ -62,6 +64,8 @@ class TargetLogProbabilities(nn.Module):
         self.drawn = drawn
         self.transform = logits_transform(causal_lm.config.get_text_config())
         self.is_compiled = False
+        self.vocabulary_group: dist.ProcessGroup | None = None
+        """Processes over which the head's entries are split, where they are."""
         rotate_by_document(decoder_of(causal_lm))
         mix_by_document(text_layers(causal_lm), verdict.mixers)
 
@@ -115,7 +119,11 @@ class TargetLogProbabilities(nn.Module):
             give_back_freed_memory(KEPT_BYTES)
         module, signal = self.causal_lm.get_output_embeddings(), batch.signal
         transform = tempered(self.transform, signal.temperature)
-        head = OutputHead(module.weight, getattr(module, "bias", None), transform, compiles=self.is_compiled)
+        weight, bias = module.weight, getattr(module, "bias", None)
+        if group := self.vocabulary_group:
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+            hidden = summed_gradients(hidden, group)
+        head = OutputHead(weight, bias, transform, group=group, compiles=self.is_compiled)
         if greedy:
             return greedy_tokens(hidden, head, signal.targets, signal.target_positions)
         if num_likeliest:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
+from stages.engines.fsdp.tensor_parallel import split_matrices
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.layers import text_layers, transformer_layers
 from stages.models.loaded_weights import modules_kept_in_fp32
@@ -75,12 +76,25 @@ COSTLY_OPERATIONS = {
 """Operations whose results `recompute: selective` keeps for the backward pass; all others are computed again."""
 
 
-def data_parallel_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh for sharding parameters: [dp_shard], or [dp_replicate, dp_shard] for hybrid sharding."""
-    if layout.dp_replicate == 1:
-        return init_device_mesh(device.type, (layout.dp_shard,), mesh_dim_names=("dp_shard",))
-    shape = (layout.dp_replicate, layout.dp_shard)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Return the mesh of all processes: [dp_shard], before it [dp_replicate], and after it [tp], where they are > 1."""
+    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh over which global batches are shared, and parameters sharded by FSDP2."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the processes that share global batches with this one; None: all processes."""
+    part = data_parallel(mesh)
+    if part is mesh:
+        return None
+    return part.get_group() if part.ndim == 1 else part._flatten("data").get_group()
 
 
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -96,6 +110,8 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     if is_spread and dist.get_rank() == 0:  # kept here, since shards replace the parameters
         weights = {name: value.detach() for name, value in model.state_dict().items()}
     # Before sharding, whose hooks then lie outside of the compiled code.
+    if layout.tp > 1:
+        split_model(model, mesh)
     if layout.compile:
         # Towers are not compiled: each picture has another size, which would compile them again.
         seen = [] if model.drawn is None else [one for one in layers if one not in text_layers(model.causal_lm)]
@@ -116,6 +132,12 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
             layer.register_forward_pre_hook(lambda *_: give_back_freed_memory(LEAST_FREED_BYTES))
     if is_spread:
         _spread_weights(model, weights, layout)
+
+
+def split_model(model: TargetLogProbabilities, mesh: DeviceMesh) -> None:
+    """Split a model's matrices and vocabulary over the mesh's `tp` processes, in place."""
+    split_matrices(model.causal_lm, mesh["tp"])
+    model.vocabulary_group = mesh.get_group("tp")
 
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
@@ -169,12 +191,12 @@ def apply_fsdp(
     Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
     """
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": data_parallel(mesh),
         "offload_policy": CPUOffloadPolicy(pin_memory=of_device(torch.device(mesh.device_type)).pins_host_memory)
         if layout.cpu_offload
         else OffloadPolicy(),
     }
-    if mesh.size() == 1 and not layout.cpu_offload:
+    if mesh.size() == 1 and not layout.cpu_offload:  # of all processes, those of `tp` included
         options["ignored_params"] = used_as_they_are(model, compute_dtype)
         for one in options["ignored_params"]:  # FSDP2 moves its own alone; those on `meta` are read to the device
             one.data = one.data if one.is_meta else one.data.to(mesh.device_type)

@@ -7,20 +7,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
 from stages.core.errors import ModelError
-from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
+from stages.engines.fsdp.model import LARGEST_DIFFERENCE, TargetLogProbabilities, check_log_probabilities
 from stages.engines.fsdp.mtp import read_mtp
-from stages.engines.fsdp.optimizer import local_of
-from stages.engines.fsdp.parallelize import apply_fsdp, fsdp_modules
+from stages.engines.fsdp.optimizer import full_tensor, local_of
+from stages.engines.fsdp.packed import packed
+from stages.engines.fsdp.parallelize import apply_fsdp, device_mesh, fsdp_modules, split_model
+from stages.engines.fsdp.probe import LENGTHS
 from stages.engines.fsdp.sources import ModelFiles
+from stages.engines.fsdp.tensor_parallel import is_split
 from stages.models.layers import keep_kinds_of_layers, transformer_layers
 from stages.models.loaded_weights import check_all_finite
 from stages.parallel.layout import Layout
+
+LARGEST_CHANGE = 1e-2
+"""Largest relative change of a weight's gradient norm by tensor parallelism in fp32; a lost sum changes it by more."""
+LEAST_NORM = 1e-5
 
 
 def drop_weights(model: nn.Module, dropped: Collection[nn.Parameter]) -> None:
@@ -65,6 +72,8 @@ def check_sharded(
     keep_kinds_of_layers(twin.causal_lm)
     # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.
     is_sharded = mesh.size() > 1
+    if layout.tp > 1:
+        split_model(twin, mesh)
     if is_sharded:
         apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
     in_fp32: dict[int, Tensor] = {}  # by identity, so that tied weights stay one
@@ -79,6 +88,68 @@ def check_sharded(
         one.reshard()
     if not is_sharded:
         drop_weights(twin, list(twin.parameters()))
+
+
+def check_split(
+    split: TargetLogProbabilities,
+    whole: TargetLogProbabilities,
+    files: ModelFiles,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """Check that a model whose matrices are split gives the log-probabilities and gradients of the whole one.
+
+    A plan may lack a sum over processes, which no comparison of the split model with itself would show. Collective.
+    split, whole: copies on `meta` from before sharding; they are cut to layers of every kind. Raises ModelError.
+    """
+    layouts = Layout(dp_shard=mesh.size() // mesh["tp"].size(), tp=mesh["tp"].size()), Layout(dp_shard=mesh.size())
+    meshes = device_mesh(layouts[0], device), device_mesh(layouts[1], device)
+    measured = []
+    for model, layout, own in zip((split, whole), layouts, meshes, strict=True):
+        keep_kinds_of_layers(model.causal_lm)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        if layout.tp > 1:
+            split_model(model, own)
+        apply_fsdp(model, transformer_layers(model.causal_lm), layout, own, torch.float32)
+        read_shards(model.causal_lm, files, device)
+        measured.append(_values_and_norms(model, layout.dp_shard, device))
+    (values, norms), (expected, expected_norms) = measured
+    difference = (values - expected).abs().max().item()
+    largest = max(expected_norms.values())
+    # Of weights whose gradient is next to none, the rounding of the others is all that is seen.
+    ratios = {name: abs(norms[name] - norm) / max(norm, LEAST_NORM * largest) for name, norm in expected_norms.items()}
+    # Also where one is NaN.
+    wrong = [f"the gradient of {name} by {ratio:.1%}" for name, ratio in ratios.items() if not ratio < LARGEST_CHANGE]
+    if not difference < LARGEST_DIFFERENCE:
+        wrong.insert(0, f"log-probabilities by {difference:.2g} nats")
+    if wrong:
+        raise ModelError(
+            f"split over tp {layouts[0].tp} processes by Transformers' plan, {type(whole.causal_lm).__name__} differs "
+            f"from the whole model: {', '.join(wrong[:3])}; set `tp: 1`, and spread the model by `dp_shard`"
+        )
+
+
+def _values_and_norms(
+    model: TargetLogProbabilities, num_shares: int, device: torch.device
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the log-probabilities of drawn documents, and each weight's norm of the gradient of their sum.
+
+    num_shares: data-parallel processes, which all have the same documents, and whose gradients FSDP2 adds up.
+    """
+    vocab_size = model.causal_lm.config.get_text_config().vocab_size
+    batch = packed((torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)).to(device)
+    model.causal_lm.eval()
+    log_probabilities = model(batch)
+    (log_probabilities.sum() / num_shares).backward()
+    norms = {}
+    for name, parameter in model.causal_lm.named_parameters():
+        if parameter.grad is not None:
+            norms[name] = full_tensor(parameter.grad).norm().item()
+        parameter.grad = None
+    for one in fsdp_modules(model):
+        one.reshard()
+    return log_probabilities.detach(), norms
 
 
 class _ShardReader:
@@ -118,7 +189,7 @@ class _ShardReader:
             for part, value in module.quantized(rows.to(self._device)).items():
                 self._replace(getattr(module, part), value, name)
         elif isinstance(kept, nn.Parameter):
-            self._replace(kept, rows, name)
+            self._replace(kept, _own_part(kept, rows), name)
         else:
             kept.copy_(rows)
 
@@ -155,7 +226,18 @@ def _in_fp32(weight: Tensor, device: torch.device) -> Tensor:
 
 
 def _rows(parameter: Tensor) -> slice:
-    if not isinstance(parameter, DTensor):
-        return slice(0, len(parameter)) if parameter.ndim else slice(None)
+    if not parameter.ndim:
+        return slice(None)
+    if not isinstance(parameter, DTensor) or is_split(parameter):
+        return slice(0, len(parameter))
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return slice(offset[0], offset[0] + shape[0])
+
+
+def _own_part(parameter: Tensor, rows: Tensor) -> Tensor:
+    """Return this process's part of a parameter's rows: a plan may split columns, or rows in turns."""
+    if not is_split(parameter) or tuple(rows.shape) != tuple(parameter.shape):
+        return rows
+    assert isinstance(parameter, DTensor)
+    whole = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return whole.to_local()

@@ -234,6 +234,8 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
             "`layout.compile` does not go with `data.packing: false`, whose rows have lengths of their own: layers "
             "would be compiled again for each; remove either"
         )
+    if isinstance(config.layout, Layout) and config.layout.tp > 1 and not RULES[engine].has("splits_all"):
+        yield from _split_errors(config)
     if config.moe.freeze_router and config.adapter:
         yield (
             "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
@@ -249,6 +251,25 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
         yield from lacked_feature(engine, "score_head", f"method: {config.method}")
         if config.adapter:
             yield f"`method: {config.method}` trains whole models only; remove `adapter`"
+
+
+def _split_errors(config: TrainFields) -> Iterator[str]:
+    """Yield the options with which an engine that splits whole models alone over `tp` does not train them."""
+    optimizer, default = config.optimizer, OptimizerConfig()
+    low = [f"optimizer.{name}" for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
+    options = {
+        "adapter": config.adapter is not None,
+        "layout.cpu_offload": config.layout.cpu_offload,
+        "precision: fp8": config.precision == "fp8",
+        "mtp_loss_weight": config.mtp_loss_weight > 0,
+        f"method: {config.method}": config.learning.needs_score_head,
+        **dict.fromkeys(low, True),
+    }
+    if found := [f"`{name}`" for name, is_used in options.items() if is_used]:
+        yield (
+            f"`layout.tp: {config.layout.tp}` with `engine: {config.engine}` does not go with "
+            f"{', nor with '.join(found)}; set `tp: 1`, or remove what it does not go with"
+        )
 
 
 def _mtp_errors(config: TrainFields) -> Iterator[str]:
@@ -291,10 +312,12 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
         untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
     if adapter and adapter.init == "eva":
         untried.append("`adapter.init: eva`, whose start is measured on text")
-    if config.precision == "fp8":
-        untried.append("`precision: fp8`, which towers have not been tried with")
-    if config.optimizer.name != "adamw":
-        untried.append(f"`optimizer: {config.optimizer.name}`, which towers have not been tried with")
+    options = {
+        f"layout.tp: {config.layout.tp}": config.layout.tp > 1,
+        "precision: fp8": config.precision == "fp8",
+        f"optimizer: {config.optimizer.name}": config.optimizer.name != "adamw",
+    }
+    untried += [f"`{name}`, which towers have not been tried with" for name, is_used in options.items() if is_used]
     untried += _readers_of_text(config)
     if config.mtp_loss_weight:
         untried.append("`mtp_loss_weight`, which has not been tried with pictures")

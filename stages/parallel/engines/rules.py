@@ -20,6 +20,7 @@ Feature = Literal[
     "activation_offload",
     "mtp_loss",
     "pictures",
+    "splits_all",
 ]
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stages.adapters.config import AdapterConfig
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.model import find_weights
-from stages.engines.fsdp.parallelize import data_parallel_mesh, parallelize
+from stages.engines.fsdp.parallelize import device_mesh, parallelize
 from stages.engines.fsdp.shards import check_sharded, drop_weights, read_shards
 from stages.engines.settings import AdamSettings, EngineSettings
 from stages.models.facts import ModelFacts
@@ -45,7 +45,7 @@ def test_what_the_twin_computes_with_is_freed_with_the_check(one_process: None, 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
     layout = Layout()
-    mesh = data_parallel_mesh(layout, CPU)
+    mesh = device_mesh(layout, CPU)
     model, files = find_weights(tmp_path, trust_remote_code=False)
     drop_weights(model, list(model.parameters()))
     twin = deepcopy(model)

@@ -55,8 +55,8 @@ def test_a_recipe_with_other_problems_too_raises_a_plain_recipe_error():
 
 
 def test_the_other_engines_fields_are_refused():
-    with pytest.raises(ValidationError, match="tp 2 only mean something with `engine: megatron`"):
-        make_config(layout={"tp": 2, "micro_batch_size": 2})
+    with pytest.raises(ValidationError, match="pp 2 only mean something with `engine: megatron`"):
+        make_config(layout={"pp": 2, "micro_batch_size": 2})
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():

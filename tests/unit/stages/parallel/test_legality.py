@@ -82,7 +82,11 @@ ILLEGAL = [
         ['cpu_offload true, compile true, accumulate "sharded"', "`engine: fsdp`", "the engine is megatron"],
     ),
     ({"recompute": "offload"}, ["`layout.recompute: offload`", "`engine: fsdp`", "found megatron"]),
-    ({"engine": "fsdp", "tp": 2, "ep": 2}, ["tp 2, ep 2", "`engine: megatron`", "the engine is fsdp"]),
+    (
+        {"engine": "fsdp", "tp": 3, "dp_shard": 1},
+        ["tp 3 does not divide the model's", "key/value heads", "the nearest that does: tp "],
+    ),
+    ({"engine": "fsdp", "tp": 2, "ep": 2}, ["ep 2", "`engine: megatron`", "the engine is fsdp"]),
 ]
 
 

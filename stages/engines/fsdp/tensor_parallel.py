@@ -1,0 +1,143 @@
+"""Tensor parallelism of Transformers' models: matrices split by the model's own plan, and the vocabulary besides.
+
+A plan names the modules whose weights are split over the processes of `tp`, by columns of their results or of their
+inputs (Shoeybi et al. 2019), and where sums over processes are due. What a plan does not name stays whole on each.
+Embedding and output head are split by entries of the vocabulary, so that no process has all logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    TensorParallelLayer,
+    apply_tensor_parallelism,
+)
+
+from stages.core.errors import ModelError
+
+GATHERED = "colwise_gather_output"
+"""Style of the head where Transformers computes its logits, to compare with; training never has them whole."""
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity whose gradient is summed over processes, each of which has the gradient by its own shards."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over processes; each gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed = values.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _SplitVocabulary(TensorParallelLayer):
+    """Embedding of which each process has consecutive entries; others look up 0, and the sum is everyone's."""
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        whole = module.get_parameter(param)
+        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        look_up, group, size = module.forward, mesh.get_group(), module.num_embeddings // mesh.size()
+        first = mesh.get_local_rank() * size
+        padding = module.padding_idx
+        module.padding_idx = None if padding is None or not first <= padding < first + size else padding - first
+
+        def forward(tokens: Tensor) -> Tensor:
+            places = tokens - first
+            is_here = (places >= 0) & (places < size)
+            with _changed(module, lambda one: one.to_local()):
+                found = look_up(places.clamp(0, size - 1))
+            return _Sum.apply(found * is_here[..., None], group)
+
+        module.forward = forward
+        return module
+
+
+class _SummedGradients(TensorParallelLayer):
+    """Whole weights of a module that sees this process's heads alone: gradients by all heads are summed."""
+
+    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+        forward, group = module.forward, mesh.get_group()
+
+        def with_sums(*args: Any, **kwargs: Any) -> Any:
+            # In the graph: Transformers' hook would sum again what earlier micro-batches have added up.
+            with _changed(module, lambda one: _SumGradients.apply(one, group)):
+                return forward(*args, **kwargs)
+
+        module.forward = with_sums
+        return module
+
+
+OWN_STYLES = {"vocabulary": _SplitVocabulary(), "replicated_with_grad_allreduce": _SummedGradients()}
+
+
+@contextmanager
+def _changed(module: nn.Module, change: Any) -> Iterator[None]:
+    """Let a module compute with a function of its parameters."""
+    own = dict(module._parameters)
+    module._parameters.update({name: change(one) for name, one in own.items() if one is not None})
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
+    """Split a model's weights over the processes of `mesh`, in place: parameters become DTensors on it.
+
+    Raises ModelError for a model without a plan.
+    """
+    if not causal_lm.config.get_text_config().base_model_tp_plan:
+        raise ModelError(
+            f"{type(causal_lm).__name__} has no plan of tensor parallelism in Transformers; set `tp: 1`, and split it "
+            "over more processes by `dp_shard`"
+        )
+    for name, style in OWN_STYLES.items():
+        ALL_PARALLEL_STYLES.register(name, style)
+    names = {module: name for name, module in causal_lm.named_modules()}
+    ends = {names[causal_lm.get_input_embeddings()]: "vocabulary", names[causal_lm.get_output_embeddings()]: GATHERED}
+    ties = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
+    causal_lm.tp_plan = {**causal_lm.tp_plan, **ends}
+    apply_tensor_parallelism(causal_lm, mesh)
+    if ties:
+        causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+
+
+def summed_gradients(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return hidden states whose gradients, each by a process's entries of the vocabulary, are summed."""
+    return _SumGradients.apply(hidden, group)
+
+
+def is_split(tensor: Tensor, dimension: str = "tp") -> bool:
+    """Return whether each process along a dimension of the mesh has a part of a tensor of its own."""
+    if not isinstance(tensor, DTensor):
+        return False
+    named = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    return dimension in named and not named[dimension].is_replicate()
