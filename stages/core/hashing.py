@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
+import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -48,8 +49,10 @@ def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> 
     limit_s: time after which(but for small files) TransientError is raised; finished files are not hashed again.Raises
     `OSError`.
     """
-    statuses = {name: os.stat(path) for name, path in files.items()}  # noqa: PTH116 (half the time of a Path's)
-    known = _known(files, statuses) if len(files) >= MANY_FILES else _Known({}, {})
+    statuses = {name: os.lstat(path) for name, path in files.items()}  # half the time of a Path's
+    links = {name for name, status in statuses.items() if stat.S_ISLNK(status.st_mode)}
+    statuses |= {name: files[name].stat() for name in links}
+    known = _known(files, statuses, links) if len(files) >= MANY_FILES else _Known({}, {})
     rest = {name: path for name, path in files.items() if name not in known.digests}
     total_bytes = sum(statuses[name].st_size for name in rest)
     is_small = total_bytes + len(rest) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
@@ -83,13 +86,13 @@ class _Known:
     keys: dict[str, str]
 
 
-def _known(files: Mapping[str, Path], statuses: Mapping[str, os.stat_result]) -> _Known:
+def _known(files: Mapping[str, Path], statuses: Mapping[str, os.stat_result], links: Container[str]) -> _Known:
     """Look up many files, of any size, at once: those of one folder stand together in the cache."""
     folders: dict[str, str] = {}
     keys = {}
     for name, path in files.items():
         folder, _, last = str(path).rpartition("/")
-        if os.path.islink(path):  # noqa: PTH114
+        if name in links:
             keys[name] = _key(os.path.realpath(path), statuses[name])
             continue
         if folder not in folders:

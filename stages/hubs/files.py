@@ -60,9 +60,11 @@ def list_files(path: Path) -> dict[str, Path]:
     if path == Path(path.anchor):
         raise DownloadError(f"file://{path} is all of this machine; name the folder that is meant")
     try:
-        files = {path.name: path} if not path.is_dir() else _walk(path)
-        for file in files.values():
-            _check_readable_file(file, path)
+        if path.is_dir():
+            files = _walk(path)
+        else:
+            files = {path.name: path}
+            _check_readable_file(path, path, is_regular=path.is_file())
     except OSError as error:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
     if not files:
@@ -93,6 +95,8 @@ def _walk(folder: Path) -> dict[str, Path]:
                     folders.append((Path(entry.path), f"{begin}{entry.name}/"))
                 else:
                     files[begin + entry.name] = Path(entry.path)
+                    # What the folder says of its entries costs no look at each.
+                    _check_readable_file(files[begin + entry.name], folder, is_regular=entry.is_file())
     return files
 
 
@@ -105,11 +109,11 @@ def _check_link(link: Path, folder: Path) -> None:
         raise DownloadError(f"{link} is a link {where}; remove it, or put a copy there (`cp -rL`)")
 
 
-def _check_readable_file(file: Path, source: Path) -> None:
+def _check_readable_file(file: Path, source: Path, *, is_regular: bool) -> None:
     """Raise DownloadError for an unreadable file, a name that is not UTF-8, or a pipe or device, which has no end."""
     if NOT_UTF8.search(str(file)):
         raise DownloadError(f"the name of the file {os.fsencode(file)!r} is not UTF-8; rename it")
-    if not os.path.isfile(file):  # noqa: PTH113 (half the time of a Path's, for each of many files)
+    if not is_regular:
         raise DownloadError(f"{file} in file://{source} is not a regular file; remove it")
     if not os.access(file, os.R_OK):
         raise DownloadError(f"{file} in file://{source} may not be read; change its permissions")
