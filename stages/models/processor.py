@@ -318,7 +318,7 @@ class MediaProcessor:
         given: dict[str, Any] = {"images": [pictures]} if pictures else {}
         if videos:
             given |= {"videos": [one for _, one in videos], "do_sample_frames": False}
-            given["video_metadata"] = [_metadata(size) | {"frames_indices": self.frames(size)} for size, _ in videos]
+            given["video_metadata"] = [_metadata(size) | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
         found: Mapping[str, Any] = self._processor(
             text=[text], return_tensors="pt", add_special_tokens=False, **given, **options
         )

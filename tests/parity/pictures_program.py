@@ -1,9 +1,9 @@
 """Test program that trains models that see on one or two processes, of which the second has no pictures.
 
-    pictures_program OUTPUT few|all FOLDER …
+    pictures_program OUTPUT few|all|kinds FOLDER …
 
 Each folder's model is trained whole and with frozen parts, with and without recomputation. OUTPUT is a JSON file with
-loss and norm of the gradients of each step, by case.
+loss and norm of the gradients of each step, by case. With `kinds`, one process has pictures and the other videos.
 """
 
 import json
@@ -14,10 +14,15 @@ from pathlib import Path
 import torch
 
 from stages.core.contract import is_main_process
+from stages.data.batch import Batch
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.packed import packed
+from stages.engines.media import with_media
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.media import VideoSize
+from stages.models.processor import MediaProcessor
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
 from tests.zoo.pictures import Documents
@@ -25,12 +30,14 @@ from tests.zoo.pictures import Documents
 NUM_STEPS = 2
 """Number of steps: AdamW's first update has one size whatever the gradient's, so that rounding shows soon after."""
 SHARES = (((0,), (2,)), ((1,), (1,)))
+SHARES_OF_KINDS = (((0,), (1,)), ((2,), (0, 2)))
 """Documents of each micro-batch of the two processes: the second has those without a picture."""
 
 
 TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
 CASES = {
     "few": [((), "none"), (TOWER, "full")],
+    "kinds": [((), "none"), (TOWER, "full")],
     "all": [*product(((), TOWER), ("none", "full")), (SEEING, "none"), (("language_model",), "full")],
 }
 """Frozen parts and recomputation of each training."""
@@ -42,20 +49,40 @@ def main() -> None:
     results = {}
     with joined_processes() as device:
         for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
-            found = train(folder, frozen, recompute, device)
+            found = train(folder, frozen, recompute, device, with_videos=cases == "kinds")
             results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
     if is_main_process():
         Path(output).write_text(json.dumps(results))
 
 
-def train(folder: Path, frozen: tuple[str, ...], recompute: str, device: torch.device) -> list[tuple[float, float]]:
+class OfTwoKinds:
+    """Three documents: one with a picture, one of text, one with a video."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = MediaProcessor(folder)
+        self.sizes = (((64, 40),), (), (VideoSize(48, 64, 12, 3.0),))
+
+    def batch(self, chosen: tuple[int, ...]) -> Batch:
+        """Return a batch of one row with the chosen documents."""
+        ids, media = [], []
+        for number in chosen:
+            own = [token for size in self.sizes[number] for token in self.processor.token_ids(size)]
+            ids.append(torch.tensor([*range(8 + number, 14), *own, *range(20 - number, 26)]))
+            media.append([self.processor.drawn(size, number) for size in self.sizes[number]])
+        return with_media(packed(ids), media, self.processor)
+
+
+def train(
+    folder: Path, frozen: tuple[str, ...], recompute: str, device: torch.device, *, with_videos: bool
+) -> list[tuple[float, float]]:
     """Return loss and norm of the gradients of each step."""
     size = torch.distributed.get_world_size()
     layout = Layout(dp_shard=size, recompute=recompute)
-    media = MediaSettings(frozen)
+    media = MediaSettings(frozen, kinds=("image", "video") if with_videos else ("image",))
     engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)
-    documents = Documents(folder)
-    shares = [share for own in SHARES for share in own] if size == 1 else SHARES[engine.data_rank]
+    documents = OfTwoKinds(folder) if with_videos else Documents(folder)
+    dealt = SHARES_OF_KINDS if with_videos else SHARES
+    shares = [share for own in dealt for share in own] if size == 1 else dealt[engine.data_rank]
     batches = [documents.batch(share) for share in shares]
     steps = [engine.train_step(batches, SftLoss(), 1e-3, None) for _ in range(NUM_STEPS)]
     engine.close()

@@ -48,3 +48,10 @@ def test_a_process_without_pictures_neither_hangs_nor_changes_the_loss(tmp_path:
 @pytest.mark.parametrize("family", NIGHTLY)
 def test_every_kind_of_tower_does_so(family: str, tmp_path: Path, fsdp_ranks: Ranks) -> None:
     check(family, "all", tmp_path, fsdp_ranks)
+
+
+@pytest.mark.nightly
+def test_processes_with_other_kinds_of_media_neither_hang_nor_change_the_loss(
+    tmp_path: Path, fsdp_ranks: Ranks
+) -> None:
+    check("qwen3_vl", "kinds", tmp_path, fsdp_ranks)
