@@ -39,7 +39,7 @@ class Seeing:
 
     def __init__(self, folder):
         self.theirs, self.processor = load_seeing(folder), AutoProcessor.from_pretrained(folder)
-        self.ours = load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+        self.ours = load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
         self.see = MediaProcessor(folder)
 
     def batch_of_trl(self, scratch, kind, config, *reference, **columns):
@@ -85,7 +85,7 @@ def seeing(request, tmp_path_factory):
 def reference(seeing):
     """Provide the reference as Transformers has it, and our engine's log-probabilities of it; the policy moves off."""
     folder = seeing.see.folder
-    ours = load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+    ours = load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
     torch.manual_seed(0)
     for parameter in seeing.theirs.parameters():
         parameter.data += NOISE * torch.randn_like(parameter)

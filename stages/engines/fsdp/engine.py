@@ -376,7 +376,7 @@ class FsdpEngine:
         squares = torch.stack(norms).square()
         splits = torch.tensor([is_split(one) for one in gradients], device=squares.device)
         # [over weights that all processes of `tp` have, over those of which each has a part]
-        squared = torch.stack([squares[~splits].sum(), squares[splits].sum()]).to(self.device)
+        squared = torch.stack([squares.where(~splits, 0.0).sum(), squares.where(splits, 0.0).sum()]).to(self.device)
         if self._mesh.size() > 1:
             # Over shards only: replicas hold the same gradients, which would be counted several times.
             dist.all_reduce(squared, group=self._mesh.get_group("dp_shard"))

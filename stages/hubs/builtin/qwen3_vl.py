@@ -4,6 +4,7 @@ Two thirds of the parameters see. A merged patch has 16 × 16 pixels, as a digit
 and all dims of the language part are even multiples of 32, as 4-bit kernels want them.
 """
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -72,14 +73,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGener
     """Return a Qwen3-VL model in float32 whose random weights depend only on `SEED`."""
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     marks = {"vision_start": START, "vision_end": END, "image": IMAGE, "video": VIDEO}
+    sizes = deepcopy(QWEN3_VL_1M)  # Transformers adds to them
     config = Qwen3VLConfig(
         text_config={
-            **QWEN3_VL_1M["text_config"],
+            **sizes["text_config"],
             **ends,
             "bos_token_id": None,
             "max_position_embeddings": MAX_POSITIONS,
         },
-        vision_config=QWEN3_VL_1M["vision_config"],
+        vision_config=sizes["vision_config"],
         tie_word_embeddings=True,
         dtype="float32",
         **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()},

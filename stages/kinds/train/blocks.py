@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from stages.core.contract import Execution
-from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, Seconds, StrictModel
+from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, PositiveFp32, Seconds, StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
 from stages.models.tower import ModelPart
 from stages.planner.workload import Precision, StateBytes
@@ -126,7 +126,7 @@ class PictureBounds(StrictModel):
 
     min_pixels: PositiveInt | None = Field(None, description="Least pixels of a picture; smaller ones grow.")
     max_pixels: PositiveInt | None = Field(None, description="Most pixels of a picture; larger ones shrink.")
-    fps: Annotated[PositiveFloat | None, AddedLater()] = Field(
+    fps: Annotated[PositiveFp32 | None, AddedLater()] = Field(
         None, description="Frames of a video that the model takes for each of its seconds."
     )
     max_frames: Annotated[PositiveInt | None, AddedLater()] = Field(

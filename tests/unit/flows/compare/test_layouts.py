@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back(layout):
         ("fsdp dp_shard=two", "dp_shard: found"),
         ("fsdp dp_shard=0", "dp_shard: found 0"),
         ("fsdp dp_shard=3", "64"),
-        ("fsdp tp=2", "tp"),
+        ("fsdp ep=2", "ep"),
     ],
 )
 def test_a_bad_line_is_explained(line, problem):
@@ -105,10 +105,10 @@ def test_what_the_sizes_of_the_model_do_not_allow_is_not_started():
     shape = ModelFacts(BUILTINS["qwen3-1m"].sizes).shape  # 4 heads, 2 of keys, in 4 layers
     configs, refused = read_layouts(["fsdp dp_shard=3 micro_batch_size=2", "fsdp", "tp=2", "tp=3", "pp=8"], STAGE)
     fit, unfit = without_misfits(configs, shape, refused)
-    assert [text_of(config, 64) for config in fit] == ["fsdp", "megatron tp=2"]
-    assert [one.text for one in unfit] == ["megatron tp=3", "megatron pp=8", "fsdp dp_shard=3 micro_batch_size=2"]
+    assert [text_of(config, 64) for config in fit] == ["fsdp", "fsdp tp=2"]
+    assert [one.text for one in unfit] == ["fsdp tp=3", "megatron pp=8", "fsdp dp_shard=3 micro_batch_size=2"]
     assert "does not divide the model's 4 attention heads" in unfit[0].reason
-    with pytest.raises(RecipeError, match=r"2 problems:\n  megatron tp=3: .*\n  megatron pp=8: .* only 4 layers"):
+    with pytest.raises(RecipeError, match=r"2 problems:\n  fsdp tp=3: .*\n  megatron pp=8: .* only 4 layers"):
         without_misfits(configs[2:], shape, [])
 
 

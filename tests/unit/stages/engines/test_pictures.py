@@ -43,13 +43,13 @@ def test_a_step_and_its_export_equal_transformers(family: str, layout: str, tmp_
 def test_a_model_without_processor_cannot_be_trained_on_pictures(tmp_path: Path) -> None:
     folder = save_text_family("qwen3", tmp_path)
     with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* has no processor"):
-        load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+        load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
 
 
 def test_a_processor_that_says_not_what_it_writes_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_family("paligemma", tmp_path)
     with pytest.raises(ModelError, match="the processor in"):
-        load_model(folder, reads_weights=True, trust_remote_code=False, sees=True)
+        load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava_next"])

@@ -158,7 +158,8 @@ def test_the_model_s_shape_is_known_before_it_is_made(folder: Path, model_name: 
         assert ModelFacts(known).shape == ModelFacts(made).shape
         return
     for part in ("text_config", "vision_config"):
-        assert made[part].items() >= known[part].items()
+        # Transformers itself names the kind of a part.
+        assert made[part].items() >= {name: size for name, size in known[part].items() if name != "model_type"}.items()
 
 
 def test_the_model_is_a_complete_one_of_about_a_million_parameters_as_readable_as_the_mask_says(
