@@ -40,7 +40,7 @@ TESTS = "tests"
 """Name of the part that runs `tests/gpu`."""
 TEST_PROCESSES = 12
 """Number of tests that run beside each other: each is small, and mostly starts Python or compiles."""
-SMALL = {"wide": "narrow", "8b": "tiny", "0.6b": "tiny"}
+SMALL = {"wide": "narrow", "8b": "tiny", "0.6b": "tiny", "vl": "tiny-vl"}
 """Models that take the place of others on a CPU."""
 
 
@@ -62,6 +62,8 @@ class Part:
     precision: str = "bf16"
     documents: int = 1
     """Number of documents of uneven lengths that are packed into each row."""
+    pictures: int = 0
+    """Number of pictures in each row, of a model that sees."""
     attention: str = ""
     """Attention kernel that is preferred (`LIFECYCLE_ATTENTION`)."""
     place: int = 0
@@ -71,13 +73,15 @@ class Part:
     def name(self) -> str:
         """Name of the training run in the result table: model, row length, what is trained, program, and the rest."""
         documents = f"{self.documents} documents" if self.documents > 1 else ""
-        how = ["compiled" if self.compile else "", "fp8" if self.precision == "fp8" else "", documents, self.attention]
+        pictures = f"{self.pictures} pictures" if self.pictures else ""
+        how = ["compiled" if self.compile else "", "fp8" if self.precision == "fp8" else "", documents, pictures]
+        how.append(self.attention)
         return " ".join(filter(None, [self.model, str(self.tokens), self.learns, self.program, self.recompute, *how]))
 
     @property
     def rows(self) -> int:
         """Number of rows in an optimizer step, enough for two micro-batches."""
-        return {"wide": 2, "narrow": 2, "tiny": 8}.get(self.model, max(2, 32768 // self.tokens))
+        return {"wide": 2, "narrow": 2, "vl": 2, "tiny-vl": 2, "tiny": 8}.get(self.model, max(2, 32768 // self.tokens))
 
 
 def main() -> None:
@@ -120,9 +124,10 @@ def ordered(device: str) -> list[Part | str]:
         [Part("wide", recompute=one, compile=is_compiled) for one in how] for is_compiled in (False, True)
     )
     lora = Part("8b", learns="LoRA")
+    seeing = [Part("vl", recompute="selective", pictures=6, compile=is_compiled) for is_compiled in (False, True)]
     parts = [
         *[eager[0], lora, *eager[1:], replace(eager[0], documents=30), replace(eager[0], learns="bf16 full")],
-        *[*compiled, replace(lora, learns="nf4 LoRA"), replace(lora, compile=True), Part("0.6b")],
+        *[*seeing, *compiled, replace(lora, learns="nf4 LoRA"), replace(lora, compile=True), Part("0.6b")],
         *[replace(one, attention="flash") for one in (eager[0], lora)],
         replace(eager[1], recompute="offload"),
         *[replace(eager[1], program=program) for program in ("transformers", "megatron")],
@@ -265,6 +270,7 @@ def _lacking(what: Part | str, device: str) -> str | None:
     if what.compile and not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
         return "no C compiler is installed here, which Triton needs"
     needed = "torchao" if what.precision == "fp8" else "megatron" if what.program == "megatron" else None
+    needed = "torchvision" if what.pictures else needed
     return f"{needed} is not installed here" if needed and importlib.util.find_spec(needed) is None else None
 
 

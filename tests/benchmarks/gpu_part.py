@@ -12,30 +12,37 @@ import re
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu import Part
 from gpu_steps import ADAPTER, Program, Steps, batch, plain_loop, timed
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config
 
+from stages.data.batch import Batch
 from stages.engines.attention_kernels import SWITCH
 from stages.engines.engine import free_memory
+from stages.engines.media import with_media
 from stages.engines.registry import BUILDERS, EngineInputs
+from stages.engines.settings import MediaSettings
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.kinds.train.metrics import GIB, forget_peak_memory, host_peak_bytes
 from stages.models.facts import ModelFacts
+from stages.models.known_vision import SEEING
+from stages.models.processor import MediaProcessor
 from stages.models.shape import ModelShape
 from stages.models.start_up import hide_unused_packages
+from stages.models.walked import shape_of
 from stages.parallel.accelerator import device_name, free_bytes, peak_bytes
 from stages.parallel.devices import device_peak
 from stages.parallel.processes import joined_processes
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import Candidate, estimate, memory_fit
+from stages.planner.workload import RowPictures
 
 SIZES = {  # of Qwen3: width, feed-forward width, depths, heads, key/value heads, head width, vocabulary, tied
     "0.6b": (1024, 3072, (28,), 16, 8, 128, 151936, True),
@@ -45,6 +52,12 @@ SIZES = {  # of Qwen3: width, feed-forward width, depths, heads, key/value heads
     "narrow": (64, 128, (1, 2), 4, 2, 16, 512, False),
 }
 """Sizes of models by name. One of several depths is measured at each; differences are then those of layers alone."""
+SEES = {"vl": ("qwen2.5 vl 7b", (2, 4)), "tiny-vl": ("", (1, 2))}
+"""Models that see: name in `SEEING`, empty for the zoo's tiny one, and depths of the part that reads text."""
+WORD = 1
+"""Token between pictures, and in place of those drawn at random that stand for a picture."""
+PICTURE = {"vl": (640, 480), "tiny-vl": (40, 40)}
+"""Width and height in pixels of the pictures that these models see."""
 BF16_STATES = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "bf16_stochastic_round": True}
 LEARNS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -96,7 +109,7 @@ def main() -> None:
         if device.type != sys.argv[4]:
             raise SystemExit(f"{sys.argv[4]} was asked for, and torch found {device.type}")
         shallow: dict[str, Any] | None = None
-        for depth in SIZES[part.model][2]:
+        for depth in depths(part.model):
             folder = made_model(models / f"{part.model}-{depth}", part.model, depth, device)
             # 0 unless the engine of the depth before outlives its last reference, and disturbs this measurement.
             held_gib = torch.accelerator.memory_allocated(device) / GIB if device.type != "cpu" else 0.0
@@ -130,12 +143,33 @@ def layer_ms(shallow: dict[str, Any], deep: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def depths(size: str) -> tuple[int, ...]:
+    """Return the numbers of layers at which a model is measured."""
+    return SEES[size][1] if size in SEES else SIZES[size][2]
+
+
 def made_model(folder: Path, size: str, depth: int, device: torch.device) -> Path:
-    """Return the folder of a Qwen3 of this size with bf16 weights, drawn at random on the device on first use."""
+    """Return the folder of a model of this size with bf16 weights, drawn at random on the device on first use."""
     if (folder / "config.json").exists():
         return folder
+    half = folder.with_name(f"{folder.name}-half-written")
+    config = config_that_sees(half, size, depth) if size in SEES else text_config(size, depth)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = (AutoModelForImageTextToText if size in SEES else AutoModelForCausalLM).from_config(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(half)
+    half.rename(folder)
+    del model
+    free_memory()
+    return folder
+
+
+def text_config(size: str, depth: int) -> Any:
+    """Return the config of a Qwen3 of this size."""
     width, feed_forward, _, heads, kv_heads, head_width, vocabulary, tied = SIZES[size]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=feed_forward,
@@ -148,23 +182,50 @@ def made_model(folder: Path, size: str, depth: int, device: torch.device) -> Pat
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with device:
-        model = Qwen3ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    half = folder.with_name(f"{folder.name}-half-written")
-    model.save_pretrained(half)
-    half.rename(folder)
-    del model
-    free_memory()
-    return folder
+
+
+def config_that_sees(folder: Path, size: str, depth: int) -> Any:
+    """Write a processor for a model that sees; return its config, with a published tower and `depth` text layers."""
+    from tests.zoo.media import MEDIA_FAMILIES, MROPE, QWEN_IDS
+    from tests.zoo.processors import save_processor
+
+    family, name = "qwen2_5_vl", SEES[size][0]
+    fields = {**(SEEING[name].config if name else MEDIA_FAMILIES[family]), **QWEN_IDS, "dtype": "bfloat16"}
+    rope = {"rope_parameters": {**MROPE, "mrope_section": [16, 24, 24]}} if name else {}
+    fields["text_config"] = {**fields["text_config"], **rope, "num_hidden_layers": depth}
+    processor = save_processor(family, folder)
+    images = processor.image_processor
+    images.patch_size = fields["vision_config"].get("patch_size", 14)
+    images.size = {"shortest_edge": images.patch_size**2 * 16, "longest_edge": images.patch_size**2 * 16384}
+    processor.save_pretrained(folder)
+    return AutoConfig.for_model(family, **{name: value for name, value in fields.items() if name != "model_type"})
+
+
+def row_pictures(part: Part, folder: Path) -> RowPictures | None:
+    """Return the patches of the pictures of each row, as the planner counts them; None of rows of text."""
+    if not part.pictures:
+        return None
+    each = MediaProcessor(folder).num_patches(PICTURE[part.model])
+    return RowPictures(part.pictures * each, part.pictures * each, each)
+
+
+def with_pictures(part: Part, folder: Path, batch: Batch) -> Batch:
+    """Return the batch with the part's pictures at the beginning of each row."""
+    from PIL import Image
+
+    processor, size = MediaProcessor(folder), PICTURE[part.model]
+    tokens = torch.tensor(part.pictures * [WORD, *processor.token_ids(size)])  # pictures are told apart by the word
+    ids = batch.inputs.input_ids.clone()
+    ids[torch.isin(ids, torch.tensor(sorted(processor.media_token_ids)))] = WORD
+    ids[:, : len(tokens)] = tokens
+    pictures = [[Image.new("RGB", size)] * part.pictures for _ in ids]
+    return with_media(replace(batch, inputs=replace(batch.inputs, input_ids=ids)), pictures, processor)
 
 
 def tried(part: Part, folder: Path, device: torch.device) -> dict[str, Any]:
     """Measure a training run under the part's layout; return why not if none fits or memory runs out."""
-    shape = ModelFacts(folder).shape
-    candidates = layouts(part, shape, device)
+    shape, pictures = shape_of(ModelFacts(folder)), row_pictures(part, folder)
+    candidates = layouts(part, shape, pictures, device)
     if len(candidates) <= part.place:
         return {"status": "skipped", "reason": "no layout is left that is predicted to fit"}
     chosen = candidates[part.place]
@@ -178,6 +239,7 @@ def tried(part: Part, folder: Path, device: torch.device) -> dict[str, Any]:
 def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
     """Train under one layout; return parameters, metrics and tags named as a train stage logs them to MLflow."""
     config = config_of(part, **chosen.layout.model_dump())
+    workload = replace(config.workload, pictures=row_pictures(part, folder))
     start_s = time.perf_counter()
     program = plain_loop if part.program == "transformers" else engine
     steps, flops, close = program(part, config, folder, shape, device)
@@ -200,7 +262,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     params = {f"layout.{name}": str(value) for name, value in config.layout.model_dump().items()}
     params |= {"engine": part.program, "global_batch_size": str(part.rows), "precision": part.precision}
     params |= {"method": "sft", "data.sequence_length": str(part.tokens)}
-    tags = {"model_shape": shape.to_json(), "workload": config.workload.to_json(), "device": device.type}
+    tags = {"model_shape": shape.to_json(), "workload": workload.to_json(), "device": device.type}
     tags |= {"device_name": device_name(device) or "CPU"}
     predicted = {name: round(gib, 2) for name, gib in vars(chosen.memory.worst).items()}
     row = {"params": params, "metrics": metrics, "tags": tags, "predicted_gib": predicted, "steps_s": seconds}
@@ -209,7 +271,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     return row
 
 
-def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candidate]:
+def layouts(part: Part, shape: ModelShape, pictures: RowPictures | None, device: torch.device) -> list[Candidate]:
     """Return the layouts predicted to fit in memory, fastest first; layouts with little memory to spare come last."""
     hardware = hardware_at_hand(device_name(device), 1, None)
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
@@ -219,7 +281,8 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
     for recompute in [part.recompute] if part.recompute else choices:
         for micro_batch_size in (rows for rows in (1, 2, 4) if (part.rows // 2) % rows == 0):
             config = config_of(part, recompute=recompute, micro_batch_size=micro_batch_size)
-            one = estimate(SearchRequest(shape, config.workload, hardware, 1), config.engine, config.layout)
+            workload = replace(config.workload, pictures=pictures)
+            one = estimate(SearchRequest(shape, workload, hardware, 1), config.engine, config.layout)
             fit = memory_fit(one.memory.peak_gib, available)
             if fit != "does not fit":
                 found.append((fit != "fits", one.time.step_time_s, one))
@@ -228,12 +291,16 @@ def layouts(part: Part, shape: ModelShape, device: torch.device) -> list[Candida
 
 def engine(part: Part, config: TrainConfig, folder: Path, shape: ModelShape, device: torch.device) -> Program:
     """Return our FSDP or Megatron engine as a training program."""
-    inputs = EngineInputs(ModelFacts(folder), config.engine_settings, device, None, lambda _: [], folder, print)
+    settings = replace(config.engine_settings, media=MediaSettings() if part.pictures else None)
+    inputs = EngineInputs(ModelFacts(folder), settings, device, None, lambda _: [], folder, print)
     made: Any = BUILDERS[config.engine](inputs)
     rows = config.layout.micro_batch_size
     batches = [batch(shape.vocab_size, rows, part.tokens, part.documents) for _ in range(config.micro_batches_per_step)]
+    if part.pictures:
+        batches = [with_pictures(part, folder, one) for one in batches]
     lengths = [length for one in batches for length in one.documents.lengths]
-    flops = made.flops.training(lengths, sum(lengths) - len(lengths))
+    patches = [each for one in batches if one.inputs.media for each in one.inputs.media.patches]
+    flops = made.flops.training(lengths, sum(lengths) - len(lengths), patches)
     return timed(lambda: made.train_step(batches, SftLoss(), 1e-5, 1.0), device), flops, made.close
 
 
