@@ -1,14 +1,17 @@
 """Decoder of videos from outside by PyAV, bounded before it decodes: formats, seconds, pixels and frames.
 
 All packets are counted first, which costs a tenth of decoding them, so that the number of frames is the file's own and
-not its header's. PyAV is optional, and imported by the functions.
+not its header's; then a few key frames are decoded. Whatever the file says, decoding goes packet by packet, and counts
+pixels and seconds of a core. PyAV is optional, and imported by the functions.
 """
 
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +32,23 @@ MAX_PIXELS = 1 << 23
 """Largest number of pixels of a frame: 3840 × 2160."""
 MAX_TAKEN_PIXELS = 1 << 27
 """Largest number of pixels of the frames that a model takes together: 384 MiB of them are in memory."""
+MAX_DECODED_PIXELS = 1 << 34
+"""Largest number of pixels of a video's frames together, of which most are decoded to find those that a model takes.
+
+A minute's work for one core: 280 seconds at 1920 × 1080 and 30 frames a second, 40 minutes at 640 × 360.
+"""
+MAX_DECODING_S = 240
+"""Largest number of seconds of one core that decoding takes; a packet that has begun is decoded to its end."""
+MAX_KEY_FRAMES = 16
+"""Number of key frames whose sizes are compared when a video is inspected."""
 FORMATS = "mov,matroska,webm,avi,mpegts,mpeg"
 """FFmpeg's names of the files that are opened; others may name further files, or addresses (HLS, concat)."""
+OPTIONS = {
+    "format_whitelist": FORMATS,
+    "protocol_whitelist": "none",
+    "max_pixels": str(MAX_PIXELS),  # also while opening, which decodes frames of some files to know them
+}
+"""FFmpeg's options of what is opened."""
 QUARTER = 90
 """Degrees of the turns of which a video's frames may need one to four to be upright."""
 
@@ -40,13 +58,7 @@ def inspect_video(data: bytes) -> VideoSize:
 
     Raises MediaError for one that is refused.
     """
-    with _opened(data) as (container, stream):
-        claimed, num_frames = stream.frames, 0
-        for packet in container.demux(stream):
-            num_frames += packet.size > 0 and not packet.is_discard
-            if num_frames > MAX_FRAMES:
-                raise MediaError(f"has more than {MAX_FRAMES:,} frames; expected at most these: cut it")
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
+    claimed, num_frames, rate = _counted(data)
     if num_frames == 0:
         raise MediaError("has no frames; fetch or save it again")
     if claimed > num_frames:
@@ -55,7 +67,8 @@ def inspect_video(data: bytes) -> VideoSize:
         raise MediaError("does not say how many frames it has a second; save it with a constant rate")
     with _opened(data) as (container, stream):
         stream.codec_context.skip_frame = "NONKEY"
-        shapes = {_upright(frame).shape[:2] for frame in container.decode(stream)}
+        key_frames = islice(_decoded(container, stream), MAX_KEY_FRAMES)
+        shapes = {_upright(frame).shape[:2] for frame in key_frames}
     if not shapes:
         raise MediaError("has no key frame that can be decoded; fetch or save it again")
     if len(shapes) > 1:
@@ -66,6 +79,11 @@ def inspect_video(data: bytes) -> VideoSize:
     size = VideoSize(width, height, num_frames, rate)
     if size.seconds > MAX_SECONDS:
         raise MediaError(f"has {size.seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
+    if (pixels := num_frames * width * height) > MAX_DECODED_PIXELS:
+        raise MediaError(
+            f"has {num_frames:,} frames of {width} × {height} pixels, in all {pixels:,}; expected at most "
+            f"{MAX_DECODED_PIXELS:,}, which are decoded each time: scale it down, cut it, or save fewer frames a second"
+        )
     return size
 
 
@@ -85,7 +103,7 @@ def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
         )
     wanted, decoded = {*numbers}, {}
     with _opened(data) as (container, stream):
-        for number, frame in enumerate(container.decode(stream)):
+        for number, frame in enumerate(_decoded(container, stream)):
             if number in wanted:
                 decoded[number] = _upright(frame)
                 if len(decoded) == len(wanted):
@@ -100,6 +118,36 @@ def first_frame(video: Video) -> Image:
     from PIL.Image import fromarray
 
     return fromarray(video.frames[0])
+
+
+def _counted(data: bytes) -> tuple[int, int, float]:
+    """Return the numbers of frames that a video's header claims and that it has, and how many are shown a second."""
+    with _opened(data) as (container, stream):
+        claimed, num_frames = stream.frames, 0
+        for packet in container.demux(stream):
+            num_frames += packet.size > 0 and not packet.is_discard
+            if num_frames > MAX_FRAMES:
+                raise MediaError(f"has more than {MAX_FRAMES:,} frames; expected at most these: cut it")
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+    return claimed, num_frames, rate
+
+
+def _decoded(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield a video's frames; raise MediaError where they have too many pixels together, or take too long."""
+    begin_s, num_pixels = time.thread_time(), 0
+    for packet in container.demux(stream):
+        for frame in packet.decode():
+            num_pixels += frame.width * frame.height
+            if num_pixels > MAX_DECODED_PIXELS:
+                raise MediaError(
+                    f"has frames of more than {MAX_DECODED_PIXELS:,} pixels together, which its header does not say; "
+                    "save it again"
+                )
+            yield frame
+        if time.thread_time() - begin_s > MAX_DECODING_S:
+            raise MediaError(
+                f"takes more than {MAX_DECODING_S} seconds to decode; scale it down, cut it, or save it in another way"
+            )
 
 
 def _upright(frame: Any) -> NDArray[np.uint8]:
@@ -124,9 +172,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
     av.logging.set_level(None)
     try:
-        with av.open(
-            io.BytesIO(data), "r", options={"format_whitelist": FORMATS, "protocol_whitelist": "none"}
-        ) as opened:
+        with av.open(io.BytesIO(data), "r", options=OPTIONS) as opened:
             if not opened.streams.video:
                 raise MediaError("has no pictures that move; expected a video")
             stream = opened.streams.video[0]

@@ -87,6 +87,20 @@ def video(
     return out.getvalue()
 
 
+def repeated_frame(size: tuple[int, int], num_frames: int, kind: str = "mpegts") -> bytes:
+    """Return a video of one black frame, encoded once and written again and again; each can be decoded alone."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=kind) as container:
+        stream = container.add_stream("libx264", rate=30, width=size[0], height=size[1], pix_fmt="yuv420p")
+        stream.options = {"preset": "ultrafast", "tune": "zerolatency"}
+        black = np.zeros((size[1] * 3 // 2, size[0]), np.uint8)
+        (packet,) = stream.encode(av.VideoFrame.from_ndarray(black, format="yuv420p"))
+        for number in range(num_frames):
+            packet.pts = packet.dts = number
+            container.mux(packet)
+    return out.getvalue()
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Callable[..., Path]:
     """Provide a function that writes pictures of noise, `a.png`, `b.png`, …, into a dataset's folder and returns it."""

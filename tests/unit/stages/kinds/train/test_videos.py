@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+import time
 
 import av
 import numpy as np
@@ -14,34 +15,21 @@ import transformers
 from transformers.video_utils import VideoMetadata
 
 from stages.core.errors import DataError, ModelError
+from stages.data.media import videos
+from stages.hubs.builtin import qwen3_vl
 from stages.kinds.train import run as training
+from stages.models.media import MediaError
 from tests.train_stage import make_config, make_context
-from tests.unit.stages.data.media.conftest import byte_tokenizer, encoded, noise, video
+from tests.unit.stages.data.media.conftest import byte_tokenizer, encoded, noise, repeated_frame, video
 from tests.zoo.models import tiny_model
 from tests.zoo.processors import QWEN_SIZE
 
-SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
-TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] }}
-    {%- else %}
-        {%- for part in message['content'] %}
-            {%- if part['type'] == 'text' %}
-                {{- part['text'] }}
-            {%- else %}
-                {{- '<|vision_start|><|' + part['type'] + '_pad|><|vision_end|>' }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", qwen3_vl.START, qwen3_vl.END]
+IMAGE, VIDEO = qwen3_vl.IMAGE, qwen3_vl.VIDEO
+TEMPLATE = qwen3_vl.CHAT_TEMPLATE.replace("part['type'] == 'image'", "part['type'] != 'text'").replace(
+    IMAGE, "<|' + part['type'] + '_pad|>"
+)
+"""The builtin model's chat template with a place for videos, which it has none for."""
 FILES = {"a.mp4": video(), "b.avi": video((48, 80), 33, 12, 1, "avi"), "c.webm": video((40, 40), 9, 3, 2, "matroska")}
 OTHER_FILES = {
     "a.mp4": video(seed=3),
@@ -180,15 +168,28 @@ def with_frames_cut(kind):
         (with_frames_cut("mp4"), "which is (no video that can be decoded|damaged: it says of no frame)"),
         (with_frames_cut("avi"), "which is cut off: it has [0-9]+ of 20 frames"),
         (video((8, 808)), "which has 8 × 808 pixels; expected sides of at most 100 to 1"),
+        (repeated_frame((4096, 4096), 1), "which has frames of 4096 × 4096 pixels; expected at most 8,388,608"),
+        (repeated_frame((3840, 2160), 2080), "which has 2,080 frames of 3840 × 2160 pixels, in all 17,252,352,000;"),
         (video((16, 16), 1), r"media, of which one has too few frames \(1\) for the model's processor"),
     ],
-    ids=["text", "a list of addresses", "mp4 cut", "avi cut", "a strip", "too short"],
+    ids=["text", "a list of addresses", "mp4 cut", "avi cut", "a strip", "too large", "too long", "too short"],
 )
 def test_what_is_wrong_with_a_video_is_said_by_row(tmp_path, inputs, content, message):
     write_rows(inputs["rows"] / "data", "completion")
     (inputs["rows"] / "data" / "a.mp4").write_bytes(content)
+    begin_s = time.process_time()
     with pytest.raises(DataError, match=r"train.jsonl:1 has .*" + message):
         losses_of(tmp_path, inputs, "sft")
+    assert time.process_time() - begin_s < 10
+
+
+@pytest.mark.nightly
+def test_frames_that_grow_after_those_that_are_looked_at_end_the_decoding():
+    small, large = repeated_frame((64, 64), 100), repeated_frame((3840, 2160), 2100)
+    size = videos.inspect_video(small + large)
+    assert (size.width, size.num_frames) == (64, 2200)
+    with pytest.raises(MediaError, match="frames of more than 17,179,869,184 pixels together, which its header does"):
+        videos.decode_video(small + large, size, [size.num_frames - 1])
 
 
 def test_without_pyav_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
