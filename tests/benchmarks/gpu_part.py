@@ -214,7 +214,7 @@ def with_pictures(part: Part, folder: Path, batch: Batch) -> Batch:
     from PIL import Image
 
     processor, size = MediaProcessor(folder), PICTURE[part.model]
-    tokens = torch.tensor(part.pictures * [WORD, *processor.token_ids(size)])  # pictures are told apart by the word
+    tokens = torch.tensor(part.pictures * [WORD, *processor.token_ids(size)])  # pictures are separated by the word
     ids = batch.inputs.input_ids.clone()
     ids[torch.isin(ids, torch.tensor(sorted(processor.media_token_ids)))] = WORD
     ids[:, : len(tokens)] = tokens
