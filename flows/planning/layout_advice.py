@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from flows.ledger.home import hardware_file, store_root
 from flows.planning.layout_text import engine_and_fields, line_problems
-from flows.planning.model_shape import ModelConfigs, download_of, measured_shape
+from flows.planning.model_shape import ModelConfigs, download_of, measured_shape, published_shape
 from flows.planning.outside import resolve_outside
 from flows.planning.plan import chosen_stages
 from flows.planning.stored import find_stored
@@ -18,8 +18,6 @@ from stages.core.errors import LayoutError, ModelError, RecipeError
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.known_models import known_model
-from stages.models.known_vision import known_seeing
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES, lacked_feature
 from stages.parallel.layout import ENGINES, EngineName, Layout
@@ -201,9 +199,7 @@ def _of_config(model: str) -> ModelShape:
     path = Path(model)
     if path.is_file() or (path / CONFIG_FILE).is_file():
         return measured_shape(ModelFacts(path))
-    if seeing := known_seeing(model):
-        return measured_shape(seeing)
-    known = known_model(model)
+    known = published_shape(model)
     if known is None:
         raise ModelError(
             f"looking for the model {model!r}: no recipe, no config.json, no folder with one, no known model"

@@ -20,8 +20,8 @@ from stages.hubs.answers import PLANNING_OFFLINE_LIMIT_S, BackgroundLookups
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, read_model_config
 from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.known_configs import known_config
 from stages.models.known_models import known_model
-from stages.models.known_vision import known_seeing
 from stages.models.shape import ModelShape
 from stages.models.walked import shape_of
 
@@ -75,9 +75,7 @@ class ModelConfigs:
         if facts is not None:
             return measured_shape(facts)
         source = str(self._recipe.fetched[name].source)
-        if seeing := known_seeing(source):
-            return measured_shape(seeing)
-        known = known_model(source)
+        known = published_shape(source)
         if known is None:
             raise TransientError(
                 f"cannot read the {CONFIG_FILE} of {source} yet: its hub has not answered, and no table of published "
@@ -90,6 +88,13 @@ class ModelConfigs:
         if artifact and not artifact.damage:
             return ModelFacts(artifact.folder / "model")
         return read_known_facts(config, outside)
+
+
+def published_shape(name: str) -> ModelShape | None:
+    """Return the shape of the published model that a name mentions, without a hub, or None."""
+    if facts := known_config(name):
+        return measured_shape(facts)
+    return known_model(name)
 
 
 def measured_shape(facts: ModelFacts) -> ModelShape:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from flows.ledger.home import store_root
-from flows.planning.model_shape import ModelConfigs, measured_shape
+from flows.planning.model_shape import ModelConfigs, measured_shape, published_shape
 from flows.planning.outside import resolve_outside
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_stages
@@ -48,7 +48,6 @@ from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
 from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.known_models import known_model
 from stages.models.processor import reads_media
 from stages.models.shape import ModelShape
 
@@ -177,7 +176,7 @@ def find_model(source: str, scratch: Path) -> KnownModel:
     unreachable: dict[str, str] = {}
     outside = resolve_outside(recipe, ["base"], unreachable)
     if unreachable:
-        return KnownModel(source, known_model(source))
+        return KnownModel(source, published_shape(source))
     artifact = index.find(config.kind, version_of(identity_of(config, {}, outside["base"])))
     if artifact and not artifact.damage:
         return _known(source, ModelFacts(artifact.folder / "model"), artifact.folder / "model")
@@ -187,7 +186,7 @@ def find_model(source: str, scratch: Path) -> KnownModel:
 
 def _known(source: str, facts: ModelFacts | None, folder: Path | None) -> KnownModel:
     if facts is None:
-        return KnownModel(source, known_model(source), None, folder)
+        return KnownModel(source, published_shape(source), None, folder)
     try:
         return KnownModel(source, measured_shape(facts), facts.max_positions, folder)
     except ModelError:  # the planner does not know its family

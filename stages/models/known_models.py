@@ -6,8 +6,9 @@ window in some layers (Gemma, GPT OSS, EXAONE 4) as attention over the whole row
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stages.models.shape import LatentAttention, ModelShape
 
@@ -46,6 +47,18 @@ class Published:
     """Sizes of a published model, its published number of parameters, and where both are stated."""
 
     shape: ModelShape
+    parameters: float
+    source: str
+
+
+@dataclass(frozen=True)
+class PublishedConfig:
+    """Config of a published model, its published number of parameters, and where both are stated.
+
+    The sizes of its layers are measured by a walk (`walked`), as of a model whose files are there.
+    """
+
+    config: Mapping[str, Any]
     parameters: float
     source: str
 

@@ -4,23 +4,9 @@
 by a walk (`walked`), as of a model whose files are there.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from stages.models.facts import ModelFacts
-from stages.models.known_models import longest_match
-
-
-@dataclass(frozen=True)
-class PublishedConfig:
-    """Config of a published model, its published number of parameters, and where both are stated."""
-
-    config: Mapping[str, Any]
-    parameters: int
-    source: str
+from stages.models.known_models import PublishedConfig
 
 
 def _qwen2_5_vl(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
@@ -75,9 +61,3 @@ SEEING = {
     "gemma3 27b": PublishedConfig(_gemma3(62, 5376, 32, 16, 128), 27_432_062_576, _GEMMA3),
 }  # fmt: skip
 """Configs of published models that see with their sources, by the words that a model's name must contain."""
-
-
-def known_seeing(name: str) -> ModelFacts | None:
-    """Return the facts of the published model that sees which `name` mentions (`Qwen3-VL-8B`), or None."""
-    found = longest_match(name, SEEING)
-    return ModelFacts(SEEING[found].config) if found else None

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import transformers
+from transformers.initialization import no_init_weights
 
+from stages.models.known_configs import CONFIGS, known_config
 from stages.models.known_models import PUBLISHED, known_model
-from stages.models.known_vision import SEEING, known_seeing
+from stages.models.known_vision import SEEING
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -15,12 +17,14 @@ def test_parameters_are_those_published(name: str) -> None:
     assert published.shape.num_parameters == pytest.approx(published.parameters, rel=0.005)
 
 
-@pytest.mark.parametrize("name", SEEING)
-def test_parameters_of_models_that_see_are_those_published(name: str) -> None:
-    published = SEEING[name]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_models_with_configs_are_those_published(name: str) -> None:
+    published = CONFIGS[name]
     config = transformers.AutoConfig.for_model(**published.config)
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
+    classes = transformers.AutoModelForImageTextToText if name in SEEING else transformers.AutoModelForCausalLM
+    with torch.device("meta"), no_init_weights():
+        model = classes.from_config(config)
+        model.tie_weights()
     num_parameters = sum(weight.numel() for weight in model.parameters())
     assert published.source
     assert num_parameters == pytest.approx(published.parameters, rel=0.005)
@@ -76,9 +80,22 @@ def test_other_models_of_a_family_are_not_taken_for_a_known_one(written: str) ->
         ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5 vl 7b"),
         ("hf://Qwen/Qwen3-VL-8B-Instruct", "qwen3 vl 8b"),
         ("google/gemma-3-12b-it", "gemma3 12b"),
+        ("Qwen/Qwen3.6-35B-A3B", "qwen3.6 35b"),
+        ("google/gemma-4-E2B-it", "gemma4 e2b"),
+        ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", "llama4 maverick"),
+        ("ibm-granite/granite-4.0-h-tiny", "granite4.0 h tiny"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron3 nano 30b"),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", "ernie 4.5 21b"),
+        ("LGAI-EXAONE/EXAONE-4.0-32B", "exaone 4.0 32b"),
+        ("zai-org/GLM-5", "glm 5"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi k2"),
     ],
 )
-def test_names_of_models_that_see_are_understood(written: str, name: str) -> None:
-    facts = known_seeing(written)
-    assert facts and facts.config == SEEING[name].config
-    assert known_seeing("google/gemma-3-1b-it") is None
+def test_names_of_models_with_configs_are_understood(written: str, name: str) -> None:
+    facts = known_config(written)
+    assert facts and facts.config == CONFIGS[name].config
+
+
+@pytest.mark.parametrize("written", ["google/gemma-3-1b-it", "moonshotai/Kimi-K2.5", "baidu/ERNIE-4.5-VL-28B-A3B-PT"])
+def test_other_models_are_not_taken_for_one_with_a_config(written: str) -> None:
+    assert known_config(written) is None

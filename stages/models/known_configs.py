@@ -1,0 +1,178 @@
+"""Configs of published models by name, for families that only a walk can measure (`walked`); needs no torch.
+
+`CONFIGS` has each model's source and number of parameters: of models that see, those of `known_vision`, with the tower;
+here those of the text part, without multi-token prediction. What a config leaves out is Transformers' default.
+"""
+
+from typing import Any
+
+from stages.models.facts import ModelFacts
+from stages.models.known_models import PublishedConfig, longest_match
+from stages.models.known_vision import SEEING
+
+_FULL, _LINEAR, _WINDOW = "full_attention", "linear_attention", "sliding_attention"
+_NEMOTRON = {"M": "mamba", "E": "moe", "*": "attention"}
+"""Kinds of Nemotron-H's layers, by the letters of its patterns."""
+
+
+def _sizes(family: str, layers: int, hidden: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }  # fmt: skip
+
+
+def _qwen3_5(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **others: Any) -> dict[str, Any]:
+    family = "qwen3_5_moe_text" if "num_experts" in others else "qwen3_5_text"
+    return _sizes(family, layers, hidden, heads, kv_heads) | {"linear_num_value_heads": value_heads, **others}
+
+
+def _qwen3_5_moe(layers: int, hidden: int, experts: int, active: int) -> dict[str, Any]:
+    return _qwen3_5(
+        layers, hidden, 32, 2, 64, num_experts=experts, num_experts_per_tok=active, moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
+    )  # fmt: skip
+
+
+def _gemma4(layers: int, hidden: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
+    return _sizes("gemma4_text", layers, hidden, heads, kv_heads) | {
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 1024,
+        "layer_types": [*[_WINDOW] * 5, _FULL] * (layers // 6), **others,
+    }  # fmt: skip
+
+
+def _granite4(hidden: int, heads: int, kv_heads: int, mamba_heads: int, **others: int) -> dict[str, Any]:
+    return _sizes("granitemoehybrid", 40, hidden, heads, kv_heads) | {
+        "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+        "mamba_n_heads": mamba_heads, "mamba_d_head": 2 * hidden // mamba_heads, "mamba_d_state": 128,
+        "vocab_size": 100352, "tie_word_embeddings": True, "position_embedding_type": "nope", **others,
+    }  # fmt: skip
+
+
+_COUNTED = "llama.cpp's llama-bench"
+_MAXTEXT = "github.com/AI-Hypercomputer/maxtext: hf_model_configs.py"
+_CARD_GRANITE = "github.com/DocDBrown/IBMGranite4Tiny README.md (IBM's card)"
+_QWEN35_27B = _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408)
+
+CONFIGS = {
+    **SEEING,
+    "qwen3 next 80b": PublishedConfig(
+        {"model_type": "qwen3_next"}, 79.67e9, f"Transformers' Qwen3NextConfig; {_MAXTEXT}; {_COUNTED} (79.67 B)"
+    ),
+    "qwen3.5 4b": PublishedConfig(
+        _qwen3_5(32, 2560, 16, 4, 32, intermediate_size=9216, tie_word_embeddings=True), 4.21e9,
+        f"github.com/radixark/miles scripts/models/qwen3.5-4B.sh; {_COUNTED} (4.21 B)",
+    ),
+    "qwen3.5 9b": PublishedConfig(
+        {"model_type": "qwen3_5_text"}, 8.95e9,
+        f"Transformers' Qwen3_5TextConfig; apxml.com/models/qwen35-9b; {_COUNTED} (8.95 B)",
+    ),
+    "qwen3.5 27b": PublishedConfig(
+        _QWEN35_27B, 26.90e9,
+        f"github.com/THUDM/slime scripts/models/qwen3.5-27B.sh; {_COUNTED} (26.90 B)",
+    ),
+    "qwen3.5 35b": PublishedConfig(
+        {"model_type": "qwen3_5_moe_text"}, 34.66e9, f"Transformers' Qwen3_5MoeTextConfig; {_COUNTED} (34.66 B)"
+    ),
+    "qwen3.6 27b": PublishedConfig(
+        _QWEN35_27B, 26.90e9, f"67ailab.com/posts/qwen36-27b-deep-dive-architecture-efficiency; {_COUNTED} (26.90 B)"
+    ),
+    "qwen3.6 35b": PublishedConfig({"model_type": "qwen3_5_moe_text"}, 34.66e9, f"{_COUNTED} (34.66 B, of Qwen3.6)"),
+    "qwen3.5 397b": PublishedConfig(
+        _qwen3_5_moe(60, 4096, 512, 10), 396.35e9, f"{_MAXTEXT}; {_COUNTED} (396.35 B)"
+    ),
+    "gemma4 26b": PublishedConfig(
+        _gemma4(
+            30, 2816, 16, 8, num_global_key_value_heads=2, intermediate_size=2112, enable_moe_block=True,
+            num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        ), 25.2e9, f"{_MAXTEXT}; andysmith.ai/wiki/gemma-4-model-card (25.2B)",
+    ),
+    "gemma4 31b": PublishedConfig(
+        _gemma4(60, 5376, 32, 16, num_global_key_value_heads=4, intermediate_size=21504), 30.7e9,
+        f"{_MAXTEXT}; andysmith.ai/wiki/gemma-4-model-card (30.7B)",
+    ),
+    "gemma4 e2b": PublishedConfig(
+        {"model_type": "gemma4_text"}, 5.1e9,
+        "Transformers' Gemma4TextConfig; andysmith.ai/wiki/gemma-4-model-card (5.1B with embeddings)",
+    ),
+    "glm 5": PublishedConfig(
+        {"model_type": "glm_moe_dsa"}, 744e9,
+        f"Transformers' GlmMoeDsaConfig; {_MAXTEXT}; glennklockwood.com/garden/GLM-5 (744B)",
+    ),
+    "glm 4.7 flash": PublishedConfig(
+        {"model_type": "glm4_moe_lite"}, 29.94e9, f"Transformers' Glm4MoeLiteConfig; {_COUNTED} (29.94 B)"
+    ),
+    "kimi k2": PublishedConfig(
+        _sizes("deepseek_v3", 61, 7168, 64, 64) | {
+            "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+        }, 1.03e12, f"github.com/AI-Hypercomputer/maxtext: kimi-k2-1t.yml; {_COUNTED} (1.03 T)",
+    ),
+    "llama4 scout": PublishedConfig(
+        {"model_type": "llama4_text"}, 107.77e9, f"Transformers' Llama4TextConfig; {_COUNTED} (107.77 B)"
+    ),
+    "llama4 maverick": PublishedConfig(
+        {"model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}, 400.71e9,
+        f"github.com/AI-Hypercomputer/maxtext: llama4-17b-128e.yml; {_COUNTED} (400.71 B)",
+    ),
+    "lfm2 1.2b": PublishedConfig(
+        _sizes("lfm2", 16, 2048, 32, 8) | {
+            "block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "vocab_size": 65536
+        }, 1_170_340_608, "deepwiki.com/kreasof-ai/OpenFormer; aifasthub.com/LiquidAI/LFM2-1.2B (card)",
+    ),
+    "nemotron3 nano 30b": PublishedConfig(
+        _sizes("nemotron_h", 52, 2688, 32, 2) | {
+            "layers_block_type": [
+                _NEMOTRON[letter] for letter in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+            ],
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128, "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        }, 31.58e9, f"github.com/THUDM/slime scripts/models/nemotron-nano-30B-A3B.sh; {_COUNTED} (31.58 B)",
+    ),
+    "ernie 4.5 21b": PublishedConfig(
+        {"model_type": "ernie4_5_moe"}, 21.83e9, f"Transformers' Ernie4_5_MoeConfig; {_COUNTED} (21.83 B)"
+    ),
+    "ernie 4.5 300b": PublishedConfig(
+        _sizes("ernie4_5_moe", 54, 8192, 64, 8) | {
+            "intermediate_size": 28672, "moe_intermediate_size": 3584, "moe_num_experts": 64, "moe_k": 8,
+            "moe_num_shared_experts": 0, "moe_layer_start_index": 3,
+        }, 300e9, "Huawei's atb_llm test_router_ernie_moe.py; apxml.com/models/ernie-45-300b-a47b (300 billion)",
+    ),
+    "minimax text 01": PublishedConfig(
+        _sizes("minimax", 80, 6144, 64, 8) | {
+            "head_dim": 128, "num_local_experts": 32, "intermediate_size": 9216, "vocab_size": 200064,
+            "layer_types": [*[_LINEAR] * 7, _FULL] * 10,
+        }, 456e9, "minimax01.com/en/blog/minimax-text-01-introduction",
+    ),
+    "granite4.0 h tiny": PublishedConfig(
+        _granite4(
+            1536, 12, 4, 48, intermediate_size=512, shared_intermediate_size=1024, num_local_experts=64,
+            num_experts_per_tok=6,
+        ), 6.94e9, _CARD_GRANITE,
+    ),
+    "granite4.0 h small": PublishedConfig(
+        _granite4(
+            4096, 32, 8, 128, intermediate_size=768, shared_intermediate_size=1536, num_local_experts=72,
+            num_experts_per_tok=10,
+        ), 32.21e9, f"{_CARD_GRANITE}; hub.docker.com/r/ai/granite-4.0-h-small (32.21 B)",
+    ),
+    "exaone 4.0 32b": PublishedConfig(
+        _sizes("exaone4", 64, 5120, 40, 8) | {"intermediate_size": 27392, "sliding_window": 4096}, 32.0e9,
+        "config.json of LGAI-EXAONE/EXAONE-3.5-32B-Instruct-AWQ; github.com/LG-AI-EXAONE/EXAONE-4.0 README.md (32.0B)",
+    ),
+    "hunyuan a13b": PublishedConfig(
+        _sizes("hunyuan_v1_moe", 32, 4096, 32, 8) | {
+            "head_dim": 128, "intermediate_size": 3072, "num_experts": 64, "moe_topk": 8, "num_shared_expert": 1,
+            "vocab_size": 128167, "tie_word_embeddings": True,
+        }, 80e9, "apxml.com/models/hunyuan-a13b",
+    ),
+    "olmo3 7b": PublishedConfig(
+        _sizes("olmo3", 32, 4096, 32, 32) | {"intermediate_size": 11008, "vocab_size": 100278}, 7.3e9, _MAXTEXT
+    ),
+}  # fmt: skip
+"""Configs of published models with their sources, by the words that a model's name must contain."""
+
+
+def known_config(name: str) -> ModelFacts | None:
+    """Return the facts of the published model that `name` mentions (`Qwen3-VL-8B`), by its config, or None."""
+    found = longest_match(name, CONFIGS)
+    return ModelFacts(CONFIGS[found].config) if found else None
