@@ -107,8 +107,10 @@ def document_heading(document: ShownDocument) -> str:
 
 
 def caption(picture: ShownPicture) -> str:
-    """Return the place of a document's picture in one line, with its size and the tokens that stand for it."""
-    return f"{picture.path}: {picture.width:,} × {picture.height:,} pixels, {counted(picture.num_tokens, 'token')}"
+    """Return the place of a document's medium in one line, with its size and the tokens that stand for it."""
+    pixels, seconds = f"{picture.width:,} × {picture.height:,} pixels", picture.seconds
+    size = pixels if seconds is None else f"{seconds:,.1f} seconds"
+    return f"{picture.path}: {size}, {counted(picture.num_tokens, 'token')}"
 
 
 def _text(document: ShownDocument, *, coloured: bool) -> Text:

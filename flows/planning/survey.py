@@ -59,9 +59,8 @@ FIRST_ROWS = 1000
 HELD_OUT_FRACTIONS = (0.05, 0.1, 0.2, 0.5)
 """Candidate shares of held-out rows, of which the first that leaves enough rows to learn and to evaluate is taken."""
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
-MAX_QUESTIONS = 200
-MAX_PICTURE_BYTES = 64 << 20
-"""Most bytes of all pictures of the evaluation task's questions, which are copied beside it."""
+MAX_QUESTIONS, MAX_PICTURE_BYTES = 200, 64 << 20
+"""Most questions of the evaluation task, and most bytes of all their pictures, which are copied beside it."""
 IMAGES, MOST_IMAGES = "images", 8
 """Column of a question's pictures in the evaluation task, and the most of them."""
 SHORT_ANSWER_CHARACTERS = 40
@@ -73,7 +72,7 @@ SECONDS = 20.0
 NUM_RENDERED = 200
 """Number of documents that are rendered in order to choose a chat template."""
 TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
-PIXELS_PER_TOKEN = 28 * 28
+PIXELS_PER_TOKEN, TOKENS_PER_SECOND = 28 * 28, 25
 """Most tokens that a chat template adds: for a system prompt, for tool instructions, and around each message."""
 BYTES_PER_TOKEN = 3
 """Bytes per token, for estimates; deliberately low, since English text has 4 or more."""
@@ -497,8 +496,9 @@ def most_tokens(document: Document) -> int:
 
 
 def _picture_tokens(picture: MediaReference) -> int:
-    """Return an estimate of a picture's tokens: one for 28 × 28 pixels, as of Qwen's models, and its borders."""
-    return picture.width * picture.height // PIXELS_PER_TOKEN + MESSAGE_TOKENS
+    """Return an estimate of a medium's tokens, as of Qwen's models: one for 28 × 28 pixels or 1 / 25 s, and borders."""
+    seconds = picture.length / picture.rate if picture.kind == "audio" else 0
+    return picture.width * picture.height // PIXELS_PER_TOKEN + int(TOKENS_PER_SECOND * seconds) + MESSAGE_TOKENS
 
 
 def _num_bytes(document: Document) -> int:

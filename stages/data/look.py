@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ from stages.data.summaries import (
 )
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.facts import ModelFacts
-from stages.models.media import Video
+from stages.models.media import Sound, Video
 from stages.remote.pointers import size_bytes
 
 if TYPE_CHECKING:
@@ -302,8 +302,12 @@ def _picture(reference: MediaReference, medium: Medium, tokenizer: DocumentToken
         width=reference.width,
         height=reference.height,
         num_tokens=tokenizer.processor.num_tokens(reference.size),
-        thumbnail=thumbnail(first_frame(medium) if isinstance(medium, Video) else cast("Image", medium)),
+        **({"seconds": medium.size.seconds} if isinstance(medium, Sound) else {"thumbnail": _thumbnail(medium)}),
     )
+
+
+def _thumbnail(medium: Video | Image) -> str:
+    return thumbnail(first_frame(medium) if isinstance(medium, Video) else medium)
 
 
 def shown_document(

@@ -27,13 +27,17 @@ class TokenSpan(StrictModel):
 
 
 class ShownPicture(StrictModel):
-    """Picture of a document as the data preview shows it. thumbnail: a small copy as a `data:` address."""
+    """Medium of a document as the data preview shows it.
+
+    width, height: in pixels; 0 for a sound, which has seconds. thumbnail: a small copy as a `data:` address.
+    """
 
     path: str
     width: int
     height: int
     num_tokens: int
-    thumbnail: str
+    thumbnail: str | None = None
+    seconds: float | None = None
 
 
 class ShownDocument(StrictModel):

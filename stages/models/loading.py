@@ -18,13 +18,13 @@ from stages.models.tower import patch_side, sub_configs
 Head = Literal["tokens", "score", "pictures"]
 """Kind of inputs and output head.
 
-`tokens` gives log-probabilities of the next token, `pictures` does so after text with pictures, `score` gives one
+`tokens` gives log-probabilities of the next token, `pictures` does so after text with media, `score` gives one
 number per text.
 """
 AUTO_CLASSES: dict[Head, str] = {
     "tokens": "AutoModelForCausalLM",
     "score": "AutoModelForSequenceClassification",
-    "pictures": "AutoModelForImageTextToText",
+    "pictures": "AutoModelForMultimodalLM",
 }
 
 SENTENCE = "The sum of 27 and 15 is 42, she said. "

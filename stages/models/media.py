@@ -46,6 +46,10 @@ class SoundSize:
     def seconds(self) -> float:
         return self.num_samples / self.sample_rate
 
+    def num_samples_at(self, rate: int) -> int:
+        """Return the number of samples of this sound at another rate, in samples a second."""
+        return -(-self.num_samples * rate // self.sample_rate)  # rounded up, as librosa does
+
 
 MediaSize = tuple[int, int] | VideoSize | SoundSize
 """Size of a medium; of a picture its width and height in pixels, as it is shown."""
@@ -77,7 +81,11 @@ Medium: TypeAlias = "Image | Video | Sound"
 
 
 class Sampling(Protocol):
-    """Choice of the frames that a model takes of a video; implemented by `MediaProcessor`."""
+    """Frames of videos, and rate of sounds, that a model takes; implemented by `MediaProcessor`."""
+
+    @property
+    def sample_rate(self) -> int:
+        """Rate of the sounds that the model takes, in samples a second; raises ModelError if it takes none."""
 
     def frames(self, size: VideoSize) -> Sequence[int]:
         """Return the numbers of a video's frames that the model takes; raise MediaError if there are too few."""

@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING, Any
 from stages.core.errors import DataError, LifecycleError, ModelError
 from stages.models import loading
 from stages.models.facts import PROCESSOR_FILES
-from stages.models.media import KINDS, NOUNS, MediaError, MediaKind, MediaSize, Medium, Video, VideoSize, kind_of
+from stages.models.media import (
+    KINDS,
+    NOUNS,
+    MediaError,
+    MediaKind,
+    MediaSize,
+    Medium,
+    Sound,
+    SoundSize,
+    Video,
+    VideoSize,
+    kind_of,
+)
 from stages.models.tower import num_patches, patch_side
 
 if TYPE_CHECKING:
@@ -36,10 +48,17 @@ DRAWN = ((64, 40), (48, 90))
 DRAWN_SIZES: dict[MediaKind, tuple[MediaSize, MediaSize]] = {
     "image": DRAWN,
     "video": (VideoSize(64, 40, 9, 3.0), VideoSize(48, 90, 12, 2.0)),
+    "audio": (SoundSize(16000, 16000), SoundSize(6000, 8000)),
 }
 """Sizes of the drawn media of each kind."""
-PARTS: dict[MediaKind, str] = {"image": "image_processor", "video": "video_processor"}
+PARTS: dict[MediaKind, str] = {
+    "image": "image_processor",
+    "video": "video_processor",
+    "audio": "feature_extractor",
+}
 """Attribute of a processor that takes the media of each kind."""
+ENDS_A_SECOND = 40
+"""Part of a second, as 1 / 40, at the end of a sound by which it is found whether a processor takes all of it."""
 SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
 """Fields of a processor of videos that say which frames a model takes, and of what size."""
 VALUES = ("pixel_values", "pixel_values_videos")
@@ -78,6 +97,7 @@ class MediaProcessor:
         self._patches = lru_cache(KEPT_SIZES)(self._count_patches)
         self._frames = lru_cache(KEPT_SIZES)(self._sampled)
         self._without_pixels: dict[MediaKind, bool] = {}
+        self._taken_whole = 0
         if not self.placeholders:
             raise ModelError(f"the processor in {folder} takes no pictures; remove its files, or take another")
         if "image" in self.placeholders.values():
@@ -106,6 +126,8 @@ class MediaProcessor:
     def placeholders(self) -> dict[str, MediaKind]:
         """Texts that a chat template writes where media are, and that the processor replaces, with the kind of each."""
         kinds = [kind for kind, part in PARTS.items() if getattr(self._processor, part, None) is not None]
+        if "audio" in kinds and getattr(self.config, "audio_config", "") is None:  # Gemma 4's larger ones do not hear
+            kinds.remove("audio")
         found = {getattr(self._processor, f"{kind}_token", None): kind for kind in kinds}
         return {text: kind for text, kind in found.items() if text}
 
@@ -116,9 +138,17 @@ class MediaProcessor:
         """
         return self._frames(size)
 
+    @property
+    def sample_rate(self) -> int:
+        """Rate of the sounds that the model takes, in samples a second; raises ModelError if it takes none."""
+        part = getattr(self._processor, PARTS["audio"], None)
+        if part is None:
+            raise ModelError(f"the processor in {self.folder} takes no sounds; take a model that hears")
+        return int(part.sampling_rate)
+
     def num_patches(self, size: MediaSize) -> int:
-        """Return the number of patches that a tower makes of a medium of this size, alone in its document."""
-        return self._patches(size)
+        """Return the number of patches that a tower of pictures makes of a medium of this size; of sounds, none."""
+        return 0 if isinstance(size, SoundSize) else self._patches(size)
 
     def num_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
@@ -172,7 +202,7 @@ class MediaProcessor:
         """Return the model's inputs of one document's media, in order; nothing for none. Pictures are in RGB."""
         if not media:
             return {}
-        given = self._call([(one.size, one.frames if isinstance(one, Video) else one) for one in media])
+        given = self._call([(one.size, _content(one)) for one in media])
         found = {name: value for name, value in given.items() if name in self._arguments}
         return {name: self._without_sample(name, value) for name, value in found.items()}
 
@@ -199,7 +229,7 @@ class MediaProcessor:
         return {name: value[None] if name in self._with_sample else value for name, value in joined.items()}
 
     def token_types(self, token_ids: Tensor) -> Tensor:
-        """Return 1 for each token that stands for a picture, 2 for one of a video, else 0: int64, of the ids' shape."""
+        """Return 1 for each token that stands for a picture, 2 of a video, 3 of a sound, else 0: int64, as the ids."""
         import torch
 
         types = torch.zeros_like(token_ids)
@@ -236,8 +266,8 @@ class MediaProcessor:
                 f"the rows have pictures, and the model in {folder} cannot see them: it has no processor; take one of "
                 "text and images"
             )
-        images, of_other = self._processor.image_processor, other._processor.image_processor
-        if scales_to_pixels(images) and scales_to_pixels(of_other):
+        images, of_other = (getattr(one._processor, PARTS["image"], None) for one in (self, other))
+        if images and of_other and scales_to_pixels(images) and scales_to_pixels(of_other):
             of_other.size = images.size
         if "video" in kinds:
             for name in SAMPLING:
@@ -265,7 +295,8 @@ class MediaProcessor:
         if isinstance(size, VideoSize):
             numbers = self.frames(size)
             return Video(size, noise(len(numbers), size.height, size.width, 3), numbers, b"")
-        assert isinstance(size, tuple)
+        if isinstance(size, SoundSize):
+            return Sound(size, noise(size.num_samples_at(self.sample_rate)).astype(np.float32) / 128 - 1, b"")
         return fromarray(noise(size[1], size[0], 3))
 
     @cached_property
@@ -295,6 +326,8 @@ class MediaProcessor:
     @cached_property
     def _with_sample(self) -> frozenset[str]:
         """Names of the features with a dimension of samples before that of pictures (Idefics 3)."""
+        if "image" not in self.placeholders.values():
+            return frozenset()
         found = self._blank_call(DRAWN, without_pixels=False)
         return frozenset(
             name for name in self._arguments & found.keys() if found[name].ndim > 1 and len(found[name]) == 1
@@ -319,6 +352,8 @@ class MediaProcessor:
         if videos:
             given |= {"videos": [one for _, one in videos], "do_sample_frames": False}
             given["video_metadata"] = [_metadata(size) | {"frames_indices": [*self.frames(size)]} for size, _ in videos]
+        if sounds := [one for size, one in media if isinstance(size, SoundSize)]:
+            given |= {"audio": sounds, "audio_kwargs": {"sampling_rate": self.sample_rate}}
         found: Mapping[str, Any] = self._processor(
             text=[text], return_tensors="pt", add_special_tokens=False, **given, **options
         )
@@ -326,6 +361,35 @@ class MediaProcessor:
 
     def _ask(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
         """Return what the processor puts in place of each placeholder of a document with media of these sizes."""
+        for size in sizes:
+            if isinstance(size, SoundSize):
+                self._check_taken_whole(size)
+        return self._written(sizes)
+
+    def _check_taken_whole(self, size: SoundSize) -> None:
+        """Raise MediaError for a sound of which the processor would leave out the end.
+
+        Where a second more has more tokens, nothing is cut; else features tell whether the last samples matter.
+        """
+        from dataclasses import replace
+
+        if size.num_samples_at(self.sample_rate) <= self._taken_whole:
+            return
+        longer = replace(size, num_samples=size.num_samples + size.sample_rate)
+        texts = [self._written((one,))[0] for one in (size, longer)]
+        if len(texts[0]) == len(texts[1]):
+            drawn = self.drawn(size)
+            assert isinstance(drawn, Sound)
+            ending = drawn.samples.copy()
+            ending[-self.sample_rate // ENDS_A_SECOND :] *= -0.5
+            usual, other = (self.features([one]) for one in (drawn, replace(drawn, samples=ending)))
+            if all(value.equal(other[name]) for name, value in usual.items()):
+                raise MediaError(
+                    f"has {size.seconds:,.1f} seconds, of which the model's processor takes the first alone; cut it"
+                )
+        self._taken_whole = size.num_samples_at(self.sample_rate)
+
+    def _written(self, sizes: tuple[MediaSize, ...]) -> tuple[str, ...]:
         found = self._blank_call(sizes, return_text_replacement_offsets=True)
         return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
 
@@ -370,7 +434,8 @@ class MediaProcessor:
             if isinstance(size, VideoSize):
                 shape = (len(self.frames(size)), 3, size.height, size.width)
                 return torch.zeros(shape, dtype=torch.uint8, device=device)
-            assert isinstance(size, tuple)
+            if isinstance(size, SoundSize):
+                return torch.zeros(size.num_samples_at(self.sample_rate)).numpy()
             return (
                 torch.zeros(3, size[1], size[0], dtype=torch.uint8, device=device) if without_pixels else _blank(size)
             )
@@ -420,6 +485,9 @@ class MediaProcessor:
                 f"the processor in {self.folder} marks the tokens of {noun}s otherwise than by their ids, which is not "
                 f"trained yet; take another model for rows with {noun}s"
             )
+        if kind == "audio":  # of which extractors count what NumPy holds
+            self._without_pixels[kind] = False
+            return
         try:
             blank = self._blank_call(sizes, without_pixels=True, return_text_replacement_offsets=True)
             self._without_pixels[kind] = (
@@ -452,6 +520,13 @@ def _blank(size: tuple[int, int]) -> Any:
     from PIL import Image
 
     return Image.new("RGB", size)
+
+
+def _content(medium: Medium) -> Any:
+    """Return what a processor takes of a medium: pixels or samples."""
+    if isinstance(medium, Video):
+        return medium.frames
+    return medium.samples if isinstance(medium, Sound) else medium
 
 
 def _metadata(size: VideoSize) -> dict[str, Any]:

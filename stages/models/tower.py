@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from stages.models.flops import PictureFlops
 
-ModelPart = Literal["vision_tower", "projector", "language_model"]
-"""Part of a model that sees; the merger of towers like Qwen's and GLM's is the projector."""
+ModelPart = Literal["vision_tower", "projector", "language_model", "audio_tower"]
+"""Part of a model that sees or hears; the merger of towers like Qwen's and GLM's is the projector."""
 CHANNELS = 3
 USUAL_SIDE = 14
 USUAL_SIZE = (640, 480)

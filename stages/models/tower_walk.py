@@ -109,7 +109,7 @@ def walk_tower(config: Any, folder: Path) -> Tower | None:
     AttentionInterface.register(WALKED, attend)
     with no_init_weights():
         model = build_model(config, head="pictures", dtype=torch.bfloat16, attn_implementation=WALKED)
-    if not hasattr(model, "get_image_features"):
+    if not hasattr(model, "get_image_features"):  # it hears alone
         return None
     model.tie_weights()
     return _Tower(model.train(), folder).measured()

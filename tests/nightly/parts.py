@@ -43,6 +43,7 @@ class Part:
 
 RANDOM, SLURM = "faults/test_killed_at_random.py", "faults/test_slurm_faults.py"
 YEAR, VIDEOS = "faults/test_year.py", "unit/stages/kinds/train/test_videos.py"
+SOUNDS = "unit/stages/kinds/train/test_sounds.py"
 PARTS = (
     Part("year", "365 nightly refreshes on a clock of their own lose nothing and need no hand", (YEAR,)),
     Part("matrices", "every layout, method and adapter of both engines learns what Transformers learns", ("parity",)),
@@ -56,7 +57,7 @@ PARTS = (
     Part(
         "families",
         "tiny models of every family of the zoo go through what the table of families shows",
-        ("zoo", VIDEOS),
+        ("zoo", VIDEOS, SOUNDS),
     ),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )

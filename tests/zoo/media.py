@@ -61,6 +61,21 @@ GEMMA_IDS = {
     "image_token_index": TOKENS["image"],
 }
 
+HEARING_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_audio": {
+        "text_config": UNGROUPED,
+        "audio_config": {
+            "num_mel_bins": 16,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "max_source_positions": 100,
+        },
+        "audio_token_index": TOKENS["image"],
+    },
+}
+"""Families that read sounds, of two seconds here, and no pictures."""
 MEDIA_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**UNGROUPED, "rope_parameters": MROPE},

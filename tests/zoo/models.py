@@ -6,12 +6,12 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from tests.zoo.media import MEDIA_FAMILIES
+from tests.zoo.media import HEARING_FAMILIES, MEDIA_FAMILIES
 from tests.zoo.text import TEXT_FAMILIES
 
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
@@ -19,14 +19,14 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
 def tiny_config(family: str, **fields: Any) -> PreTrainedConfig:
     """Return the config of a family's tiny model, with other values of some fields."""
-    return AutoConfig.for_model(family, **{**FAMILIES[family], **fields})
+    return AutoConfig.for_model(family, **{**(FAMILIES | HEARING_FAMILIES)[family], **fields})
 
 
 def tiny_model(family: str, **fields: Any) -> PreTrainedModel:
     """Return a family's tiny model with random weights, also of norms, since scaling errors would not show with 1."""
     torch.manual_seed(0)
     config = tiny_config(family, **fields)
-    auto_class: Any = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForImageTextToText
+    auto_class: Any = AutoModelForCausalLM if family in TEXT_FAMILIES else AutoModelForMultimodalLM
     model: PreTrainedModel = auto_class.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

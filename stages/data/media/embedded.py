@@ -39,12 +39,20 @@ def embedded_bytes(source: object) -> bytes | None:
     if isinstance(source, dict):
         if isinstance(source.get("bytes"), bytes):
             return bytes(source["bytes"])
+        if _is_input_audio(source):
+            return from_data_address(f"data:;base64,{source['data']}")
         source = next((source[key] for key in ("url", "data", "bytes") if source.get(key)), None)
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str) or not source.startswith("data:"):
         return None
     return from_data_address(source)
+
+
+def _is_input_audio(value: dict[str, Any]) -> bool:
+    """Return whether an object is OpenAI's `input_audio`, {data, format}, whose data are base64 alone."""
+    data = value.get("data")
+    return "format" in value and isinstance(data, str) and not data.startswith("data:")
 
 
 def as_json(value: object) -> str:
@@ -55,6 +63,7 @@ def as_json(value: object) -> str:
 def without_pixels(value: Any) -> Any:
     """Return a row's value with a digest, `sha256:…`, in place of each medium that it holds itself."""
     if isinstance(value, dict):
+        value = {**value, "data": f"data:;base64,{value['data']}"} if _is_input_audio(value) else value
         return {name: without_pixels(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [without_pixels(one) for one in value]
@@ -105,6 +114,8 @@ def _media_in(value: Any) -> Iterator[bytes]:
         data = embedded_bytes(value)
         if data is not None:
             yield data
+    elif isinstance(value, dict) and _is_input_audio(value):
+        yield embedded_bytes(value) or b""
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _media_in(item)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, cast
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
 from stages.data.files import READERS, RowLocation, format_suffix
-from stages.data.media import images, videos
+from stages.data.media import images, sounds, videos
 from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
 from stages.data.media.images import PictureError, as_data_address, decode_picture, inspect_picture
 from stages.data.media_reference import MAX_PATH_BYTES, MediaReference
 from stages.data.messages import RowError, kind_of
-from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling, VideoSize
+from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling, SoundSize, VideoSize
 from stages.remote.pointers import SUFFIX, open_file
 
 if TYPE_CHECKING:
@@ -32,8 +32,12 @@ ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 MAX_QUOTED = 80
 COPIES = "media"
 """Folder, in that of rows, of media that came with them from another dataset, under their digests."""
-MOST_BYTES: dict[MediaKind, int] = {"image": images.MAX_BYTES, "video": videos.MAX_BYTES}
-"""Largest number of bytes of a medium's file; of kinds that are not here, none is read."""
+MOST_BYTES: dict[MediaKind, int] = {
+    "image": images.MAX_BYTES,
+    "video": videos.MAX_BYTES,
+    "audio": sounds.MAX_BYTES,
+}
+"""Largest number of bytes of a medium's file."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,6 @@ class MediaFolder:
         row: where the row is, for media whose bytes are inside of it; None for readers that only look. Raises RowError
         for what is missing, unreadable, outside of the folder, or refused by `inspect_picture`.
         """
-        if kind not in MOST_BYTES:
-            raise RowError(f"has {kind}, which is not learned from yet; expected pictures, videos and text")
         try:
             data = embedded_bytes(source)
             if data is not None:
@@ -100,6 +102,9 @@ class MediaFolder:
             if isinstance(size, VideoSize):
                 assert sampling, "opened without the processor that takes frames"
                 return videos.decode_video(data, size, sampling.frames(size))
+            if isinstance(size, SoundSize):
+                assert sampling, "opened without the processor that has a rate"
+                return sounds.decode_sound(data, size, sampling.sample_rate)
             return decode_picture(data)
         except MediaError as error:
             raise DataError(f"the {NOUNS[reference.kind]} {reference.path} of {self.root} {error}") from error
@@ -151,6 +156,8 @@ class MediaFolder:
     def _size(self, kind: MediaKind, data: bytes) -> MediaSize:
         if kind == "video":
             return videos.inspect_video(data)
+        if kind == "audio":
+            return sounds.inspect_sound(data, by_header=self.by_header)
         size = inspect_picture(data, by_header=self.by_header)
         return size.width, size.height
 

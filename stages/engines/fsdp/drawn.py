@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from stages.data.batch import Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_features
 from stages.models import loading
-from stages.models.media import MediaKind, MediaSize, VideoSize
+from stages.models.media import MediaKind, MediaSize, SoundSize, VideoSize
+from stages.models.parts import TOWERS, parts_of, towers_of
 from stages.models.processor import DRAWN_SIZES, MediaProcessor
 
-SMALLEST: dict[MediaKind, MediaSize] = {"image": (32, 32), "video": VideoSize(32, 32, 4, 2.0)}
+SMALLEST: dict[MediaKind, MediaSize] = {
+    "image": (32, 32),
+    "video": VideoSize(32, 32, 4, 2.0),
+    "audio": SoundSize(1600, 16000),
+}
 """Size of the medium that a process's tower is given where its documents have none of the kind."""
 TEXT = 5
 """Number of tokens of text before a document's media, and behind them."""
@@ -113,7 +119,7 @@ def drawn_documents(
     """Return documents with drawn media for the model of a folder; raise ModelError for one that cannot read them."""
     processor = MediaProcessor.of(folder, trust_remote_code=trust_remote_code)
     if processor is None or loading.class_with_head(config, "pictures") is None:
-        lacks = "no processor" if processor is None else "no class in Transformers' AutoModelForImageTextToText"
+        lacks = "no processor" if processor is None else "no class in Transformers' AutoModelForMultimodalLM"
         raise ModelError(
             f"the rows have pictures, and the model in {folder} cannot see them: it has {lacks}; take a model of text "
             "and images with its processor files, or rows without pictures"
@@ -155,7 +161,12 @@ def _call_of_tower(
     causal_lm: Any, kind: MediaKind, features: Mapping[str, Tensor], device: torch.device
 ) -> Callable[[], Any]:
     """Return the call of a model's tower with these features."""
-    tower = getattr(causal_lm, f"get_{kind}_features")
+    tower = getattr(causal_lm, f"get_{kind}_features", None)
+    if tower is None:  # Qwen2-Audio's class has none: its tower and projector are run by its forward pass alone
+        (module,) = (one for part, one in towers_of(causal_lm).items() if TOWERS[part] == kind)
+        asked = signature(module.forward).parameters
+        given = {name: value.to(device) for name, value in features.items() if name in asked}
+        return lambda: [module(**given), [*parts_of(causal_lm)["projector"].values()]]
     asked = signature(tower).parameters
     # Llama 4's has an option without default, which its forward pass leaves open.
     named = [one.name for one in asked.values() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -190,7 +201,7 @@ def media_id(config: Any, kind: MediaKind) -> int:
 def follow_width(config: Any, width: int) -> None:
     """Make the parts of a model that sees follow its text part, which has been made small. width: that it had."""
     vision = getattr(config, "vision_config", None)
-    if vision is None:
+    if vision is None and getattr(config, "audio_config", None) is None:
         return
     # What a tower gives is as wide as the text part: by a field of this name, or in Qwen2-VL's merger.
     for name in ("out_hidden_size", "hidden_size"):
@@ -206,9 +217,8 @@ def follow_width(config: Any, width: int) -> None:
 
 
 def cut_tower(causal_lm: Any) -> None:
-    """Keep only the first layers of a model's tower of pictures."""
-    tower = causal_lm.get_encoder(modality="image")
-    for module in tower.modules():
+    """Keep only the first layers of a model's towers."""
+    for module in chain.from_iterable(tower.modules() for tower in towers_of(causal_lm).values()):
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len({type(one) for one in child}) == 1:
                 del child[KEPT_LAYERS:]

@@ -104,7 +104,7 @@ class FsdpEngine:
         check_mixture(self._model.causal_lm, settings.moe)
         # Before the adapter, which freezes the base and then lets its own factors learn, those of routers too.
         if settings.media:
-            freeze_parts(self._model.causal_lm, settings.media.freeze)
+            freeze_parts(self._model.causal_lm, settings.media)
         else:
             freeze_unused(self._model.causal_lm)
         self._mtp_loss_weight = settings.mtp_loss_weight

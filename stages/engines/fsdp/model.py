@@ -243,7 +243,7 @@ def _check_tied(folder: Path, causal_lm: Any, *, has_untied: bool) -> None:
     """Raise ModelError if the config ties a head that the files hold apart: serving engines would use only one."""
     text = causal_lm.config.get_text_config()
     # Text parts such as Qwen-VL's do not say it; the whole model's config does.
-    ties = getattr(text, "tie_word_embeddings", causal_lm.config.tie_word_embeddings)
+    ties = getattr(text, "tie_word_embeddings", getattr(causal_lm.config, "tie_word_embeddings", False))
     if causal_lm._tied_weights_keys and ties and has_untied:
         raise ModelError(
             f"loading {folder}: its config says `tie_word_embeddings: true`, or leaves it at that, but the files hold "

@@ -111,6 +111,7 @@ class PartLearningRates(StrictModel):
     vision_tower: Rate | None = Field(None, description="Peak learning rate of the vision tower.")
     projector: Rate | None = Field(None, description="Peak learning rate of the projector (or a tower's merger).")
     language_model: Rate | None = Field(None, description="Peak learning rate of the language model.")
+    audio_tower: Annotated[Rate | None, AddedLater()] = Field(None, description="Peak rate of the audio tower.")
 
     @property
     def named(self) -> dict[ModelPart, float]:

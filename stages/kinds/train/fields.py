@@ -73,8 +73,8 @@ class TrainFields(MethodFields):
     )
     freeze: Annotated[tuple[ModelPart, ...], AddedLater()] = Field(
         (),
-        description="Parts of a model that sees which do not learn from rows with pictures: vision_tower, projector "
-        "(also the merger of towers like Qwen's), language_model. Default: all learn.",
+        description="Parts of a model that sees or hears which do not learn from rows with media: vision_tower, "
+        "audio_tower, projector (also the merger of towers like Qwen's), language_model. Default: all learn.",
     )
     part_learning_rates: Annotated[PartLearningRates, AddedLater()] = PartLearningRates()
     media: Annotated[PictureBounds, AddedLater()] = PictureBounds()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from stages.core.errors import DataError
 from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
-from stages.models.media import MediaKind
+from stages.models.media import KINDS, NOUNS, MediaKind
 
 
 def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
@@ -27,10 +27,11 @@ def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
     if config.media.sampling and "video" not in kinds:
         named = " and ".join(f"`media.{name}`" for name in config.media.sampling)
         raise DataError(f"{named}: the rows have no videos; remove it, or add rows with videos")
-    if "video" in kinds and (config.sampling or config.on_policy):
+    if (others := {*kinds} - {"image"}) and (config.sampling or config.on_policy):
+        noun = NOUNS[min(others, key=KINDS.index)]
         raise DataError(
-            f"the rows have videos, and `method: {config.method}` samples answers by a server, which is asked about "
-            "text and pictures alone; remove the rows with videos, or the sampling"
+            f"the rows have {noun}s, and `method: {config.method}` samples answers by a server, which is asked about "
+            f"text and pictures alone; remove the rows with {noun}s, or the sampling"
         )
 
 

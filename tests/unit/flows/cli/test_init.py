@@ -331,7 +331,7 @@ def test_any_file_or_folder_of_rows_is_read_at_once(lifecycle, tmp_path, model, 
         (
             "a.jsonl",
             [{**SHORT[0], "audios": ["x.mp3"]}],
-            "has audio, which is not learned from yet; expected pictures, videos and text",
+            "has the path 'x.mp3', where there is no file",
         ),
         ("a.jsonl", [{"input_ids": [1, 2]}], "the rows look like tokens"),
         ("a.jsonl", [{"a": 1}], "the first row has the columns `a`, which fit none of the formats"),

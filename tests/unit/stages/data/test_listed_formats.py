@@ -11,10 +11,14 @@ from stages.data.any_rows import PromptReader
 from stages.data.formats import FORMATS, RowReader, likeliest_format
 from stages.data.media.folder import MediaFolder
 from stages.data.messages import Conversation, RowError
-from tests.unit.stages.data.media.conftest import encoded, noise, video
+from tests.unit.stages.data.media.conftest import encoded, noise, sound, video
 
 PAGE = Path(__file__).parents[4] / "configs" / "formats.md"
-WITH_MEDIA = {" with pictures": ("x.png", encoded(noise())), " with videos": ("x.mp4", video())}
+WITH_MEDIA = {
+    " with pictures": ("x.png", encoded(noise())),
+    " with videos": ("x.mp4", video()),
+    " with sounds": ("x.wav", sound()),
+}
 """Endings of what rows with media are read as, each with the file that such a row names."""
 LISTED = re.findall(r"^\| ([^|`]+) \| `(\{.*\})` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 

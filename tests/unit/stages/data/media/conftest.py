@@ -8,6 +8,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3ImageProcessor, Gemma3Processor, PreTrainedTokenizerFast
@@ -98,6 +99,16 @@ def repeated_frame(size: tuple[int, int], num_frames: int, kind: str = "mpegts")
         for number in range(num_frames):
             packet.pts = packet.dts = number
             container.mux(packet)
+    return out.getvalue()
+
+
+def sound(
+    seconds: float = 1.0, rate: int = 16000, channels: int = 1, seed: int = 0, kind: str = "WAV", **options: str
+) -> bytes:
+    """Return a sound of noise as the bytes of a file. rate: samples a second."""
+    out, drawn = io.BytesIO(), np.random.default_rng(seed)
+    noise = drawn.uniform(-0.5, 0.5, (round(seconds * rate), channels))
+    soundfile.write(out, noise, rate, format=kind, **options)
     return out.getvalue()
 
 

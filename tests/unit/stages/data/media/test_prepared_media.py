@@ -121,7 +121,7 @@ REFUSED = {
     ),
     "sound": (
         {"messages": [user([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}]), CAT]},
-        "has audio, which is not learned from yet",
+        "has a sound inside of it, which is no sound that can be decoded",
     ),
     "image and images": ({"messages": [user("?"), CAT], "image": "a.png", "images": ["a.png"]}, "`image` and `images`"),
     "what the assistant shows": (

@@ -1,0 +1,227 @@
+"""Trainings on rows with sounds have the loss that Transformers computes on what librosa would make of them."""
+
+import base64
+import io
+import json
+import math
+import shutil
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+import soxr
+import torch
+import transformers
+
+from stages.core.errors import DataError, ModelError
+from stages.engines.fsdp.parts import parts_of
+from stages.kinds.train import run as training
+from tests.train_stage import make_config, make_context
+from tests.unit.stages.data.media.conftest import byte_tokenizer, sound
+from tests.zoo.models import tiny_model
+
+SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>"]
+BEGIN, END, SOUND = *SPECIAL[4:], "<|AUDIO|>"
+TEMPLATE = f"""\
+{{%- for message in messages %}}
+    {{{{- '<|im_start|>' + message['role'] + '\\n' }}}}
+    {{%- if message['content'] is string %}}
+        {{{{- message['content'] }}}}
+    {{%- else %}}
+        {{%- for part in message['content'] %}}
+            {{{{- part['text'] if part['type'] == 'text' else '{BEGIN}{SOUND}{END}' }}}}
+        {{%- endfor %}}
+    {{%- endif %}}
+    {{{{- '<|im_end|>\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}
+    {{{{- '<|im_start|>assistant\\n' }}}}
+{{%- endif %}}
+"""
+FILES = {
+    "a.wav": sound(),
+    "b.flac": sound(0.6, 22050, 2, 1, "FLAC"),
+    "c.ogg": sound(1.5, 44100, 1, 2, "OGG"),
+    "d.mp3": sound(0.5, 8000, 1, 3, "MP3"),
+}
+ASKED = (
+    ("<audio>what?", {"audios": ["a.wav"]}),
+    ("text alone?", {}),
+    ("<audio>then<audio>?", {"audios": ["b.flac", "c.ogg"]}),
+    ("<audio>at the end", {"audio": "d.mp3"}),
+)
+"""Questions of the rows, with their sounds."""
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    model, data = tmp_path / "base" / "model", tmp_path / "rows" / "data"
+    for folder in (model, data):
+        folder.mkdir(parents=True)
+    fast = byte_tokenizer([*SPECIAL, SOUND], audio_token=SOUND, audio_bos_token=BEGIN, audio_eos_token=END)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    transformers.Qwen2AudioProcessor(extractor, fast, chat_template=TEMPLATE).save_pretrained(model)
+    text = {"vocab_size": len(fast), "pad_token_id": fast.pad_token_id, "max_position_embeddings": 320}
+    fields = tiny_model("qwen2_audio").config.to_dict()["text_config"] | text
+    tiny_model("qwen2_audio", text_config=fields, audio_token_index=fast.convert_tokens_to_ids(SOUND)).save_pretrained(
+        model
+    )
+    for name, content in FILES.items():
+        (data / name).write_bytes(content)
+    return {"base": tmp_path / "base", "rows": tmp_path / "rows"}
+
+
+def write_rows(data, *columns):
+    rows = (
+        {"prompt": [{"role": "user", "content": asked}], **media}
+        | {column: [{"role": "assistant", "content": f"{column} {number}"}] for column in columns}
+        for number, (asked, media) in enumerate(ASKED)
+    )
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def losses_of(tmp_path, inputs, method="sft", **fields):
+    batches = {"global_batch_size": 2, "layout": {"micro_batch_size": 1}}
+    data = {"dataset": "rows", "sequence_length": 320}
+    config = make_config(method, **{"data": data, "steps": 3, "learning_rate": 3e-4, **batches, **fields})
+    training.run(config, make_context(tmp_path / "work", inputs, config))
+    lines = map(json.loads, (tmp_path / "work" / "metrics.jsonl").read_text().splitlines())
+    return [line["metrics"]["loss"] if "metrics" in line else line["loss"] for line in lines if "loss" in str(line)]
+
+
+def heard(content):
+    """Return a sound's samples as librosa loads them for a rate of 16000: float32 [samples]."""
+    samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+    found = soxr.resample(samples.mean(axis=1), rate, 16000)
+    length = math.ceil(len(samples) * 16000 / rate)
+    return np.pad(found, (0, max(0, length - len(found))))[:length]
+
+
+def loss_of_transformers(folder, exported, column="completion", quieter=1.0):
+    """Return the mean negative log-likelihood of the answers' tokens, each row alone. exported: with the processor."""
+    processor = transformers.AutoProcessor.from_pretrained(exported)
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, num_tokens = 0.0, 0
+    for number, (asked, media) in enumerate(ASKED):
+        names = [name for names in media.values() for name in ([names] if isinstance(names, str) else names)]
+        options = {"audio": [heard(FILES[name]) * quieter for name in names], "sampling_rate": 16000} if names else {}
+        written = asked.replace("<audio>", f"{BEGIN}{SOUND}{END}")
+        prompt = f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
+        texts = (prompt, f"{prompt}{column} {number}<|im_end|>")
+        before, whole = (processor(text=[text], return_tensors="pt", **options) for text in texts)
+        first = before["input_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(**whole).logits[0].log_softmax(-1)
+        learned = whole["input_ids"][0, first:]
+        total -= float(logits[first - 1 : -1].gather(1, learned[:, None]).sum())
+        num_tokens += len(learned)
+    return total / num_tokens
+
+
+def test_supervised_training_begins_with_the_loss_of_transformers_and_its_export_hears(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "completion")
+    losses = losses_of(tmp_path, inputs, global_batch_size=4)
+    exported = tmp_path / "work" / "model"
+    expected = loss_of_transformers(inputs["base"] / "model", exported)
+    assert losses[0] == pytest.approx(expected, abs=1e-5)
+    other = loss_of_transformers(inputs["base"] / "model", exported, quieter=0.01)
+    assert abs(other - expected) > 1e-3, "other sounds have another loss"
+    assert losses[-1] < losses[0]
+    assert loss_of_transformers(exported, exported) < expected
+
+
+@pytest.mark.nightly
+def test_other_methods_begin_as_they_do_with_text(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "chosen", "rejected")
+    assert losses_of(tmp_path / "dpo", inputs, "dpo", steps=1)[0] == pytest.approx(math.log(2), abs=1e-6)
+    write_rows(inputs["rows"] / "data", "completion")
+    start = {"base": tmp_path / "start", "teacher": tmp_path / "start", "rows": inputs["rows"]}
+    shutil.copytree(tmp_path / "dpo" / "work" / "model", tmp_path / "start" / "model")
+    assert losses_of(tmp_path / "distill", start, "distill", teacher="teacher", steps=1)[0] < 1e-6
+    rows = map(json.loads, (inputs["rows"] / "data" / "train.jsonl").read_text().splitlines())
+    labelled = [{**row, "label": number % 2 == 0} for number, row in enumerate(rows)]
+    (inputs["rows"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    assert losses_of(tmp_path / "kto", inputs, "kto", steps=1)[0] == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_every_parameter_is_in_one_part_and_frozen_parts_stay(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "completion")
+    load = transformers.AutoModelForMultimodalLM.from_pretrained
+    before = load(inputs["base"] / "model")
+    parts = parts_of(before)
+    names = [name for named in parts.values() for name in named]
+    assert sorted(names) == sorted(name for name, _ in before.named_parameters())
+    assert [part for part, named in parts.items() if not named] == ["vision_tower"]
+    for part in ("audio_tower", "projector", "language_model"):
+        losses_of(tmp_path / part, inputs, freeze=[part], steps=1)
+        after = dict(load(tmp_path / part / "work" / "model").named_parameters())
+        changed = {name for name, one in before.named_parameters() if not one.equal(after[name])}
+        assert not changed & parts[part].keys()
+        assert all(changed & named.keys() for other, named in parts.items() if named and other != part)
+    with pytest.raises(ModelError, match=r"`freeze` names vision_tower, which Qwen2Audio.* does not have"):
+        losses_of(tmp_path, inputs, freeze=["vision_tower"])
+
+
+def rows_inside(data, how):
+    """Write the first row with its sound's bytes inside of it, and no file beside it."""
+    content = (data / "a.wav").read_bytes()
+    (data / "a.wav").unlink()
+    row = {"messages": [{"role": "user", "content": ASKED[0][0]}, {"role": "assistant", "content": "completion 0"}]}
+    if how == "Parquet":
+        pq.write_table(
+            pa.Table.from_pylist([row | {"audio": {"bytes": content, "path": None}}]), data / "train.parquet"
+        )
+        return
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(content).decode(), "format": "wav"}}
+    row["messages"][0]["content"] = [part, {"type": "text", "text": "what?"}]
+    (data / "train.jsonl").write_text(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("how", ["Parquet", pytest.param("input_audio", marks=pytest.mark.nightly)])
+def test_sounds_inside_of_rows_are_those_of_files(tmp_path, inputs, how, monkeypatch):
+    rows_inside(inputs["rows"] / "data", how)
+    losses = losses_of(tmp_path, inputs, steps=1, global_batch_size=1)
+    monkeypatch.setattr(sys.modules[__name__], "ASKED", ASKED[:1])
+    assert losses[0] == pytest.approx(
+        loss_of_transformers(inputs["base"] / "model", inputs["base"] / "model"), abs=1e-5
+    )
+
+
+def cut(kind, **options):
+    content = sound(kind=kind, **options)
+    return content[: len(content) * 3 // 4]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"text", "which is no sound that can be decoded"),
+        (sound(kind="AIFF"), "which is a sound of the format AIFF; expected WAV, FLAC, OGG or MP3"),
+        (cut("WAV"), "which is cut off: its header says that it is longer"),
+        (cut("FLAC"), "which is no sound that can be decoded"),
+        (cut("OGG"), "which is cut off: its header says that it is longer"),
+        (cut("MP3"), "which is cut off: it has [0-9,]+ of 16,000 samples"),
+        (sound(0.05), "which has 0.05 seconds; expected at least 0.1"),
+        (sound(0.5, 96000), "which has 96,000 samples a second; expected at most 48,000"),
+        (sound(0.5, 8000, 9), "which has 9 channels; expected at most 8"),
+        (sound(1801, 100, subtype="PCM_U8"), "which has 1,801 seconds; expected at most 1,800"),
+        (sound(2.1), r"media, of which one has 2.1 seconds, of which the model's processor takes the first alone"),
+    ],
+    ids=["text", "AIFF", "WAV", "FLAC", "OGG", "MP3", "short", "fast", "channels", "long", "longer-than-the-model"],
+)
+def test_what_is_wrong_with_a_sound_is_said_by_row(tmp_path, inputs, content, message):
+    write_rows(inputs["rows"] / "data", "completion")
+    (inputs["rows"] / "data" / "a.wav").write_bytes(content)
+    with pytest.raises(DataError, match=r"train.jsonl:1 has .*" + message):
+        losses_of(tmp_path, inputs)
+
+
+def test_without_soundfile_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
+    write_rows(inputs["rows"] / "data", "completion")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(DataError, match="soundfile decodes, and that is not installed: run `make media`"):
+        losses_of(tmp_path, inputs)
