@@ -1,13 +1,15 @@
 """Test program that trains models that see on one or two processes, of which the second has no pictures.
 
-    pictures_program OUTPUT few|all|kinds FOLDER …
+    pictures_program OUTPUT few|all|kinds|sounds FOLDER …
 
 Each folder's model is trained whole and with frozen parts, with and without recomputation. OUTPUT is a JSON file with
 loss and norm of the gradients of each step, by case. With `kinds`, one process has pictures and the other videos.
+With `sounds`, one has sounds and the other text.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from stages.engines.media import with_media
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
-from stages.models.media import VideoSize
+from stages.models.media import KINDS, MediaSize, SoundSize, VideoSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
@@ -34,10 +36,16 @@ SHARES_OF_KINDS = (((0,), (1,)), ((2,), (0, 2)))
 """Documents of each micro-batch of the two processes: the second has those without a picture."""
 
 
+SIZES = {
+    "kinds": (((64, 40),), (), (VideoSize(48, 64, 12, 3.0),)),
+    "sounds": ((SoundSize(8000, 16000),), (), (SoundSize(3000, 8000), SoundSize(22050, 22050))),
+}
+"""Sizes of the media of three documents."""
 TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
 CASES = {
     "few": [((), "none"), (TOWER, "full")],
     "kinds": [((), "none"), (TOWER, "full")],
+    "sounds": [((), "none"), (("audio_tower",), "full"), (("projector",), "full")],
     "all": [*product(((), TOWER), ("none", "full")), (SEEING, "none"), (("language_model",), "full")],
 }
 """Frozen parts and recomputation of each training."""
@@ -49,18 +57,18 @@ def main() -> None:
     results = {}
     with joined_processes() as device:
         for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
-            found = train(folder, frozen, recompute, device, with_videos=cases == "kinds")
+            found = train(folder, frozen, recompute, device, SIZES.get(cases))
             results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
     if is_main_process():
         Path(output).write_text(json.dumps(results))
 
 
-class OfTwoKinds:
-    """Three documents: one with a picture, one of text, one with a video."""
+class Drawn:
+    """Three documents with drawn media of these sizes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[Sequence[MediaSize]]) -> None:
         self.processor = MediaProcessor(folder)
-        self.sizes = (((64, 40),), (), (VideoSize(48, 64, 12, 3.0),))
+        self.sizes = sizes
 
     def batch(self, chosen: tuple[int, ...]) -> Batch:
         """Return a batch of one row with the chosen documents."""
@@ -73,15 +81,20 @@ class OfTwoKinds:
 
 
 def train(
-    folder: Path, frozen: tuple[str, ...], recompute: str, device: torch.device, *, with_videos: bool
+    folder: Path,
+    frozen: tuple[str, ...],
+    recompute: str,
+    device: torch.device,
+    sizes: Sequence[Sequence[MediaSize]] | None,
 ) -> list[tuple[float, float]]:
-    """Return loss and norm of the gradients of each step."""
+    """Return loss and norm of the gradients of each step. sizes: of three documents' media; None: pictures."""
     size = torch.distributed.get_world_size()
     layout = Layout(dp_shard=size, recompute=recompute)
-    media = MediaSettings(frozen, kinds=("image", "video") if with_videos else ("image",))
+    found = {kind_of(size) for own in sizes or () for size in own}
+    media = MediaSettings(frozen, kinds=[kind for kind in KINDS if kind in found] or ("image",))
     engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)
-    documents = OfTwoKinds(folder) if with_videos else Documents(folder)
-    dealt = SHARES_OF_KINDS if with_videos else SHARES
+    documents = Drawn(folder, sizes) if sizes else Documents(folder)
+    dealt = SHARES_OF_KINDS if len(found) > 1 else SHARES
     shares = [share for own in dealt for share in own] if size == 1 else dealt[engine.data_rank]
     batches = [documents.batch(share) for share in shares]
     steps = [engine.train_step(batches, SftLoss(), 1e-3, None) for _ in range(NUM_STEPS)]

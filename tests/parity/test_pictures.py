@@ -55,3 +55,8 @@ def test_processes_with_other_kinds_of_media_neither_hang_nor_change_the_loss(
     tmp_path: Path, fsdp_ranks: Ranks
 ) -> None:
     check("qwen3_vl", "kinds", tmp_path, fsdp_ranks)
+
+
+@pytest.mark.nightly
+def test_a_process_without_sounds_neither_hangs_nor_changes_the_loss(tmp_path: Path, fsdp_ranks: Ranks) -> None:
+    check("qwen2_audio", "sounds", tmp_path, fsdp_ranks)

@@ -121,6 +121,11 @@ LFM = Names(
         "image_thumbnail_token": "begin",
     },
 )
+QWEN_AUDIO = Names(
+    {"image": "<|AUDIO|>", "start": "<|audio_bos|>", "end": "<|audio_eos|>"},
+    {"audio_token": "image", "audio_bos_token": "start", "audio_eos_token": "end"},
+    _WRAPPED,
+)
 
 Make = Callable[[Any], Any]
 """Function that makes a family's processor around a tokenizer."""
@@ -153,6 +158,11 @@ def _gemma4(tokenizer: Any) -> Any:
         getattr(transformers, f"Gemma4{name}") for name in ("AudioFeatureExtractor", "ImageProcessor", "VideoProcessor")
     )
     return transformers.Gemma4Processor(sound(), image(**size), tokenizer, video(**size), image_seq_length=70)
+
+
+def _qwen2_audio(tokenizer: Any) -> Any:
+    heard = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    return transformers.Qwen2AudioProcessor(heard, tokenizer)
 
 
 _QWEN2_IMAGES, _QWEN2_VIDEOS = "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"
@@ -225,6 +235,7 @@ PROCESSORS: dict[str, tuple[Names, Make]] = {
             },
         ),
     ),
+    "qwen2_audio": (QWEN_AUDIO, _qwen2_audio),
 }
 """Names and maker of each family's processor."""
 
