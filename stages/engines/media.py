@@ -84,9 +84,9 @@ def position_arguments(decoder: Any, inputs: ModelInputs, arrange: Callable[[Ten
 
 
 def _runs(types: Tensor, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the ranges of tokens that stand for pictures, each within a document. types: int64 [tokens]."""
+    """Return the ranges of tokens that stand for pictures or videos, each within a document. types: int64 [tokens]."""
     changes = pad(types, (1, 0))[:-1] != types
     changes[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = True
     firsts = changes.nonzero().flatten().tolist()
     ends = [*firsts[1:], len(types)]
-    return [(first, end) for first, end in zip(firsts, ends, strict=True) if types[first]]
+    return [(first, end) for first, end in zip(firsts, ends, strict=True) if types[first] in (1, 2)]

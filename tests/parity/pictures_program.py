@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
@@ -23,7 +24,7 @@ from stages.engines.media import with_media
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
-from stages.models.media import KINDS, MediaSize, SoundSize, VideoSize, kind_of
+from stages.models.media import KINDS, MediaSize, Medium, SoundSize, VideoSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
@@ -40,7 +41,7 @@ SIZES = {
     "kinds": (((64, 40),), (), (VideoSize(48, 64, 12, 3.0),)),
     "sounds": ((SoundSize(8000, 16000),), (), (SoundSize(3000, 8000), SoundSize(22050, 22050))),
 }
-"""Sizes of the media of three documents."""
+"""Sizes of three documents' media."""
 TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
 CASES = {
     "few": [((), "none"), (TOWER, "full")],
@@ -72,12 +73,18 @@ class Drawn:
 
     def batch(self, chosen: tuple[int, ...]) -> Batch:
         """Return a batch of one row with the chosen documents."""
-        ids, media = [], []
-        for number in chosen:
-            own = [token for size in self.sizes[number] for token in self.processor.token_ids(size)]
-            ids.append(torch.tensor([*range(8 + number, 14), *own, *range(20 - number, 26)]))
-            media.append([self.processor.drawn(size, number) for size in self.sizes[number]])
+        ids, media = zip(*map(self._document, chosen), strict=True)
         return with_media(packed(ids), media, self.processor)
+
+    def inputs(self, number: int) -> dict[str, Tensor]:
+        """Return the arguments with which Transformers' model reads one document."""
+        ids, media = self._document(number)
+        return self.processor.inputs(ids.tolist(), media)
+
+    def _document(self, number: int) -> tuple[Tensor, list[Medium]]:
+        own = [token for size in self.sizes[number] for token in self.processor.token_ids(size)]
+        ids = torch.tensor([*range(8 + number, 14), *own, *range(20 - number, 26)])
+        return ids, [self.processor.drawn(size, number) for size in self.sizes[number]]
 
 
 def train(

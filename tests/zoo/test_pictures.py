@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMultimodalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, merged_weight
@@ -28,9 +29,13 @@ from stages.models.facts import ModelFacts
 from stages.models.known_configs import CONFIGS
 from stages.models.known_vision import SEEING
 from stages.models.loading import model_without_weights
+from stages.models.media import SoundSize
 from stages.models.walked import shape_of
 from stages.parallel.layout import Layout
+from tests.parity.pictures_program import Drawn
+from tests.zoo.models import tiny_model
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family, tower_error
+from tests.zoo.processors import save_processor
 from tests.zoo.proofs import LEARNING_RATE, one_process
 from tests.zoo.table import WORKS, recorded
 
@@ -218,3 +223,28 @@ def adapted_parts(folder: Path, targets: str) -> set[str]:
         found = log_probabilities(load_seeing(folder), documents, batch)
     torch.testing.assert_close(after, found, atol=LARGEST_OF_PICTURES, rtol=0)
     return {part for part, named in parts_of(base).items() if named.keys() & adapter.weights}
+
+
+@pytest.mark.nightly
+def test_documents_with_pictures_and_sounds_are_packed_as_transformers_reads_each_alone(tmp_path: Path) -> None:
+    """Gemma 4's tokens of a picture see each other both ways, those of a sound do not."""
+    heard = {"subsampling_conv_channels": [128, 4], "output_proj_dims": 32, "use_clipped_linears": False}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tiny_model("gemma4", audio_config={**sizes, **heard}).save_pretrained(tmp_path)
+    save_processor("gemma4", tmp_path)
+    documents = Drawn(tmp_path, [[SoundSize(8000, 16000)], [(64, 40), SoundSize(6000, 8000)], []])
+    batch = documents.batch((0, 1, 2))
+    options = {"dtype": torch.float32, "attn_implementation": {"text_config": "eager"}}
+    reference = AutoModelForMultimodalLM.from_pretrained(tmp_path, **options).eval()  # eager towers misread their masks
+    with one_process(), torch.no_grad():
+        settings = EngineSettings(
+            Layout(), "fp32", AdamSettings(LEARNING_RATE), media=MediaSettings(kinds=("image", "audio"))
+        )
+        engine = FsdpEngine(ModelFacts(tmp_path), settings, torch.device("cpu"))
+        found = engine.predictions(batch)[0]
+        engine.close()
+        given = [documents.inputs(number) for number in range(3)]
+        logits = torch.cat([reference(**one, use_cache=False).logits for one in given], dim=1)
+    targets = batch.signal.targets.clamp(min=0)[..., None]
+    expected = logits.log_softmax(-1).gather(2, targets).squeeze(2) * batch.signal.has_target
+    torch.testing.assert_close(found, expected, atol=LARGEST_OF_PICTURES, rtol=0)

@@ -1,6 +1,6 @@
 """Decoder of sounds from outside by soundfile, bounded before it decodes: formats, seconds, channels and rate.
 
-A model takes one channel, the mean of all, at the rate of its processor (soxr), as vLLM does it. Both packages are
+A model takes one channel, the mean of all, at the rate of its processor (soxr), as librosa loads it. Both packages are
 optional, and imported by the functions.
 """
 
