@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp media test check unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo evalscope llama-cpp media test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -38,9 +38,13 @@ BESIDE_EACH_OTHER = --numprocesses $(FILES_AT_A_TIME) --dist loadfile --no-loads
 # Named after the commit, so that tests/matrix.py can say what it proved.
 REPORT = --junitxml build/test.xml --override-ini junit_family=xunit1 \
 	--override-ini junit_suite_name=$$(git describe --always --dirty --abbrev=40 --exclude '*')
-test: check llama-cpp
+# Types are checked beside the tests. What is wrong with them is shown at once, and again below the tests' results.
+test: style llama-cpp
+	@mkdir -p build
+	@{ nice .venv/bin/mypy > build/types.txt 2>&1 || { cat build/types.txt >&2; exit 1; }; } & types=$$!; \
 	.venv/bin/pytest tests/unit tests/fake_gpu tests/parity tests/faults tests/pipeline tests/gpu --durations 15 $(REPORT) \
-		$(BESIDE_EACH_OTHER)
+		$(BESIDE_EACH_OTHER); tests=$$?; \
+	wait $$types || { cat build/types.txt >&2; exit 1; }; exit $$tests
 	@.venv/bin/python tests/nightly/parts.py --stale
 
 unit: environments llama-cpp .venv/.test-ready
@@ -58,10 +62,12 @@ nightly: environments .venv/.test-ready
 docs: environments .venv/.test-ready
 	.venv/bin/python tests/pages.py
 
-check: environments .venv/.test-ready
+check: style
+	.venv/bin/mypy
+
+style: environments .venv/.test-ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo --no-cache
 
 benchmarks: environments .venv/.test-ready
