@@ -61,7 +61,7 @@ class WorkerHome(ForkedHome):
         deployment = self.deployment(name)
         body: dict[str, Any] = {"parameters": {**deployment["parameters"], **parameters}, "state": {"type": state}}
         if self.forks_refreshes:
-            body["job_variables"] = {"command": shlex.join(forked_command("prefect.engine"))}
+            body["job_variables"] = {"command": shlex.join(forked_command("-m", "prefect.engine"))}
         return self.prefect(f"deployments/{deployment['id']}/create_flow_run", body)["id"]
 
     def planned(self, name: str) -> list[dict[str, Any]]:
