@@ -1,8 +1,9 @@
 """Support matrix of `README.md`: which capabilities recorded test runs have proved, on a CPU and on a GPU.
 
-make test                                            # leaves build/test.xml, named after the commit
-python tests/matrix.py build/test.xml                # record it in tests/matrix.json; then `make docs`
-python tests/matrix.py gpu.xml --card "NVIDIA H100"  # record a run of tests/gpu on a machine with this card
+make test                                                  # leaves build/test.xml, named after the commit
+make nightly                                               # leaves build/nightly/PART.xml; a part may be run alone
+python tests/matrix.py build/test.xml build/nightly/*.xml  # record them in tests/matrix.json; then `make docs`
+python tests/matrix.py gpu.xml --card "NVIDIA H100"        # record a run of tests/gpu on a machine with this card
 
 Cells are counts of the recorded run, so a capability whose tests failed, were skipped or did not run shows that.
 """
@@ -64,6 +65,11 @@ CAPABILITIES = (
         "NCCL",
     ),
     Capability(
+        "FSDP2 with split matrices (tp)",
+        ("tests/parity/test_split_families.py",),
+        not_run="GPUs; adapters, pictures, sequence parallelism",
+    ),
+    Capability(
         "Megatron-core: TP, PP, VPP, CP, EP, ETP",
         (
             "tests/parity/test_megatron_layouts.py",
@@ -85,13 +91,26 @@ CAPABILITIES = (
         "rows with pictures on a GPU, and published models that see",
     ),
     Capability(
+        "rows with videos: SFT, DPO, KTO, distill",
+        ("tests/unit/stages/kinds/train/test_videos.py",),
+        not_run="GPUs; servers, published models that see videos",
+    ),
+    Capability(
         "GRPO with vLLM and synchronised weights",
         (
             *("tests/pipeline/test_grpo.py", "tests/pipeline/test_weight_transfer.py"),
             *("tests/unit/stages/rollouts", "tests/unit/stages/rewards"),
         ),
         not_run="sampling on GPUs of its own, weights by NCCL; vLLM's sleep on GPUs that train (a stand-in enforces "
-        "memory), weights by CUDA IPC; answers to pictures on a GPU",
+        "memory), weights by CUDA IPC",
+    ),
+    Capability(
+        "answers to pictures: GRPO, distill, generate",
+        (
+            *("tests/pipeline/test_rollout_pictures.py", "tests/unit/stages/rollouts/test_pictures.py"),
+            *("tests/parity/test_pictures_equal_trl.py", "tests/unit/stages/kinds/generate"),
+        ),
+        not_run="GPUs",
     ),
     Capability(
         "adapters: LoRA, DoRA, QLoRA; merging",
@@ -131,6 +150,15 @@ CAPABILITIES = (
     Capability(
         "evaluation: lm-eval, EvalScope, judges",
         ("tests/unit/stages/kinds/evaluate", "tests/pipeline/test_serve_evaluate.py"),
+    ),
+    Capability(
+        "metrics, alerts, traces; backup, restore",
+        (
+            *("tests/unit/flows/report/test_metrics.py", "tests/unit/flows/report/test_spans.py"),
+            *("tests/unit/flows/service/test_backup.py", "tests/unit/deploy/test_prometheus.py"),
+            "tests/nightly/test_prometheus.py",
+        ),
+        not_run="a Grafana, another host",
     ),
     Capability(
         "promotion: gates, paired comparison, rollback",
@@ -184,17 +212,23 @@ class Run:
 
 
 def main() -> None:
-    """Record a test run, given as pytest's JUnit report, in the README's support matrix."""
+    """Record a test run, given as pytest's JUnit reports, in the README's support matrix."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "report",
+        "reports",
         type=Path,
+        nargs="+",
         metavar="XML",
-        help="JUnit report of pytest; its suite must be named after the tested commit",
+        help="JUnit reports of pytest; their suites must be named after the tested commit, the same in all",
     )
     parser.add_argument("--card", help="name of the machine's GPU (default: none, the tests ran on a CPU)")
     arguments = parser.parse_args()
-    run = read_report(arguments.report, arguments.card)
+    run, *others = (read_report(report, arguments.card) for report in arguments.reports)
+    for report, other in zip(arguments.reports[1:], others, strict=True):
+        if other.commit != run.commit:
+            sys.exit(f"reading {report}: it is of commit {other.commit}; expected {run.commit}, as the first report")
+        for name, counts in other.outcomes.items():
+            run.outcomes.setdefault(name, Counter()).update(counts)
     kept = [other for other in recorded() if other.card != run.card]
     RECORD.write_text(json.dumps([as_json(one) for one in [*kept, run]], indent=0, ensure_ascii=False) + "\n")
     print(f"recorded {sum(map(Counter.total, run.outcomes.values()))} tests of {run.commit[:7]}; now: make docs")

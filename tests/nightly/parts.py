@@ -20,7 +20,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 STAMPS = Path(__file__).with_name("stamps.json")
-RESULTS = ROOT / "build" / "nightly.xml"
+RESULTS = ROOT / "build" / "nightly"
+"""Folder with the JUnit report of each part's last run, named after the commit, for `tests/matrix.py`."""
 PAGE = ROOT / "tests" / "README.md"
 FRESH_DAYS = 7
 
@@ -34,10 +35,17 @@ class Part:
     tests: tuple[str, ...]
     but: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
+    @property
+    def report(self) -> Path:
+        """Path of the JUnit report of this part's last run."""
+        return RESULTS / f"{self.name.replace(' ', '-')}.xml"
+
+    def command(self, commit: str) -> list[str]:
         left_out = [f"--ignore=tests/{path}" for path in self.but]
         # The last -m counts: that of pyproject.toml leaves these tests out.
-        command = [sys.executable, "-m", "pytest", "-m", "nightly", "--durations=10", f"--junitxml={RESULTS}"]
+        command = [sys.executable, "-m", "pytest", "-m", "nightly", "--durations=10", f"--junitxml={self.report}"]
+        for setting in ("junit_family=xunit1", f"junit_suite_name={commit}"):
+            command += ["--override-ini", setting]
         return [*command, *left_out, *(f"tests/{path}" for path in self.tests)]
 
 
@@ -75,7 +83,7 @@ def main(names: list[str]) -> int:
     failed = [part for part in chosen if not passes(part, commit)]
     for part in chosen:
         how = "FAILED" if part in failed else f"{stamps()[part.name]['passed']} tests passed"
-        print(f"{part.name}: {part.proves}: {how} on {commit}")
+        print(f"{part.name}: {part.proves}: {how} on {short(commit)}")
     write_page()
     return 1 if failed else 0
 
@@ -83,15 +91,15 @@ def main(names: list[str]) -> int:
 def passes(part: Part, commit: str) -> bool:
     """Run one part of the nightly tests, and record date and commit if all pass; return whether they passed."""
     started_s = time.monotonic()
-    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     # A stamp stands for the whole part, so this must not make the year shorter.
     environment = {name: value for name, value in os.environ.items() if name != "YEAR_NIGHTS"}
-    if subprocess.run(part.command(), cwd=ROOT, env=environment, check=False).returncode:
+    if subprocess.run(part.command(commit), cwd=ROOT, env=environment, check=False).returncode:
         return False
-    suites = list(ElementTree.parse(RESULTS).iter("testsuite"))
+    suites = list(ElementTree.parse(part.report).iter("testsuite"))
     skipped = sum(int(suite.get("skipped", 0)) for suite in suites)
     stamp = {
-        "commit": commit,
+        "commit": short(commit),
         "day": f"{datetime.now(UTC):%Y-%m-%d}",
         "minutes": round((time.monotonic() - started_s) / 60, 1),
         "passed": sum(int(suite.get("tests", 0)) for suite in suites) - skipped,
@@ -137,7 +145,7 @@ def write_page() -> None:
 
 
 def checked_out() -> str:
-    """Return the tested commit: the checked-out one, with a mark if files differ from it."""
+    """Return the tested commit, 40 digits: the checked-out one, with `-dirty` behind it if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
@@ -147,7 +155,12 @@ def checked_out() -> str:
         for line in git("status", "--porcelain").splitlines()
         if not line.endswith(("stamps.json", "tests/README.md"))
     ]
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+
+
+def short(commit: str) -> str:
+    """Return the first digits of a commit, and its mark."""
+    return commit[:8] + commit[40:]
 
 
 if __name__ == "__main__":

@@ -25,9 +25,11 @@ def record(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "RECORD", tmp_path / "matrix.json")
     monkeypatch.setattr(matrix, "CAPABILITIES", ROWS)
 
-    def run(commit, *options):
-        (tmp_path / "report.xml").write_text(REPORT.format(commit=commit))
-        monkeypatch.setattr("sys.argv", ["matrix.py", str(tmp_path / "report.xml"), *options])
+    def run(commit, *options, nightly=()):
+        reports = [tmp_path / f"{number}.xml" for number in range(1 + len(nightly))]
+        for report, of in zip(reports, (commit, *nightly), strict=True):
+            report.write_text(REPORT.format(commit=of))
+        monkeypatch.setattr("sys.argv", ["matrix.py", *map(str, reports), *options])
         matrix.main()
 
     return run
@@ -49,6 +51,13 @@ def test_a_run_on_a_card_is_shown_beside_that_on_a_cpu(record):
     assert matrix.table().splitlines()[2] == (
         "| first | 1 test, 1 skipped | 1 test, 1 skipped, NVIDIA H100, 2026-11-25 | a part |"
     )
+
+
+def test_what_nightly_parts_proved_of_the_same_commit_is_counted_too(record):
+    record(COMMIT, nightly=[COMMIT])
+    assert matrix.table().splitlines()[2] == "| first | 2 tests, 2 skipped | – | a part; GPUs |"
+    with pytest.raises(SystemExit, match=f"expected {COMMIT}, as the first report"):
+        record(COMMIT, nightly=[COMMIT[::-1]])
 
 
 @pytest.mark.parametrize("commit", [f"{COMMIT}-dirty", "pytest"])
