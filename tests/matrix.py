@@ -54,10 +54,12 @@ CAPABILITIES = (
         not_run="the hubs themselves: tests use servers of their APIs",
     ),
     Capability(
-        "data: formats, chat templates, packing, mixtures",
-        ("tests/unit/stages/data", "tests/pipeline/test_mixture.py", "tests/pipeline/test_pretrain.py"),
+        "data: formats, chat templates, packing, mixtures, curation",
+        (
+            *("tests/unit/stages/data", "tests/pipeline/test_mixture.py", "tests/pipeline/test_pretrain.py"),
+            *("tests/unit/stages/kinds/curate", "tests/pipeline/test_curate.py"),
+        ),
     ),
-    Capability("curation", ("tests/unit/stages/kinds/curate", "tests/pipeline/test_curate.py")),
     Capability(
         "FSDP2: sharding, replicas, offload, recompute",
         ("tests/parity/test_fsdp.py", "tests/parity/test_slices.py", "tests/unit/stages/engines"),
@@ -132,11 +134,13 @@ CAPABILITIES = (
         ("tests/unit/stages/planner", "tests/unit/benchmarks", "tests/parity/test_predicted_memory.py"),
     ),
     Capability(
-        "quantization: AWQ, GPTQ, int8, fp8",
-        ("tests/pipeline/test_quantize.py", "tests/pipeline/test_quantize_families.py"),
+        "quantization: AWQ, GPTQ, int8, fp8; GGUF, llama.cpp",
+        (
+            *("tests/pipeline/test_quantize.py", "tests/pipeline/test_quantize_families.py"),
+            "tests/pipeline/test_llama_cpp.py",
+        ),
         not_run="fp8 served on a GPU",
     ),
-    Capability("GGUF, llama.cpp", ("tests/pipeline/test_llama_cpp.py",)),
     Capability(
         "vLLM: models, adapters, 4 bits",
         (
@@ -161,12 +165,11 @@ CAPABILITIES = (
         not_run="a Grafana, another host",
     ),
     Capability(
-        "promotion: gates, paired comparison, rollback",
-        ("tests/pipeline/test_promote.py", "tests/pipeline/test_champion_again.py", "tests/unit/stages/kinds/promote"),
-    ),
-    Capability(
-        "serving a champion: follow, canary",
-        ("tests/pipeline/test_follow.py", "tests/unit/flows/champion"),
+        "promotion: gates, paired comparison, rollback; follow, canary",
+        (
+            *("tests/pipeline/test_promote.py", "tests/pipeline/test_champion_again.py"),
+            *("tests/unit/stages/kinds/promote", "tests/pipeline/test_follow.py", "tests/unit/flows/champion"),
+        ),
     ),
     Capability(
         "publishing",
@@ -174,12 +177,12 @@ CAPABILITIES = (
         not_run="the hubs and registries themselves",
     ),
     Capability(
-        "Slurm", ("tests/pipeline/test_slurm.py", "tests/faults/test_slurm_faults.py"), not_run="several machines"
-    ),
-    Capability(
-        "Kubernetes",
-        ("tests/pipeline/test_kubernetes.py", "tests/faults/test_kubernetes_faults.py", "tests/unit/deploy"),
-        not_run="a real cluster and built images; a stand-in of the API was",
+        "Slurm, Kubernetes",
+        (
+            *("tests/pipeline/test_slurm.py", "tests/faults/test_slurm_faults.py", "tests/unit/deploy"),
+            *("tests/pipeline/test_kubernetes.py", "tests/faults/test_kubernetes_faults.py"),
+        ),
+        not_run="several machines, a real cluster of Kubernetes (a stand-in of its API was), built images",
     ),
     Capability(
         "secrets, locked servers",
