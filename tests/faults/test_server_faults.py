@@ -123,7 +123,7 @@ def test_a_killed_supervisor_is_started_again_by_the_worker_and_keeps_what_lives
 def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home, fault):
     fault.name, fault.stage = "SIGKILL of the whole refresh", "download"
     recipe = home.recipe("killed", steps3=stage("linger", "killed"))
-    refresh = home.start(recipe)
+    refresh = Home.start(home, recipe)  # no fork: it is sent signals
     home.work("steps3", "scratch/ready")
     with fault.timed("detected"):
         refresh.kill()
@@ -146,7 +146,7 @@ def test_a_killed_refresh_leaves_no_process_and_its_next_attempt_continues(home,
 def test_an_interrupted_refresh_is_cancelled_in_good_order(home, fault, number):
     fault.name, fault.stage = f"{number.name} to the refresh", "download"
     recipe = home.recipe("interrupted", **{f"tree{number}": stage("family", f"interrupted-{number}")})
-    refresh = home.start(recipe)
+    refresh = Home.start(home, recipe)  # no fork: it is sent signals
     home.work(f"tree{number}", "scratch/ready")
     with fault.timed("detected"):
         refresh.send_signal(number)

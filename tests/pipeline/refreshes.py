@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.servers.lock import Lock
-from tests.forked import run_forked
+from tests.forked import forked_command, run_forked
 
 ROOT = Path(__file__).parents[2]
 LIFECYCLE = Path(sys.executable).with_name("lifecycle")
@@ -124,6 +124,16 @@ class ForkedHome(Home):
 
     def lifecycle(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run_forked(LIFECYCLE, *arguments, environment=self.environment)
+
+    def start(self, recipe: Path) -> subprocess.Popen[str]:
+        """Start a refresh; SIGKILL reaches it when it is sent to this process, and no other signal does."""
+        return subprocess.Popen(
+            forked_command(str(TINY_REFRESH), str(recipe)),
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def run(self, recipe: Path) -> tuple[int, dict[str, Any]]:
         done = run_forked(TINY_REFRESH, recipe, environment=self.environment)
