@@ -147,26 +147,9 @@ def likeliest_tokens(hidden: Tensor, head: OutputHead, wanted: Tensor, positions
     return result
 
 
-def logits_transform(model_config: Any) -> LogitsTransform:
-    """Return a model's function of its head's logits: soft cap (Gemma: cap × tanh(logits / cap)), scale or neither."""
-    softcap = getattr(model_config, "final_logit_softcapping", None)
-    return LogitsTransform(softcap=softcap) if softcap else LogitsTransform(_logits_scale(model_config))
-
-
 def tempered(transform: LogitsTransform, temperature: float) -> LogitsTransform:
     """Return a function that applies the model's logits transform, then divides by the sampling temperature."""
     return replace(transform, scale=transform.scale / temperature)
-
-
-def _logits_scale(model_config: Any) -> float:
-    model_type = getattr(model_config, "model_type", "")
-    if model_type.startswith("cohere"):
-        return model_config.logit_scale
-    if model_type.startswith("granite"):
-        return 1.0 / model_config.logits_scaling
-    if model_type == "falcon_h1":
-        return model_config.lm_head_multiplier
-    return 1.0
 
 
 class _LogProbabilities(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stages.adapters.adapter import Adapter
 from stages.core.errors import ModelError
-from stages.engines.log_probabilities import logits_transform
+from stages.engines.logits_transform import logits_transform
 from stages.engines.recorded import pictures_of
 from stages.engines.rotary import rotates_by_document_length
 from stages.models.layers import decoder_of
@@ -43,7 +43,7 @@ class StreamedModel:
             raise ModelError(f"loading {folder}, to compare it with what training recorded: {error}") from error
         self._folder = folder
         self._trust_remote_code = trust_remote_code
-        self._transform = logits_transform(self.causal_lm.config.get_text_config())
+        self._transform = logits_transform(self.causal_lm)
 
     def ordered(self, adapter_layers: set[str]) -> list[str]:
         """Return adapted layers in the model's order; raise ModelError for layers that it lacks."""

@@ -80,7 +80,7 @@ TEXT_FAMILIES: dict[str, dict[str, Any]] = {
     "helium": {**SPLIT, "head_dim": 32},
     "diffllama": SIZES,
     "hrm_text": WIDE,
-    "minicpm3": {**UNGROUPED, **LATENT},
+    "minicpm3": {**UNGROUPED, **LATENT, "dim_model_base": 32},
     "gpt2": GPT2,
     "gpt_neo": {
         "vocab_size": 64,

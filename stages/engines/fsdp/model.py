@@ -29,10 +29,10 @@ from stages.engines.log_probabilities import (
     OutputHead,
     greedy_tokens,
     likeliest_tokens,
-    logits_transform,
     tempered,
     token_log_probabilities,
 )
+from stages.engines.logits_transform import logits_transform
 from stages.engines.mixers import mix_by_document, mixing
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
@@ -62,7 +62,7 @@ class TargetLogProbabilities(nn.Module):
         self.causal_lm = causal_lm
         self.verdict = verdict
         self.drawn = drawn
-        self.transform = logits_transform(causal_lm.config.get_text_config())
+        self.transform = logits_transform(causal_lm)
         self.is_compiled = False
         self.vocabulary_group: dist.ProcessGroup | None = None
         """Processes over which the head's entries are split, where they are."""

@@ -344,7 +344,7 @@ def _log_probabilities(causal_lm: Any, hidden: Tensor) -> Tensor:
 
 def _narrowed(config: Any) -> Iterator[Any]:
     """Yield configs of slices: the narrowest first, for which an architecture may have no layers, the whole last."""
-    width = config.get_text_config().hidden_size
+    width = getattr(config.get_text_config(), "hidden_size", 0)  # one that has none is not narrowed
     divisors = [divisor for divisor in (16, 8, 4, 2) if width / divisor >= NARROW / 2]
     for divisor in (*divisors, 1):
         small = deepcopy(config)
@@ -361,13 +361,16 @@ def _narrow(text: Any, divisor: int) -> bool:
     _shorten(text)
     for name, value in _numbers(text):
         if name.endswith(("hidden_size", "heads", "n_head", "n_embd", "d_model", "d_ssm", "lru_width", "proj_dim")):
-            if value % divisor:
+            if value % divisor and "kv" not in name and "key_value" not in name:
                 return False
-            setattr(text, name, value // divisor)
+            setattr(text, name, value // divisor or 1)  # a head of keys and values is shared by any number
         elif name.endswith(("intermediate_size", "ffn_dim", "n_inner")):
             setattr(text, name, min(value, NARROW // 4))
         elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
             setattr(text, name, min(value, MOST_EXPERTS))
+    sizes = getattr(text, "intermediate_size", None)
+    if isinstance(sizes, list):  # one for each layer (Gemma 3n)
+        text.intermediate_size = [min(size, NARROW // 4) for size in sizes]
     return True
 
 
@@ -378,7 +381,7 @@ def _shorten(text: Any) -> None:
             setattr(text, name, min(value, 64))
         elif name.endswith(("window", "window_size", "chunk_size")):
             setattr(text, name, min(value, SHORT))
-    if text.pad_token_id is not None:
+    if getattr(text, "pad_token_id", None) is not None:  # CodeGen's config has no such field
         text.pad_token_id = 0  # within the small vocabulary
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CohereConfig, FalconH1Config, Gemma2Config, GraniteConfig, Qwen3Config
 
 from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
@@ -32,12 +32,14 @@ from stages.engines.log_probabilities import (
     OutputHead,
     greedy_tokens,
     likeliest_tokens,
-    logits_transform,
     tempered,
     token_log_probabilities,
 )
+from stages.engines.logits_transform import logits_transform
+from stages.models.loading import build_model
 from tests.fake_gpu.devices import fake_gpus
 from tests.fake_gpu.recorder import Recorder
+from tests.zoo.models import FAMILIES, tiny_config
 
 ROWS, SEQUENCE, WIDTH, VOCABULARY = 2, 24, 16, 50
 
@@ -412,22 +414,44 @@ def test_sixteen_bytes_of_a_logit_go_to_and_from_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("family", "fields", "expected"),
     [
-        (Gemma2Config(final_logit_softcapping=30.0), 30 * torch.tanh(torch.tensor(40 / 30)).item()),
-        (CohereConfig(logit_scale=0.0625), 2.5),
-        (GraniteConfig(logits_scaling=8.0), 5.0),
-        (FalconH1Config(lm_head_multiplier=0.5), 20.0),
+        ("gemma2", {"final_logit_softcapping": 30.0}, LogitsTransform(softcap=30.0)),
+        ("recurrent_gemma", {"logits_soft_cap": 20.0}, LogitsTransform(softcap=20.0)),
+        ("cohere", {"logit_scale": 0.0625}, LogitsTransform(0.0625)),
+        ("granite", {"logits_scaling": 8.0}, LogitsTransform(0.125)),
+        ("falcon_h1", {"lm_head_multiplier": 0.3}, LogitsTransform(0.3)),
+        ("minicpm3", {"dim_model_base": 32}, LogitsTransform(0.5)),  # before the head
+        ("hyperclovax", {"logits_scaling": 3.0}, LogitsTransform(3.0)),
+        ("mamba2", {}, LogitsTransform()),  # whose code computes them in the head's dtype
+        ("qwen3_next", {}, LogitsTransform()),
     ],
-    ids=["Gemma 2", "Cohere", "Granite", "Falcon-H1"],
 )
-def test_what_models_do_to_their_logits_is_known(config: Any, expected: float) -> None:
-    transform = logits_transform(config)
-    assert transform(torch.tensor(40.0)).item() == pytest.approx(expected)
+def test_what_models_do_to_their_logits_is_measured(
+    family: str, fields: dict[str, Any], expected: LogitsTransform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "hyperclovax", FAMILIES["granite"])  # of no test else
+    model = build_model(tiny_config(family, **fields))
+    assert logits_transform(model) == expected
+    assert not [one for one in model.modules() if "forward" in vars(one)], "the model's own code is back"
 
 
-def test_most_models_leave_their_logits_alone() -> None:
-    assert logits_transform(Qwen3Config()) == LogitsTransform()
+def test_a_soft_cap_of_scaled_logits_is_measured_and_what_is_neither_is_left_alone() -> None:
+    class Odd(nn.Module):
+        def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.base_model, self.head, self.change = nn.Embedding(2, 1), nn.Linear(1, 1), change
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=self.change(self.head(self.base_model(input_ids)[0])))
+
+    found = logits_transform(Odd(lambda logits: 20 * torch.tanh(0.2 * logits / 20)))
+    assert (found.scale, found.softcap) == (pytest.approx(0.2), pytest.approx(100))
+    for change in (torch.sigmoid, torch.relu, torch.exp, lambda logits: logits + 1):
+        assert logits_transform(Odd(change)) == LogitsTransform()
 
 
 def test_a_temperature_divides_what_a_model_makes_of_its_logits(hidden: Tensor, targets: Tensor) -> None:

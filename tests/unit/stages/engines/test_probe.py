@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.core.errors import ModelError
 from stages.engines.attention import PACKED_DOCUMENTS
@@ -84,6 +84,17 @@ def test_a_large_model_is_probed_on_a_narrow_slice_of_its_first_layers() -> None
     assert len(transformer_layers(causal_lm)) == 2
     assert sum(one.numel() for one in causal_lm.parameters()) < LARGEST_SLICE / 8
     assert config.num_hidden_layers == 48
+
+
+def test_a_slice_is_narrow_where_few_heads_are_shared_and_each_layer_has_a_size_of_its_own() -> None:
+    small = next(_narrowed(AutoConfig.for_model("gemma3n_text")))  # 8 heads, 2 of keys and values
+    assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (256, 1, 1)
+    assert {*small.intermediate_size} == {128}
+
+
+def test_a_config_without_the_usual_fields_is_probed() -> None:
+    fields = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
+    assert probe(AutoConfig.for_model("codegen", **fields), trust_remote_code=False).attention == "eager"
 
 
 def test_random_numbers_of_a_training_stay_as_they_are() -> None:
