@@ -44,8 +44,8 @@ class Environment:
     """Environment with requirements of its own: those in `NAME.in`, pinned in `NAME.txt`."""
 
     name: str
-    over: str | None = None
-    """Name of the environment into which this one is installed, so that its versions hold here."""
+    over: tuple[str, ...] = ()
+    """Names of the environments into which this one is installed, so that their versions hold here."""
     overrides: str | None = None
     """File that takes dependencies out of the resolution."""
     is_elsewhere: bool = False
@@ -54,7 +54,8 @@ class Environment:
 
 ENVIRONMENTS = (
     Environment("pipeline"),
-    Environment("test", over="pipeline"),
+    Environment("media", over=("pipeline",)),
+    Environment("test", over=("pipeline", "media")),
     Environment("serve-cpu", overrides="serve-cpu-overrides.txt"),
     Environment("serve-cuda", is_elsewhere=True),
     Environment("evalscope"),
@@ -207,7 +208,7 @@ def _between(least: str | None, most: str | None) -> str:
 
 
 def _options(folder: Path, environment: Environment) -> list[str]:
-    options = ["--constraints", str(folder / f"{environment.over}.txt")] if environment.over else []
+    options = [option for name in environment.over for option in ("--constraints", str(folder / f"{name}.txt"))]
     options += ["--override", str(folder / environment.overrides)] if environment.overrides else []
     return [*options, *(["--python-platform", "x86_64-manylinux_2_28"] if environment.is_elsewhere else [])]
 
@@ -255,7 +256,7 @@ def _names_in_folders_of_wheels() -> set[str]:
 def install(scratch: Path, resolutions: Sequence[Resolution]) -> Path:
     """Install what resolves into scratch environments beside each other; return the pipeline's Python."""
     found = {one.environment: one for one in resolutions}
-    python = _environment(scratch / ".venv", [found[name] for name in ("pipeline", "test") if name in found])
+    python = _environment(scratch / ".venv", [found[name] for name in ("pipeline", "media", "test") if name in found])
     for name, folder in (("serve-cpu", ".venv-serve"), ("llama-cpp", ".venv-llama-cpp")):
         if name not in found or not (ROOT / folder).exists():
             continue
@@ -336,8 +337,11 @@ def described(resolutions: Iterable[Resolution], broken: Mapping[str, Sequence[s
             f"- {name} stays at {one.together.get(name)}; {one.newest[name]} exists: {reason}"
             for name, reason in one.held.items()
         ]
-        newest = [f"{name} {now}" for name, now in one.together.items() if now == one.newest.get(name)]
-        lines += [f"Already the newest: {', '.join(name for name in newest if name.split()[0] not in changed)}.", ""]
+        newest = [
+            f"{name} {now}" for name, now in one.together.items() if now == one.newest.get(name) and name not in changed
+        ]
+        lines += [f"Already the newest: {', '.join(newest)}."] if newest else []
+        lines += [""]
     for name, failed in (broken or {}).items():
         lines += [f"## {name}", "", *([] if failed else ["Everything passed."])]
         lines += [f"- {family}: {'; '.join(problems)}" for family, problems in by_family(failed).items()]

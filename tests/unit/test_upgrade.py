@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.upgrade import Environment, by_family, described, failures, install, resolve_all, write_bounds
+from tests.upgrade import (
+    ENVIRONMENTS,
+    REQUIREMENTS,
+    Environment,
+    by_family,
+    described,
+    failures,
+    install,
+    resolve_all,
+    write_bounds,
+)
 
 WHEELS = {
     ("app", "1.0"): "lib",
@@ -109,6 +119,14 @@ def test_an_environment_that_does_not_resolve_says_why(requirements: Path, tmp_p
     assert found.problem
     assert "app==2.0 depends on lib<2" in found.problem
     assert "Nothing resolves: Because" in described([found])
+
+
+def test_requirements_that_others_include_are_resolved_and_installed_too() -> None:
+    """Tests of videos failed in the scratch environment, which lacked PyAV."""
+    over = {one.name: one.over for one in ENVIRONMENTS}
+    for name in over:
+        lines = (REQUIREMENTS / f"{name}.in").read_text().splitlines()
+        assert {Path(line[3:]).stem for line in lines if line.startswith(("-r ", "-c "))} <= {*over[name]}, name
 
 
 def test_what_broke_is_listed_by_family(tmp_path: Path) -> None:
