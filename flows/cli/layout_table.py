@@ -89,7 +89,8 @@ def ranked_as_text(answer: Ranked) -> str:
         lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
         lines += [f"why: {what_limits(best)}", _margin(best), *_compilation(request), _duration(best, request)]
-    return "\n".join([*lines, "near misses:", *(f"  {miss}" for miss in near_misses(answer.result))])
+    missed = [f"  {miss}" for miss in near_misses(answer.result)]
+    return "\n".join([*lines, *(["near misses:", *missed] if missed else [])])
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:

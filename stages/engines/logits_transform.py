@@ -1,4 +1,4 @@
-"""What a model does to the logits of its output head, measured: it multiplies them, or caps them softly, or neither.
+"""Function of a model for the logits of its output head, as measured: it scales them, caps them softly, or neither.
 
 The model's own code is run between a decoder that gives chosen numbers and a head that passes them on, so that no
 weight is read, and no architecture has to be known by its name. What is neither a scale nor a soft cap is left to the

@@ -74,6 +74,8 @@ class ModelShape:
     """Former names of linear layers of experts, which adapters may name, and the endings of today's parameters."""
     other_parameters: int = 0
     """Number of parameters outside layers, embedding and head, such as a vision tower's; of a walked model only."""
+    other_products: float = 0.0
+    """Number of weights outside layers and head that a token is multiplied by (Gemma 3n); of a walked model only."""
     tower: Tower | None = None
     """Costs of pictures in a walked model; None for one that reads text alone."""
 
@@ -224,7 +226,7 @@ class ModelShape:
         return ModelFlops(per_token, self.embedding_parameters, (work,))
 
     def _walked_flops(self) -> ModelFlops:
-        products = sum(len(kind.layers) * kind.products for kind in self.kinds)
+        products = self.other_products + sum(len(kind.layers) * kind.products for kind in self.kinds)
         states = sum(len(kind.layers) * kind.state_products for kind in self.kinds)
         widths: dict[int | None, int] = {}
         for kind in self.kinds:

@@ -82,8 +82,9 @@ class Walk(TorchDispatchMode):
         """Create a walk. weights, constants: storages of a model's parameters and buffers."""
         super().__init__()
         self.seen = [_Seen() for _ in range(num_layers)]
-        self._outside = _Seen()
-        self._now = self._outside
+        self.outside = _Seen()
+        """Work before, between and after layers."""
+        self._now = self.outside
         self._in_experts = False
         self._weights, self._num_experts = weights, num_experts
         self._kept: set[int] = set()
@@ -159,7 +160,7 @@ class Walk(TorchDispatchMode):
         return enter
 
     def _leave(self, *_: Any) -> None:
-        self._now = self._outside
+        self._now = self.outside
 
     def _at_experts(self, inside: bool) -> None:
         self._in_experts = inside
@@ -207,6 +208,8 @@ def attend(
 def walk(config: Any) -> ModelShape:
     """Return the shape of the model of a Transformers config; raise ModelError for one that makes no such model."""
     AttentionInterface.register(WALKED, attend)
+    # It would look into tensors without data (Gemma 3n's feed-forward parts ask a normal distribution).
+    torch.distributions.Distribution.set_default_validate_args(False)
     problem: Exception | None = None
     # Not every family's attention can be replaced, nor every model cut.
     for attention, cuts in ((WALKED, True), (WALKED, False), ("eager", True), ("eager", False)):
@@ -282,6 +285,7 @@ class _Model:
             kinds=kinds,
             former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
+            other_products=(long.outside.weight_flops - short.outside.weight_flops) / (2 * tokens),
         )
 
     def _kinds_of(self, layers: list[nn.Module], lists: list[str]) -> list[tuple[int, ...]]:

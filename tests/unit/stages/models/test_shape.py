@@ -127,8 +127,8 @@ def test_latent_attention_has_the_parameters_and_flops_of_the_transformers_model
     assert shape.flops().training([64, 32], 96) == pytest.approx(counted, rel=0.01)
 
 
-KINDS = ("gemma3_text", "deepseek_v3", "qwen3_5_text", "bamba", "gpt_neox")
-"""Families with windows in some layers, latent attention and experts, gated deltas, Mamba, and none of these."""
+KINDS = ("gemma3n_text", "gemma3_text", "deepseek_v3", "qwen3_5_text", "bamba", "gpt_neox")
+"""Families with products between layers, windows, latent attention and experts, gated deltas, Mamba, none of these."""
 
 
 @pytest.mark.parametrize(("family", "fields"), CONFIGS)
