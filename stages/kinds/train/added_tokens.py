@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from stages.core.cache import cached_folder
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically
-from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.loading import build_model, load_config, load_tokenizer
+from stages.models.facts import CONFIG_FILE, ModelFacts, is_size
+from stages.models.loading import build_model, head_of, load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +45,10 @@ def with_added_tokens(
         copy_all_but_weights(start.folder, folder)
         old, new_ids = _extend_tokenizer(start.folder, tokens, folder)
         rows = _num_rows(start, max(new_ids) + 1)
+        config = _with_vocab_size(start, rows)
         if weights:
             _write_weights(start, folder, rows, (old, new_ids), trust_remote_code=trust_remote_code)
-        write_atomically(folder / CONFIG_FILE, json.dumps(_with_vocab_size(start.config, rows), indent=2))
+        write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2))
 
     name = "model-with-added-tokens" if weights else "tokenizer-with-added-tokens"
     return ModelFacts(cached_folder(room, name, Path.is_dir, make))
@@ -78,11 +79,26 @@ def _num_rows(start: ModelFacts, least: int) -> int:
     return rows if least <= rows else -(-least // multiple) * multiple
 
 
-def _with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return a model's config with another `vocab_size`, wherever it has one."""
-    text = config.get("text_config")
-    inner = {"text_config": _with_vocab_size(text, rows)} if isinstance(text, Mapping) else {}
-    return {**config, **inner, **({"vocab_size": rows} if "vocab_size" in config else {})}
+def _with_vocab_size(start: ModelFacts, rows: int) -> dict[str, Any]:
+    """Return a model's config with another `vocab_size`, wherever it or its text part has one.
+
+    Also with another number of rows of an embedding for each layer, which Gemma 3n has. Raises ModelError if that has
+    fewer than tokens, as published Gemma 3n has: new ones would have no row there.
+    """
+    sizes = {name for name, value in start.fields.items() if name.startswith("vocab_size") and is_size(value)}
+    if odd := sorted(name for name in sizes if start.fields[name] != start.vocabulary_size):
+        raise ModelError(
+            f"data.add_tokens: {odd[0]} is {start.fields[odd[0]]} in {start.folder / CONFIG_FILE}, and vocab_size is "
+            f"{start.vocabulary_size}: new tokens would have no row in that table; take another model, or tokens that "
+            "the tokenizer has"
+        )
+
+    def resized(fields: Mapping[str, Any]) -> dict[str, Any]:
+        text = fields.get("text_config")
+        inner = {"text_config": resized(text)} if isinstance(text, Mapping) else {}
+        return {**fields, **inner, **dict.fromkeys(sizes & fields.keys(), rows)}
+
+    return resized(start.config)
 
 
 def _write_weights(
@@ -113,15 +129,18 @@ def _weights_per_token(start: ModelFacts, stored: Shapes, rows: int, *, trust_re
     shapes = []
     for size in (old_rows, rows if rows != old_rows else old_rows + MOST_PADDING):
         config = load_config(start.folder, trust_remote_code=trust_remote_code)
-        config.get_text_config().vocab_size = size
-        model = build_model(config, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        for name in [name for name in vars(text) if name.startswith("vocab_size")]:
+            setattr(text, name, size)
+        model = build_model(config, head=head_of(config), trust_remote_code=trust_remote_code)
         shapes.append(own_weight_shapes(model, start.folder))
     before, after = shapes
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     if odd := [name for name in sorted(changed) if before.get(name, (0,))[0] != old_rows or name not in stored]:
         raise ModelError(
             f"data.add_tokens: {', '.join(odd[:NUM_NAMED])} of {type(model).__name__} depends on the number of tokens, "
-            "but has no row for each; expected an embedding and a head alone"
+            "but has no row for each; expected embeddings and a head alone; take another model, or tokens that the "
+            "tokenizer has"
         )
     sizes = {before[name] for name in changed}
     # A head that is the embedding may be in the files, too, and MTP layers have copies of both.

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from stages.core.errors import RecipeError
+from stages.core.errors import ModelError, RecipeError
 from stages.kinds.train.added_tokens import with_added_tokens
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import ModelFacts
+from stages.models.loading import head_of, load_config, load_model
 from stages.models.model_folder import check_model_folder
 from tests.mtp_models import save_with_mtp
 from tests.pipeline.test_quantize import save_model
@@ -26,10 +27,10 @@ def save(family, folder, num_rows, **fields):
     return ModelFacts(folder)
 
 
-def logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def logits(folder, tokens=(1, 5, 9, 2, 30)):
+    model = load_model(folder, head=head_of(load_config(folder)), dtype=torch.float32)
     with torch.no_grad():
-        return model(torch.tensor([[1, 5, 9, 2, 30]])).logits[0]
+        return model(torch.tensor([tokens])).logits[0]
 
 
 @pytest.mark.parametrize(("num_rows", "after"), [(32, 64), (33, 34), (64, 64)])
@@ -44,6 +45,27 @@ def test_logits_of_old_tokens_stay_and_those_of_new_ones_are_their_mean(tmp_path
     assert torch.equal(now[:, :NUM_OLD], before[:, :NUM_OLD])
     mean = before[:, :NUM_OLD].mean(1, keepdim=True).expand(-1, len(TOKENS))
     assert torch.allclose(now[:, NUM_OLD : NUM_OLD + len(TOKENS)], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "gemma4", "gemma3n_text"])
+def test_models_that_see_and_tables_for_each_layer_grow_too(tmp_path, family):
+    save_model(tiny_model(family), tmp_path / "model")  # with 64 rows
+    tokens = [f"<|{number}|>" for number in range(40)]
+    extended = with_added_tokens(ModelFacts(tmp_path / "model"), tokens, tmp_path / "room", trust_remote_code=False)
+
+    before, now = logits(tmp_path / "model"), logits(extended.folder)
+    assert torch.equal(now[:, :NUM_OLD], before[:, :NUM_OLD])
+    assert logits(extended.folder, (1, NUM_OLD + 39, 2)).shape == (3, 128)
+
+
+def test_a_smaller_table_for_each_layer_is_named(tmp_path):
+    save_model(tiny_model("gemma3n_text", vocab_size_per_layer_input=48), tmp_path / "model")
+    with pytest.raises(
+        ModelError, match=r"vocab_size_per_layer_input is 48 .* vocab_size is 64: .* take another model"
+    ):
+        with_added_tokens(
+            ModelFacts(tmp_path / "model"), TOKENS, tmp_path / "room", trust_remote_code=False, weights=False
+        )
 
 
 def test_the_tokenizer_reads_and_writes_them_and_says_the_rest_as_before(tmp_path):
