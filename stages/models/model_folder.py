@@ -231,14 +231,14 @@ def _other_end(facts: ModelFacts) -> Iterator[str]:
     )
 
 
-def tokens_of(folder: Path) -> set[str] | None:
-    """Return the tokens in a folder's `tokenizer.json`; None where it has no such file."""
+def tokens_of(folder: Path) -> dict[str, int] | None:
+    """Return the tokens in a folder's `tokenizer.json` with their numbers; None where it has no such file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
     tokenizer = read_json_object(file)
-    added = (entry["content"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry))
-    return {*_vocabulary(tokenizer), *added}
+    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
+    return {**_vocabulary(tokenizer), **added}
 
 
 def _letters(name: str) -> str:

@@ -57,7 +57,7 @@ def parser_of(model: Path, python: Path) -> str | None:
     known = known_parsers(python)
     for texts, parser, needed in MARKERS:
         if all(text in template for text in texts):
-            has_tokens = not needed or (tokens := tokens_of(model)) is None or tokens.issuperset(needed)
+            has_tokens = not needed or (tokens := tokens_of(model)) is None or tokens.keys() >= {*needed}
             return parser if has_tokens and (known is None or parser in known) else None
     return None
 

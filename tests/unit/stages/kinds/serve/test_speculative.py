@@ -101,6 +101,18 @@ def test_a_draft_model_needs_the_same_tokens(tmp_path: Path) -> None:
     )
 
 
+def test_a_draft_model_with_as_many_other_tokens_is_refused(tmp_path: Path) -> None:
+    for name in "md":
+        make_model(tmp_path / name / "model")
+        tokens = {"a": 0, "b": 1, "c": 2} if name == "m" else {"a": 0, "b": 2, "c": 1}
+        (tmp_path / name / "model/tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
+    found = problems(tmp_path, speculative={"draft": "d"})["speculative.draft"]
+    assert found == (
+        "d has 'b' as token 2, and the served model as 1: hardly a guess would be right; expected one with the same "
+        "tokens"
+    )
+
+
 def test_a_server_that_is_started_again_guesses_as_before(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     guessing = Speculation(method="draft", draft=tmp_path)
