@@ -382,7 +382,7 @@ class _Reader:
     """Reader of a dataset's rows as training reads them: documents to learn from, or prompts with right answers."""
 
     def __init__(self, facts: Survey, media: MediaFolder) -> None:
-        self._prompts = PromptReader(None, columns=facts.columns) if facts.kind == "prompts" else None
+        self._prompts = PromptReader(None, columns=facts.columns, media=media) if facts.kind == "prompts" else None
         self._answers = RowReader(facts.form, facts.kind, facts.columns, media)
 
     def read(self, content: object, place: RowLocation) -> tuple[tuple[Document, ...], bool | None, str | None]:
@@ -391,7 +391,7 @@ class _Reader:
             documents = self._answers.read(content, place)
             self._answers.margin(content)
             return documents, self._answers.label(content), None
-        prompt = self._prompts.read(content)
+        prompt = self._prompts.read(content, place)
         if prompt.reference is None:
             raise RowError(f"has no right answer; expected {' or '.join(REFERENCE_COLUMNS)}")
         return (prompt.document,), None, prompt.reference

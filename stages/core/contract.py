@@ -329,10 +329,14 @@ def nearest_base(by_field: Mapping[str, T]) -> T:
 
 
 class Lease(StrictModel):
-    """Address and process of a server kept for later stages of a refresh; its API key is in the environment."""
+    """Address and process of a server kept for later stages of a refresh; its API key is in the environment.
+
+    engine_folder: of the engine's socket, by which stages on this machine reach it beside its proxy; None without one.
+    """
 
     url: str
     pid: int
+    engine_folder: Path | None = None
 
 
 class Trial(StrictModel):

@@ -285,7 +285,7 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
         name = {True: "good answer", False: "bad answer"}[labels[number]] if labels else names[number % len(names)]
         shown = shown_document(name, tokens, loss, tokenizer, max(0, left))
         seen = zip(media[number], pictures[number], strict=True)
-        documents.append(shown.model_copy(update={"pictures": tuple(_picture(*one, tokenizer) for one in seen)}))
+        documents.append(shown.model_copy(update={"pictures": tuple(shown_picture(*one, tokenizer) for one in seen)}))
         left -= len(tokens)
     num_padding = dataset.about.sequence_length - sum(one.num_tokens for one in documents)
     name, rows = next((name, rows) for name, rows in dataset.member_rows.items() if row in rows)
@@ -296,7 +296,8 @@ def _row(dataset: PackedDataset, row: int, tokenizer: DocumentTokenizer, names: 
     )
 
 
-def _picture(reference: MediaReference, medium: Medium, tokenizer: DocumentTokenizer) -> ShownPicture:
+def shown_picture(reference: MediaReference, medium: Medium, tokenizer: DocumentTokenizer) -> ShownPicture:
+    """Return a document's picture, or a video's first frame, for the data preview, with its size and tokens."""
     return ShownPicture(
         path=reference.path,
         width=reference.width,

@@ -17,6 +17,7 @@ from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation, Document, PlainText, RowError, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
+from stages.models.media import MediaKind
 from stages.models.processor import reads_media
 from stages.models.recorded import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
@@ -112,6 +113,11 @@ def check_pictures(prompts: Sequence[RenderedPrompt], max_images: int) -> None:
             f"{len(too_many)} of {len(prompts)} prompts have more than {max_images} pictures, which is what the server "
             f"takes with one request: {named}; raise serving.max_images, or leave these rows out"
         )
+
+
+def media_kinds(prompts: Sequence[RenderedPrompt]) -> set[MediaKind]:
+    """Return the kinds of media that prompts have; empty for text alone."""
+    return {medium.kind for one in prompts if one.pictures for medium in one.pictures.media}
 
 
 def media_of(folder: Path, split: str, model_folder: Path) -> MediaFolder | None:

@@ -13,18 +13,22 @@ from stages.serving.config import ServingConfig
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 from stages.serving.registry import engine_of, new_launch_spec
 from stages.serving.served_models import AskedModelConfig, ServedModel, adapter_folders
-from stages.serving.server import Server, api_key, started_server
+from stages.serving.server import ReachedEngine, Server, api_key, reached_engine, started_server
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Running or starting server of the model that a stage queries. server: None if a serve stage started it."""
+    """Running or starting server of the model that a stage queries.
+
+    server: None if a serve stage started it. reached: its engine itself; None where only the proxy is reached.
+    """
 
     client: Client
     spec: LaunchSpec
     server: Server | None
     ready_timeout_s: float
     context: StageContext
+    reached: ReachedEngine | None = None
 
     @property
     def asked_folder(self) -> Path:
@@ -49,12 +53,12 @@ class Endpoint:
             self.spec.serving.trust_remote_code,
             engine.capabilities.token_prompts,
             self.spec.max_images,
-            self.server,
+            self.reached,
         )
 
     def _compare(self, context_tokens: int) -> None:
         name = self.spec.served_name
-        # A serve stage has compared documents with pictures already, and only its process reaches the engine.
+        # A serve stage has compared documents with pictures already.
         address = self.server.address if self.server else None
         agreements = compare_with_records(
             self.client, self.spec, [name], context_tokens, self.context.warn, address=address
@@ -83,11 +87,13 @@ def endpoint_for(config: AskedModelConfig, context: StageContext) -> Iterator[En
     spec = _launch_spec(config, context)
     leased = _leased_client(config, context, spec)
     if leased:
-        yield Endpoint(leased, spec, None, config.execution.ready_timeout_s, context)
+        with reached_engine(engine_of(spec.engine), context.leases[config.model].engine_folder) as reached:
+            yield Endpoint(leased, spec, None, config.execution.ready_timeout_s, context, reached)
         return
     log_file, runtime = context.work / "server.log", context.scratch / "server"
     with started_server(spec, config.execution, log_file, runtime) as server:
-        yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s, context)
+        reached = ReachedEngine(server.engine, server.address)
+        yield Endpoint(server.client, spec, server, config.execution.ready_timeout_s, context, reached)
 
 
 def _launch_spec(config: AskedModelConfig, context: StageContext) -> LaunchSpec:

@@ -306,6 +306,12 @@ class Engine(Protocol):
         The likeliest tokens are left out if the engine gives no token ids.
         """
 
+    def check_takes_pictures(self, address: EngineAddress, client: Client) -> None:
+        """Raise ServerError unless a server that the user started answers prompts of token ids and pictures.
+
+        The message says how to start it. Raises TransientError for no answer.
+        """
+
     def seeing_predictions(
         self, address: EngineAddress, client: Client, documents: Sequence[SeenDocument]
     ) -> list[Predicted]:
@@ -485,7 +491,7 @@ class FixedWeights:
     def _refuse_pictures(self, *_: object) -> NoReturn:
         raise ModelError(f"{self.title} serves no model that sees; vllm does")
 
-    seeing_predictions = seeing_request = seeing_answer = _refuse_pictures
+    check_takes_pictures = seeing_predictions = seeing_request = seeing_answer = _refuse_pictures
 
     check_takes_weights = check_reads = prepare_reloads = reload_weights = sleep = wake_up = _refuse_reloads
     weight_transfer = connected = _refuse_reloads

@@ -31,7 +31,7 @@ from stages.serving.registry import (
 
 if TYPE_CHECKING:
     from stages.serving.client import Client
-    from stages.serving.server import Server
+    from stages.serving.server import ReachedEngine
 
 NOT_PUT_ON_A_BASE = ("use_dora", "modules_to_save", "target_parameters")
 """Adapter options that vLLM can serve only after the adapter is merged into its base model."""
@@ -83,7 +83,7 @@ class ServedModel:
     """Model on a running server, with its client, context length and tokenizer folder, for a stage that queries it.
 
     context_tokens: of prompt and answer together. takes_tokens: whether prompts may be token ids. max_images: in one
-    request. server: of this stage, whose engine it reaches itself; None for a serve stage's.
+    request. reached: the engine itself, for prompts of token ids and pictures; None where only its proxy is reached.
     """
 
     client: Client
@@ -92,7 +92,7 @@ class ServedModel:
     trust_remote_code: bool
     takes_tokens: bool = True
     max_images: int = 0
-    server: Server | None = None
+    reached: ReachedEngine | None = None
 
 
 class AskExecution(ServeExecution):

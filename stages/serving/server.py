@@ -187,7 +187,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddress, EngineAddress]]:
-    """Provide an engine's address for its process and ours, relative to the folder: a socket's path has 107 bytes."""
+    """Provide an engine's address for its process, which is relative to the folder, and for ours."""
     if not engine.listens_on_sockets:
         with socket.socket() as reservation:
             # While bound, the kernel gives the port to no one else; with SO_REUSEADDR, the engine can bind it too.
@@ -196,9 +196,34 @@ def _engine_address(engine: Engine, runtime: Path) -> Iterator[tuple[EngineAddre
             address = EngineAddress(port=reservation.getsockname()[1])
             yield address, address
         return
+    with _opened(runtime) as folder:
+        yield EngineAddress(Path(SOCKET_NAME)), EngineAddress(folder / SOCKET_NAME)
+
+
+@dataclass(frozen=True)
+class ReachedEngine:
+    """Engine of a running server, reached itself instead of through its proxy."""
+
+    engine: Engine
+    address: EngineAddress
+
+
+@contextlib.contextmanager
+def reached_engine(engine: Engine, runtime: Path | None) -> Iterator[ReachedEngine | None]:
+    """Provide an engine that another process started; None if its socket is not there, as on another machine."""
+    if runtime is None or not (runtime / SOCKET_NAME).exists():
+        yield None
+        return
+    with _opened(runtime) as folder:
+        yield ReachedEngine(engine, EngineAddress(folder / SOCKET_NAME))
+
+
+@contextlib.contextmanager
+def _opened(runtime: Path) -> Iterator[Path]:
+    """Provide a short name of a folder, which is valid in this process: a socket's path has 107 bytes."""
     folder = os.open(runtime, os.O_PATH | os.O_DIRECTORY)
     try:
-        yield EngineAddress(Path(SOCKET_NAME)), EngineAddress(Path(f"/proc/self/fd/{folder}") / SOCKET_NAME)
+        yield Path(f"/proc/self/fd/{folder}")
     finally:
         os.close(folder)
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,14 @@ def _check_rounds(config: TrainConfig, work: Path) -> None:
 
 @pytest.fixture(scope="module")
 def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Provide a vLLM started as our error message says. Its head is written out: on a CPU, tied ones stay old."""
-    folder = tmp_path_factory.mktemp("named")
-    shutil.copytree(artifacts["base"] / "model", folder / "model")
+    with named_vllm(artifacts["base"] / "model", tmp_path_factory.mktemp("named"), "--max-model-len", "64") as server:
+        yield server
+
+
+@contextmanager
+def named_vllm(model: Path, folder: Path, *options: str) -> Iterator[dict[str, str]]:
+    """Start a vLLM as our error message says. Its head is written out: on a CPU, tied ones stay old."""
+    shutil.copytree(model, folder / "model")
     prepare_reloads(folder / "model")
     program = find_vllm()
     spec = LaunchSpec(
@@ -181,7 +187,7 @@ def named_server(artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFa
     (port,) = free_ports(1)
     command = [program.command, *(str(spec.model) if part == "MODEL" else part for part in said)]
     command += ["--served-model-name", "learner", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", "64", "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    command += [*options, "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
     with (folder / "log.txt").open("wb") as log:
         server = SupervisedProcess(
             [*map(str, command), "--distributed-executor-backend", "uni"], environment=environment, output=log

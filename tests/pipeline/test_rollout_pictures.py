@@ -1,15 +1,21 @@
 """Stages sample from models that see, by a real vLLM: what they keep trains the next stages."""
 
 import json
+import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from stages.core.errors import DataError
 from stages.hubs.builtin import digits, qwen3_vl
 from stages.kinds.generate import run as generation
 from stages.kinds.generate.config import GenerateConfig
+from stages.kinds.serve import run as serve
+from stages.kinds.serve.config import ServeConfig
 from stages.kinds.train import run as training
+from tests.pipeline.test_grpo import named_vllm
 from tests.train_stage import finish_again, logged, make_config, make_context, run_to_end
 
 pytestmark = pytest.mark.nightly
@@ -64,9 +70,10 @@ def sampling(**more):
     return {"max_completion_length": 4, "serving": {name: SERVING[name] for name in SERVING if name != "dtype"}, **more}
 
 
-def grpo(steps, **fields):
-    options = sampling(num_generations=8, rewards={"right": {"type": "exact_match"}})
-    batch = {"global_batch_size": 256, "layout": {"micro_batch_size": 1}, "schedule": "constant"}
+def grpo(steps, processes=1, options=None, **fields):
+    options = {**sampling(num_generations=8, rewards={"right": {"type": "exact_match"}}), **(options or {})}
+    layout = {"dp_shard": processes, "micro_batch_size": 1}
+    batch = {"global_batch_size": 256, "layout": layout, "schedule": "constant"}
     execution = {"checkpoint_every_steps": 2, "checkpoints_kept": 9}
     data = {"dataset": "rows", "sequence_length": 512}
     own = {"grpo": options, "data": data, "execution": execution, "learning_rate": 1e-4}
@@ -92,6 +99,55 @@ def test_rewards_of_answers_to_pictures_rise_and_a_resumed_training_is_the_same(
     assert [row["reward"] for row in logged(again)][-2:] == rewards[-2:]
     for name, tensor in load_file(again / "model" / "model.safetensors").items():
         assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["whole", "adapter"])
+def test_two_processes_beside_their_server_learn_what_one_does(inputs, tmp_path, adapter):
+    """Two processes share their devices with the server, which sleeps while they learn, or leave it its own."""
+    colocated = {"placement": "colocated", "data_parallel_size": 1}
+    runs = {"one": (1, {}), "colocated": (2, colocated)} | ({} if adapter else {"two": (2, {})})
+    found = {}
+    for name, (processes, options) in runs.items():
+        config = grpo(3, processes, options, **({"adapter": adapter} if adapter else {}))
+        make_context(tmp_path / name, inputs, config)
+        run_to_end(tmp_path / name, config)
+        rows = logged(tmp_path / name)
+        assert max(row["mismatch_mean"] for row in rows) < 1e-4
+        found[name] = [[row[what] for what in ("loss", "grad_norm", "reward")] for row in rows]
+    assert all(row[1] > 0 for row in found["one"]), "or nothing is learned"
+    for name in found:
+        assert found[name] == [pytest.approx(row, rel=1e-6, abs=1e-6) for row in found["one"]]
+    log = (tmp_path / "colocated" / "server.log").read_text()
+    assert log.count('"POST /sleep?level=') == 3
+
+
+def test_a_server_that_others_started_answers_about_pictures_with_new_weights(inputs, tmp_path):
+    model = inputs["model"] / "model"
+    with named_vllm(model, tmp_path / "named", "--max-model-len", "256", "--enable-scale-out") as server:
+        config = grpo(3, options={"server": server, "serving": {}})
+        make_context(tmp_path / "work", inputs, config)
+        run_to_end(tmp_path / "work", config)
+    assert max(row["mismatch_mean"] for row in logged(tmp_path / "work")) < 1e-4
+
+
+def test_the_running_server_of_a_serve_stage_is_asked_about_pictures(inputs, tmp_path):
+    config = ServeConfig.model_validate({"kind": "serve", "model": "model", "serving": SERVING})
+    handler = signal.getsignal(signal.SIGTERM)
+    serving = serve.run(config, make_context(tmp_path / "served", inputs, config))
+    try:
+        lease = next(serving).lease
+        tree = {"kind": "generate", "model": "served", "prompts": {"dataset": "rows", "limit": 4}, "max_tokens": 6}
+        artifacts = {"served": tmp_path / "served", "rows": inputs["rows"], "model": inputs["model"]}
+        config = GenerateConfig.model_validate(tree)
+        context = replace(make_context(tmp_path / "made", artifacts, config), leases={"served": lease})
+        assert generation.run(config, context).metrics["num_completions"] == 4
+        elsewhere = lease.model_copy(update={"engine_folder": tmp_path / "elsewhere"})
+        context = replace(make_context(tmp_path / "again", artifacts, config), leases={"served": elsewhere})
+        with pytest.raises(DataError, match="reached on the machine that runs served alone"):
+            generation.run(config, context)
+    finally:
+        serving.close()
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_a_frozen_tower_stays_while_answers_are_learned(inputs, tmp_path):

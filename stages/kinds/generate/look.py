@@ -22,4 +22,4 @@ def look(stage_input: StageInput, num_rows: int, _scratch: Path) -> DataLook:
     data = stage_input.inputs[config.prompts.dataset] / "data"
     media = media_of(data, config.prompts.split, base or folder)
     prompts = read_prompts(data, config.prompt_options, folder, media, base)
-    return look_at_prompts(prompts, folder, num_rows)
+    return look_at_prompts(prompts, folder, num_rows, base)

@@ -79,10 +79,10 @@ def _sampled(
     check_room(prompts, served.context_tokens, config.max_tokens)
     check_pictures(prompts, served.max_images)
     pictures = {number: prompt.pictures for number, prompt in enumerate(prompts) if prompt.pictures}
-    if pictures and not served.server:
+    if pictures and not served.reached:
         raise DataError(
             f"prompts with pictures, such as {prompts[min(pictures)].place}, are asked of the engine itself, which is "
-            f"reached by its own stage alone; instead of {config.model}, name the stage that made the model in `model`"
+            f"reached on the machine that runs {config.model} alone; name the stage that made the model in `model`"
         )
 
     def report(num_done: int, num_all: int) -> None:
@@ -93,7 +93,7 @@ def _sampled(
     token_ids = [prompt.token_ids for prompt in prompts]
     with full_disk_named("keeping completions", kept):
         return sample_all(
-            served.client, token_ids, config.sampling_options, kept, report, pictures=pictures, server=served.server
+            served.client, token_ids, config.sampling_options, kept, report, pictures=pictures, server=served.reached
         )
 
 

@@ -51,7 +51,9 @@ def run(config: ServeConfig, context: StageContext) -> Iterator[StageResult]:
             metrics=metrics,
             tags=spec.version_tag,
             files=[LAUNCH_FILE, "server-start.log", *(["benchmark.json"] if config.benchmark else [])],
-            lease=Lease(url=server.url, pid=os.getpid()),
+            lease=Lease(
+                url=server.url, pid=os.getpid(), engine_folder=runtime.resolve() if server.address.socket else None
+            ),
         )
         guard(server)  # runs from the time the lease begins, until SIGTERM
 

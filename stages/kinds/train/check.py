@@ -6,14 +6,14 @@ from tempfile import TemporaryDirectory
 
 from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
-from stages.core.errors import DataError, LifecycleError, ModelError
+from stages.core.errors import LifecycleError, ModelError
 from stages.data.any_rows import check_formats
 from stages.data.look import NullReporter, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.check_model import InputModels
-from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.media import check_media
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.order import repeated_too_often
 from stages.kinds.train.teacher import check_teacher
@@ -22,6 +22,7 @@ from stages.models.loading import Head, model_without_weights
 from stages.models.processor import reads_media
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
+from stages.rollouts.prompts import media_kinds
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
@@ -100,8 +101,10 @@ def prepared_problems(
         except LifecycleError as error:
             yield field, error
             return
-    if prepared.has_media and (problems := "; ".join(picture_errors(config))):
-        yield field, DataError(f"the rows have pictures: {problems}")
+    try:
+        check_media(config, prepared.media_kinds)
+    except LifecycleError as error:
+        yield field, error
     yield from ((f"data.{field}", error) for field, error in repeated_too_often(config, prepared.training))
 
 
@@ -117,7 +120,8 @@ def rollout_problems(
     data = config.data_from(stage_input.inputs[config.model])
     try:
         folder = stage_input.inputs[data.dataset_stage] / "data"
-        checked_prompts(config.model_copy(update={"data": data}), options, folder, model)
+        prompts = checked_prompts(config.model_copy(update={"data": data}), options, folder, model)
+        check_media(config, media_kinds(prompts))
     except LifecycleError as error:
         yield "data", error
 

@@ -328,8 +328,6 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
 def _readers_of_text(config: TrainFields) -> Iterator[str]:
     if config.learning.needs_score_head:
         yield f"`method: {config.method}`, which reads text alone"
-    if config.sampling and config.sampling.server:
-        yield f"`{config.sampling_block}.server`, which others started, and which is asked about text alone"
     if config.teacher_server:
         yield f"`{config.method}.teacher_server`, which is asked about text alone"
 

@@ -12,7 +12,7 @@ from stages.models.media import KINDS, NOUNS, MediaKind
 def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
     """Raise DataError for options of pictures without pictures, and for media that the recipe cannot train on.
 
-    kinds: of the rows' media.
+    kinds: of the rows' media. Raises ServerError if the sampling server that the recipe names takes none.
     """
     if (config.freeze or config.part_learning_rates.named) and not kinds:
         field = "freeze" if config.freeze else "part_learning_rates"
@@ -33,6 +33,10 @@ def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
             f"the rows have {noun}s, and `method: {config.method}` samples answers by a server, which is asked about "
             f"text and pictures alone; remove the rows with {noun}s, or the sampling"
         )
+    if kinds and config.sampling and config.sampling.server:
+        from stages.kinds.train.named_server import check_takes_pictures  # and aiohttp
+
+        check_takes_pictures(config)
 
 
 def media_tags(digests: Iterable[str]) -> dict[str, str]:

@@ -292,6 +292,11 @@ class Vllm:
 
         return ROUTE, completing(request, document)
 
+    def check_takes_pictures(self, address: EngineAddress, client: Client) -> None:
+        from stages.serving.vllm.pictures import check_takes_pictures
+
+        check_takes_pictures(address, client)
+
     def seeing_answer(self, answer: Answer, document: SeenDocument) -> Choices[Choice]:
         from stages.serving.vllm.pictures import completed
 

@@ -7,9 +7,10 @@ reached by none but us: the proxy does not pass it on.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import aiohttp
 from pydantic import Field
 
-from stages.core.errors import ServerError
+from stages.core.errors import ServerError, TransientError
 from stages.core.lines import counted
 from stages.models.recorded import Predicted
 from stages.remote.http import Answer, AnswerModel, Expected
@@ -18,11 +19,27 @@ from stages.serving.client import ChatLogProbs, Choice, Choices, Client, Count, 
 from stages.serving.engine import SeenDocument
 
 ROUTE = "inference/v1/generate"
+CLOSED = (403, 404)
+"""HTTP status of the route of a vLLM that was started without it: as it answers, and as servers before it do."""
 BASE_BYTES, TOKEN_BYTES = 2**20, 1024
 """Upper bound of an answer's bytes: whatever the prompt, and for each of its tokens."""
 
 
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+def check_takes_pictures(address: EngineAddress, client: Client) -> None:
+    """Raise ServerError unless a running vLLM has the route; TransientError for no answer."""
+    expected = Expected(f"the server at {client.url}", BASE_BYTES, client.timeout_s, key=client.api_key)
+    try:
+        (answer,) = post_to_engine(address, expected, ROUTE, [{}])  # which asks for nothing
+    except (OSError, aiohttp.ClientError) as error:
+        raise TransientError(f"the server at {client.url} does not answer: {type(error).__name__}") from error
+    if answer.status in CLOSED:
+        raise ServerError(
+            f"the server at {client.url} answers {answer.status} to prompts with pictures; start it with "
+            "`--enable-scale-out`, where none but trusted programs reach it"
+        )
 
 
 class Likely(AnswerModel):

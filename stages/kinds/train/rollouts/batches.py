@@ -54,7 +54,7 @@ from stages.parallel.processes import gathered
 from stages.planner.workload import RowPictures
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
-from stages.rollouts.prompts import RenderedPrompt
+from stages.rollouts.prompts import RenderedPrompt, media_kinds
 
 
 class RolloutBatches:
@@ -241,7 +241,7 @@ class RolloutData:
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
         prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
-        check_media(config, {medium.kind for one in prompts if one.pictures for medium in one.pictures.media})
+        check_media(config, media_kinds(prompts))
         return cls(config, context, options, model, prompts, build_reference)
 
     @property

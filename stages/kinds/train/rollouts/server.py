@@ -27,19 +27,18 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.named_server import CHECK_TIMEOUT_S, ENGINE, client_of
 from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, Packing, most_tokens
 from stages.kinds.train.rollouts.own_server import OwnServer, shared_gpu
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.models.recorded import Predicted
-from stages.remote.http import key_in
 from stages.rollouts.asking import Answer, Request, ask_all
 from stages.serving.backend import EngineAddress
 from stages.serving.client import Client
 from stages.serving.engine import Engine as ServingEngine
 from stages.serving.engine import SleepingPart, WeightConnection
 from stages.serving.held_weights import HeldWeights
-from stages.serving.registry import ENGINES
 
 MOST_RESTARTS = 3
 """Largest number of restarts of a sampling server in a row, without a completed sampling between them."""
@@ -366,7 +365,6 @@ def check_difference(difference: float, dtype: str, what: str) -> None:
         )
 
 
-CHECK_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 1.0
 WEIGHTS = "weights"
 """Folder in the stage's scratch folder through which the weights reach the sampling server."""
@@ -380,7 +378,7 @@ class ExternalServer:
     """
 
     remedy: ClassVar[str] = "is waited for, and given the same weights again"
-    engine: ClassVar[ServingEngine] = ENGINES["vllm"]
+    engine: ClassVar[ServingEngine] = ENGINE
     transfer: ClassVar[None] = None
     connection: ClassVar[None] = None
 
@@ -393,13 +391,9 @@ class ExternalServer:
     def of(cls, config: TrainConfig, model: ModelFacts) -> Self:
         """Return the sampling server that the recipe names. Raises RecipeError for an unset environment variable."""
         sampling = config.sampling
-        assert sampling and sampling.server
-        named, execution = sampling.server, config.execution
-        key = key_in(named.key_variable, f"{config.sampling_block}.server.key_variable")
-        url = named.url.rstrip("/").removesuffix("/v1")
-        client = Client(url, key, named.served_model, execution.rollout_timeout_s)
+        assert sampling
         num_tokens = most_tokens(config, sampling, model)
-        return cls(client, num_tokens, sampling.dtype(config.precision), execution.ready_timeout_s)
+        return cls(client_of(config), num_tokens, sampling.dtype(config.precision), config.execution.ready_timeout_s)
 
     @property
     def address(self) -> EngineAddress:

@@ -4,13 +4,15 @@ import json
 import re
 from dataclasses import replace
 
+import pytest
 import yaml
 
+from flows.planning.survey import KnownModel, survey
 from stages.harnesses.lm_eval.rehearsal import rehearse
 from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.kinds.evaluate.config import EvaluateConfig
 from tests.unit.flows.cli.test_init import chat, lifecycle, model  # noqa: F401
-from tests.unit.stages.data.media.conftest import config_fields, encoded, noise, write_processor
+from tests.unit.stages.data.media.conftest import NUM_TOKENS, config_fields, encoded, noise, write_processor
 from tests.zoo.models import tiny_config
 
 
@@ -51,3 +53,43 @@ def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them
     code, output = lifecycle("init", "--folder", "third", "--data", folder / "train.jsonl", "--model", seeing)
     assert code
     assert f"expected the folder that holds both, so that they are downloaded together (`--data {folder}`)" in output
+
+
+@pytest.fixture
+def seeing_rows(tmp_path):
+    """Provide a model that sees, and a function that writes rows beside their pictures and surveys them for it."""
+    seeing, folder = tmp_path / "seeing", tmp_path / "rows"
+    seeing.mkdir()
+    folder.mkdir()
+    write_processor(seeing)
+    tiny_config("gemma3", **config_fields(seeing)).save_pretrained(seeing)
+    for number in range(8):
+        (folder / f"{number}.png").write_bytes(encoded(noise(seed=number)))
+
+    def surveyed(rows):
+        lines = (json.dumps({**row, "images": [f"{n % 8}.png"]}) + "\n" for n, row in enumerate(rows))
+        (folder / "train.jsonl").write_text("".join(lines))
+        return survey(folder, {}, KnownModel(f"file://{seeing}", folder=seeing))
+
+    return surveyed
+
+
+ASKED = [[{"role": "user", "content": f"<image>What is {number}?"}] for number in range(40)]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("It is noise.", "It is a cat."))
+KINDS = {
+    "prompts": [{"prompt": asked, "answer": "noise"} for asked in ASKED],
+    "pairs": [{"prompt": asked, "chosen": GOOD, "rejected": BAD} for asked in ASKED],
+    "labelled": [
+        {"prompt": asked, "completion": GOOD if number % 2 else BAD, "label": bool(number % 2)}
+        for number, asked in enumerate(ASKED)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_all_kinds_are_surveyed_with_their_pictures(seeing_rows, kind):
+    facts = seeing_rows(KINDS[kind])
+    assert (facts.kind, facts.has_media, facts.num_rows, facts.num_bad_rows) == (kind, True, 40, 0), facts.first_bad
+    assert facts.is_counted and facts.longest > NUM_TOKENS * (2 if kind == "pairs" else 1)
+    assert facts.questions and all(one["question"].startswith("<image>What is") for one in facts.questions)
+    assert {name for one in facts.questions for name in one["images"]} == facts.pictures.keys()

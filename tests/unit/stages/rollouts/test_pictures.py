@@ -3,7 +3,11 @@
 import base64
 import hashlib
 import json
+import os
+import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingUnixStreamServer
 
 import pytest
 from PIL import Image
@@ -16,12 +20,12 @@ from stages.kinds.generate import selection
 from stages.kinds.generate.run import ScoredPrompt, _with_pictures
 from stages.kinds.train.rollouts.rounds import _completion
 from stages.rollouts.asking import ask_all
+from stages.rollouts.look import look_at_prompts
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.prompts import check_pictures, media_of, read_prompts
-from stages.serving.backend import EngineAddress
 from stages.serving.client import Choice, Client, TokenLogProbs
+from stages.serving.server import reached_engine
 from stages.serving.vllm.engine import Vllm
-from tests.http_server import serving
 from tests.unit.stages.data.media.conftest import BEGIN, PICTURE, pictures, seeing_folder  # noqa: F401 (fixtures)
 
 OPTIONS = PromptOptions("train", None, None, "prompts.reference", None, True, {})
@@ -91,6 +95,14 @@ def test_unusable_pictures_are_named_by_row(pictures, seeing_folder, tmp_path): 
         read(folder, rows, seeing_folder)
 
 
+def test_prompts_are_shown_with_their_pictures(prompt, seeing_folder):  # noqa: F811
+    ((shown,),) = (row.documents for row in look_at_prompts([prompt], seeing_folder, 1).rows)
+    (picture,) = shown.pictures
+    assert (picture.path, picture.width, picture.height) == ("a.png", *prompt.pictures.images()[0].size)
+    assert picture.thumbnail.startswith("data:image/jpeg;base64,")
+    assert 0 < picture.num_tokens < shown.num_tokens == len(prompt.token_ids)
+
+
 def test_more_pictures_than_a_server_takes_are_named(prompt):
     check_pictures([prompt], 1)
     with pytest.raises(DataError, match=r"jsonl:1;.*max_images"):
@@ -98,7 +110,8 @@ def test_more_pictures_than_a_server_takes_are_named(prompt):
 
 
 @pytest.mark.parametrize("is_read_alike", [True, False])
-def test_an_engine_is_asked_with_placeholders_and_must_read_the_trainers_tokens(prompt, is_read_alike):
+def test_an_engine_is_asked_with_placeholders_and_must_read_the_trainers_tokens(prompt, tmp_path, is_read_alike):
+    """The engine is that of another stage on this machine, in a folder whose name is longer than a socket's may be."""
     asked = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -119,17 +132,17 @@ def test_an_engine_is_asked_with_placeholders_and_must_read_the_trainers_tokens(
         def log_message(self, *_):
             pass
 
-    class Server:
-        engine = Vllm()
-
     found = []
-    with serving(Handler) as url:
-        Server.address = EngineAddress(port=int(url.rpartition(":")[2]))
+    runtime = tmp_path / ("r" * 120)
+    runtime.mkdir()
+    with reached_engine(Vllm(), runtime) as reached:
+        assert reached is None, "as on another machine"
+    with serving_at(runtime, Handler), reached_engine(Vllm(), runtime) as reached:
         request = {"model": "m", "prompt": prompt.token_ids, "n": 1, "seed": 3, "stop": None, "logprobs": 0}
         requests = [(5, {**request, "pictures": prompt.pictures})]
 
         def ask():
-            ask_all(Client(url, "key", "m"), requests, 1, lambda *one: found.append(one), server=Server)
+            ask_all(Client("http://proxy", "key", "m"), requests, 1, lambda *one: found.append(one), server=reached)
 
         if not is_read_alike:
             with pytest.raises(ServerError, match=r"1 picture as \d+ tokens, and training read it as"):
@@ -144,6 +157,21 @@ def test_an_engine_is_asked_with_placeholders_and_must_read_the_trainers_tokens(
     assert hashlib.sha256(sent).hexdigest() == prompt.pictures.media[0].sha256
     ((job, _, answer),) = found
     assert (job, answer.choices[0].text, answer.choices[0].sampled("it")) == (5, "red", ([7, 8], [-0.25, -0.5]))
+
+
+@contextmanager
+def serving_at(runtime, handler):
+    """Serve requests at the socket `engine.sock` in a folder."""
+    folder = os.open(runtime, os.O_PATH | os.O_DIRECTORY)
+    with ThreadingUnixStreamServer(f"/proc/self/fd/{folder}/engine.sock", handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+            os.close(folder)
 
 
 def test_kept_rows_take_their_pictures_along(prompt, tmp_path):

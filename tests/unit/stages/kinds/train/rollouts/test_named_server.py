@@ -18,6 +18,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.media import check_media
 from stages.kinds.train.rollouts import server
 from stages.kinds.train.rollouts.server import ExternalServer, RolloutServer
 from stages.models.facts import ModelFacts
@@ -50,6 +51,7 @@ class Served:
     url: str = ""
     configured: dict[str, Any] = field(default_factory=lambda: dict(CONFIGURED))
     has_routes: bool = True
+    takes_pictures: bool = True
     sees_files: bool = True
     loaded: list[str] = field(default_factory=list)
     num_failing: dict[str, int] = field(default_factory=dict)
@@ -61,6 +63,9 @@ class Served:
         if self.num_failing.get(name, 0):
             self.num_failing[name] -= 1
             return 400 if name == "completions" else 503, {"error": "broken"}
+        if name == "generate":
+            assert asked == {}, "it is asked for nothing"
+            return (400, {"error": "no tokens"}) if self.takes_pictures else (403, {"error": "disabled"})
         if name == "models":
             return 200, {"data": [{"id": MODEL}]}
         if name == "completions":
@@ -291,3 +296,13 @@ def test_the_stage_has_no_devices_engine_or_options_for_it() -> None:
     assert not {"grpo.serving.dtype", "grpo.serving.max_model_len", "execution.rollout_timeout_s"} & idle.keys()
     alone = make_config("grpo", data={"dataset": "problems"}, grpo=OPTIONS)
     assert "server" not in alone.identity()["grpo"], "or versions would change"
+
+
+@pytest.mark.parametrize("method", ["grpo", "distill"])
+def test_a_server_that_takes_no_pictures_is_refused_where_rows_have_some(served: Served, method: str) -> None:
+    config = config_of(served.url, method)
+    check_media(config, {"image"})
+    served.takes_pictures = False
+    check_media(config, set())
+    with pytest.raises(ServerError, match="answers 403 to prompts with pictures; start it with `--enable-scale-out`"):
+        check_media(config, {"image"})
