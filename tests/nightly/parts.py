@@ -28,12 +28,16 @@ FRESH_DAYS = 7
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the nightly tests that runs separately: test files or folders, without those listed in `but`."""
+    """Part of the nightly tests that runs separately: test files or folders, without those listed in `but`.
+
+    makes: target of the Makefile that installs what only these tests need.
+    """
 
     name: str
     proves: str
     tests: tuple[str, ...]
     but: tuple[str, ...] = ()
+    makes: str = ""
 
     @property
     def report(self) -> Path:
@@ -67,6 +71,12 @@ PARTS = (
         "tiny models of every family of the zoo go through what the table of families shows",
         ("zoo", VIDEOS, SOUNDS),
     ),
+    Part(
+        "harnesses",
+        "EvalScope scores question sets, with pictures too",
+        ("unit/stages/kinds/evaluate",),
+        makes="evalscope",
+    ),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )
 
@@ -94,6 +104,8 @@ def passes(part: Part, commit: str) -> bool:
     RESULTS.mkdir(parents=True, exist_ok=True)
     # A stamp stands for the whole part, so this must not make the year shorter.
     environment = {name: value for name, value in os.environ.items() if name != "YEAR_NIGHTS"}
+    if part.makes and subprocess.run(["make", part.makes], cwd=ROOT, check=False).returncode:
+        return False
     if subprocess.run(part.command(commit), cwd=ROOT, env=environment, check=False).returncode:
         return False
     suites = list(ElementTree.parse(part.report).iter("testsuite"))

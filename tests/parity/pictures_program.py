@@ -2,14 +2,15 @@
 
     pictures_program OUTPUT few|all|kinds|sounds FOLDER …
 
-Each folder's model is trained whole and with frozen parts, with and without recomputation. OUTPUT is a JSON file with
-loss and norm of the gradients of each step, by case. With `kinds`, one process has pictures and the other videos.
-With `sounds`, one has sounds and the other text.
+Each folder's model is trained whole and with frozen parts, with and without recomputation, and by GRPO on completions
+of prompts with pictures. OUTPUT is a JSON file with loss and norm of the gradients of each step, by case. With `kinds`,
+one process has pictures and the other videos. With `sounds`, one has sounds and the other text.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,16 +19,20 @@ from torch import Tensor
 
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
+from stages.data.media.folder import MediaFolder
 from stages.engines.fsdp.engine import FsdpEngine
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_media
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
+from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.kinds.train.methods.sft import SftLoss
+from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
 from stages.models.facts import ModelFacts
 from stages.models.media import KINDS, MediaSize, Medium, SoundSize, VideoSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.parallel.layout import Layout
 from stages.parallel.processes import joined_processes
+from stages.rollouts.pictures import PromptPictures
 from tests.zoo.pictures import Documents
 
 NUM_STEPS = 2
@@ -60,8 +65,43 @@ def main() -> None:
         for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
             found = train(folder, frozen, recompute, device, SIZES.get(cases))
             results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
+        if cases not in SIZES:
+            results |= {f"{folder.name}, GRPO": reinforce(folder, device) for folder in map(Path, folders)}
     if is_main_process():
         Path(output).write_text(json.dumps(results))
+
+
+def reinforce(folder: Path, device: torch.device) -> list[tuple[float, float]]:
+    """Return loss and norm of the gradients of steps of GRPO on two completions of each of three prompts.
+
+    They are dealt to the processes with the pictures of their prompts, of which one has none.
+    """
+    size, documents = torch.distributed.get_world_size(), Documents(folder)
+    settings = EngineSettings(Layout(dp_shard=size), "fp32", AdamSettings(1e-3), media=MediaSettings())
+    engine = FsdpEngine(ModelFacts(folder), settings, device)
+    for number, image in enumerate(one for images in documents.pictures for one in images):
+        image.save(output := folder / f"{engine.data_rank}-{number}.png")
+    media = MediaFolder.of(output.parent, ())
+    names = iter(f"{engine.data_rank}-{number}.png" for number in range(3))
+    shown = [tuple(media.reference("image", next(names), None) for _ in images) for images in documents.pictures]
+    completions = [
+        AnsweredPrompt(
+            documents.ids[number % 3].tolist(), [5 + number, 9, 12 - number], [-4.0] * 3, 0.5 - number % 2,
+            pictures=PromptPictures([], shown[number % 3], media) if shown[number % 3] else None,
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    packing = Packing(128, 128, True, 1, 0, processor=documents.processor)
+    packed_answers = packing.share(completions, engine.data_rank, size)
+    batches = []
+    for one in packed_answers:
+        batch = one.seen()
+        rollouts = replace(batch.signal.rollouts, old_log_probabilities=engine.target_log_probabilities(batch))
+        batches.append(batch.with_signal(rollouts=rollouts))
+    loss = GrpoLoss(GrpoConfig(importance_sampling_correction=False))
+    steps = [engine.train_step(batches, loss, 1e-3, None) for _ in range(NUM_STEPS)]
+    engine.close()
+    return [(step.loss, step.grad_norm) for step in steps]
 
 
 class Drawn:

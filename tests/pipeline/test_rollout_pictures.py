@@ -123,14 +123,15 @@ def test_two_processes_beside_their_server_learn_what_one_does(inputs, tmp_path,
 
 def test_a_server_that_others_started_answers_about_pictures_with_new_weights(inputs, tmp_path):
     model = inputs["model"] / "model"
-    with named_vllm(model, tmp_path / "named", "--max-model-len", "256", "--enable-scale-out") as server:
+    with named_vllm(model, tmp_path / "named", "--max-model-len", "512", "--enable-scale-out") as server:
         config = grpo(3, options={"server": server, "serving": {}})
         make_context(tmp_path / "work", inputs, config)
         run_to_end(tmp_path / "work", config)
     assert max(row["mismatch_mean"] for row in logged(tmp_path / "work")) < 1e-4
 
 
-def test_the_running_server_of_a_serve_stage_is_asked_about_pictures(inputs, tmp_path):
+def test_the_running_server_of_a_serve_stage_is_asked_about_pictures(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sk-of-a-refresh")
     config = ServeConfig.model_validate({"kind": "serve", "model": "model", "serving": SERVING})
     handler = signal.getsignal(signal.SIGTERM)
     serving = serve.run(config, make_context(tmp_path / "served", inputs, config))
@@ -141,6 +142,7 @@ def test_the_running_server_of_a_serve_stage_is_asked_about_pictures(inputs, tmp
         config = GenerateConfig.model_validate(tree)
         context = replace(make_context(tmp_path / "made", artifacts, config), leases={"served": lease})
         assert generation.run(config, context).metrics["num_completions"] == 4
+        assert not (tmp_path / "made" / "server.log").exists(), "a server of its own was not needed"
         elsewhere = lease.model_copy(update={"engine_folder": tmp_path / "elsewhere"})
         context = replace(make_context(tmp_path / "again", artifacts, config), leases={"served": elsewhere})
         with pytest.raises(DataError, match="reached on the machine that runs served alone"):

@@ -13,12 +13,14 @@ from stages.adapters.config import AdapterConfig
 from stages.adapters.effect import changing, merged_weight
 from stages.adapters.files import read_adapter
 from stages.core.contract import StageContext
+from stages.core.errors import ModelError
 from stages.data.media.expansion import expanded
 from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation
 from stages.data.templates import Rendered
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.fsdp.engine import FsdpEngine
+from stages.engines.fsdp.model import load_model
 from stages.engines.fsdp.parts import parts_of
 from stages.engines.recorded import RecordedBatch, record_log_probabilities
 from stages.engines.settings import AdamSettings, EngineSettings, MediaSettings
@@ -42,8 +44,40 @@ from tests.zoo.table import WORKS, recorded
 LARGEST_OF_PICTURES = 5e-6
 """Largest difference, in nats or relative, on documents with pictures, whose log-probabilities are large."""
 MOST_FLOPS_ERROR = 0.04
+ADMITTED = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "kimi_k25", "llava", "llava_next"),
+        "packed",
+    ),
+    **dict.fromkeys(("llava_onevision", "internvl", "idefics3", "smolvlm", "mistral3"), "packed"),
+    **dict.fromkeys(("gemma3", "gemma4"), "packed"),  # whose tokens of a picture see each other
+    **dict.fromkeys(("qwen3_5", "lfm2_vl"), "packed"),  # whose layers carry something along
+    "llama4": "rows",
+    "paligemma": "the processor in",
+}
+"""Way in which documents of each family are trained, found by the probe, or the beginning of the refusal."""
 SEE = [family for family, cells in recorded().items() if cells["pictures"] in WORKS]
 """Families that train on pictures, as the table of families shows."""
+
+
+def admission(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what the probe of a family's architecture says, with drawn pictures: `packed`, `rows` or why neither."""
+    if family == "smolvlm":  # which spells out numbers of frames, of videos alone, by a package that we do without
+        monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    save_family(family, folder)
+    try:
+        model = load_model(folder, reads_weights=False, trust_remote_code=False, sees=["image"])
+    except ModelError as error:
+        return str(error)
+    return model.verdict.tags["documents"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ADMITTED)
+def test_a_family_is_admitted_by_the_probe_or_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert admission(family, tmp_path, monkeypatch).startswith(ADMITTED[family])
 
 
 @pytest.mark.nightly

@@ -26,8 +26,13 @@ PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
 SIZE = "1.2 GB"
 PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
 PINNED = "evalscope=="
-OF_OWN_ROWS = ("general_vqa",)
-"""EvalScope's benchmarks for people's own rows: a question set of this name is scored by the benchmark's metrics."""
+WITH_OPTIONS = "general_vmcq"
+"""EvalScope's benchmark of own rows in which one of several options is right, as MMMU has them."""
+OF_OWN_ROWS: dict[str, tuple[str, ...]] = {"general_vqa": ("Rouge",), WITH_OPTIONS: ("acc",)}
+"""EvalScope's benchmarks for people's own rows: a question set of this name is scored by these metrics.
+
+Another of the first, BLEU, downloads a tokenizer of NLTK.
+"""
 NAME = ".venv-evalscope"
 COMPLETE = ".ready"
 """Marker file, written last into EvalScope's environment; `make` compares its time with that of the pins."""

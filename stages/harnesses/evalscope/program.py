@@ -64,8 +64,8 @@ def _run(task: dict[str, Any], request: dict[str, Any]) -> None:
         questions = Path(task["questions"])
         name = task["benchmark"] or QUESTION_SET
         arguments = {"local_path": str(questions.parent), "subset_list": [questions.stem]}
-        if task["benchmark"]:  # its other metric, BLEU, downloads a tokenizer of NLTK
-            arguments["metric_list"] = ["Rouge"]
+        if task["benchmark"]:
+            arguments["metric_list"] = task["metrics"]
     run_task(
         TaskConfig(
             model=request["model"],

@@ -10,7 +10,9 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from stages.core.cache import note_use
@@ -24,12 +26,19 @@ from stages.data.files import find_files
 from stages.data.media.folder import MediaFolder
 from stages.data.media.images import from_data_address
 from stages.data.media.requests import openai_messages
+from stages.data.media.rows import TAG
 from stages.data.media_reference import MediaReference
 from stages.data.messages import PlainText, make_message
-from stages.harnesses.evalscope.environment import OF_OWN_ROWS, InstalledEvalScope
+from stages.harnesses.evalscope.environment import OF_OWN_ROWS, WITH_OPTIONS, InstalledEvalScope
 from stages.harnesses.harness import Evaluation, Results
 from stages.harnesses.pictures import media_of
-from stages.harnesses.question_sets import asked_row, question_folder, question_sets, read_questions
+from stages.harnesses.question_sets import (
+    asked_row,
+    question_folder,
+    question_sets,
+    question_text,
+    read_questions,
+)
 from stages.serving.interpreter import inherited_environment
 from stages.serving.served_models import ServedModel
 
@@ -66,6 +75,7 @@ def evaluated(
                 "folder": folder,
                 "questions": str(sets[task]) if sets[task] else None,
                 "benchmark": task if task in OF_OWN_ROWS else None,
+                "metrics": OF_OWN_ROWS.get(task),
             }
             for task, folder in folders.items()
         ],
@@ -99,7 +109,21 @@ def read_answered(evaluation: Evaluation, task: str) -> list[Prompt]:
             f"reading the questions of {task}: {found}; expected a column `answer` in each row, which EvalScope "
             "compares with"
         )
+    if task == WITH_OPTIONS:
+        for number, question in enumerate(questions, 1):
+            _check_options(number, question)
     return questions
+
+
+def _check_options(number: int, question: Prompt) -> None:
+    options, document = question.row.get("options"), question.document
+    letters = ascii_uppercase[: len(options)] if isinstance(options, list) else ""
+    is_one = isinstance(document, PlainText) or [one["role"] for one in document.messages] == ["user"]
+    if not (len(letters) > 1 and is_one and question.reference and question.reference in letters):
+        raise EvaluationError(
+            f"reading the questions of {WITH_OPTIONS}: question {number} is none with options; expected one message of "
+            "a user, `options`, a list of texts, and as `answer` the letter of the right one, A for the first"
+        )
 
 
 def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | None:
@@ -113,12 +137,25 @@ def _write_questions(evaluation: Evaluation, task: str, folder: Path) -> Path | 
     with file.open("w", encoding="utf-8") as stream:
         for question in read_answered(evaluation, task):
             document = question.document
+            if task == WITH_OPTIONS:
+                stream.write(json.dumps(_with_options(question, media, folder), ensure_ascii=False) + "\n")
+                continue
             chat = [make_message("user", document.prompt)] if isinstance(document, PlainText) else document.messages
             if not isinstance(document, PlainText) and document.media:
                 chat = openai_messages(document, lambda one: str(_copy(media, one, folder)))
             row = {"messages": chat, "answer": question.reference}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
+
+
+def _with_options(question: Prompt, media: MediaFolder, folder: Path) -> dict[str, Any]:
+    """Return a question with options in EvalScope's form, whose text has `<image 1>` where its first picture is."""
+    numbers = count(1)
+    text = TAG.sub(lambda _: f"<image {next(numbers)}>", question_text(question.document))
+    copies = {
+        f"image_{number}": str(_copy(media, one, folder)) for number, one in enumerate(media_of(question.document), 1)
+    }
+    return {"question": text, "options": question.row["options"], "answer": question.reference, **copies}
 
 
 def _copy(media: MediaFolder, reference: MediaReference, folder: Path) -> Path:

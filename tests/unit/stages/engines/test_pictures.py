@@ -25,7 +25,7 @@ from tests.zoo.models import tiny_model
 from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family
 from tests.zoo.proofs import one_process
 from tests.zoo.proofs import save_family as save_text_family
-from tests.zoo.test_pictures import adapted_parts, pictures
+from tests.zoo.test_pictures import ADMITTED, adapted_parts, admission, pictures
 
 
 def engine_settings(**fields: Any) -> EngineSettings:
@@ -46,10 +46,11 @@ def test_a_model_without_processor_cannot_be_trained_on_pictures(tmp_path: Path)
         load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
 
 
-def test_a_processor_that_says_not_what_it_writes_is_refused_by_name(tmp_path: Path) -> None:
-    folder = save_family("paligemma", tmp_path)
-    with pytest.raises(ModelError, match="the processor in"):
-        load_model(folder, reads_weights=True, trust_remote_code=False, sees=["image"])
+@pytest.mark.parametrize("family", ["mistral3", "kimi_k25", "paligemma"])
+def test_a_family_is_admitted_by_the_probe_or_refused(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert admission(family, tmp_path, monkeypatch).startswith(ADMITTED[family])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava_next"])

@@ -1,17 +1,20 @@
 """A model's processor is asked about pictures by their size alone, and says what it says of the pictures themselves."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoProcessor
+from transformers.video_utils import VideoMetadata
 
 from stages.core.errors import DataError, ModelError
+from stages.models.media import VideoSize
 from stages.models.processor import MediaProcessor
 from stages.models.tower import num_patches, patch_side
 from tests.zoo.models import tiny_config
-from tests.zoo.pictures import picture
+from tests.zoo.pictures import picture, save_family
 from tests.zoo.processors import save_processor
 
 SIZES = ((64, 40), (31, 57), (100, 33))
@@ -66,3 +69,20 @@ def test_a_folder_without_processor_reads_text_alone(folder: Path, tmp_path: Pat
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(ModelError, match="the processor in"):
         MediaProcessor.of(tmp_path)
+
+
+def test_a_long_video_is_seen_to_its_end_and_times_of_its_frames_are_said(tmp_path: Path) -> None:
+    """A video of ten minutes gives as many frames as the model takes, from all of it, as in Transformers."""
+    media = MediaProcessor(save_family("qwen3_vl", tmp_path))
+    videos = media._processor.video_processor
+    videos.fps, videos.max_frames, videos.do_sample_frames = 2, 16, True
+    size = VideoSize(32, 32, 18_000, 30.0)
+    found = [*media.frames(size)]
+    assert found == videos.sample_frames(VideoMetadata(total_num_frames=18_000, fps=30.0), fps=2).tolist()
+    assert len(found) == 16 and found[0] == 0 and found[-1] == 17_999
+    (text,) = media._replaced((size,))
+    seconds = [float(one) for one in re.findall(r"<([0-9.]+) seconds>", text)]
+    of_frames = [frame / 30 for frame in found]  # two of which stand together, at the time between them
+    assert seconds == pytest.approx(
+        [(first + second) / 2 for first, second in zip(of_frames[::2], of_frames[1::2], strict=True)], abs=0.06
+    )

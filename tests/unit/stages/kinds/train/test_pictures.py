@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from itertools import groupby
+from threading import current_thread
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from stages.core.errors import DataError, ModelError
+from stages.data.media.folder import MediaFolder
 from stages.data.media.images import decode_picture
 from stages.data.messages import in_parts
 from stages.engines.export import weight_shapes
@@ -95,9 +98,14 @@ def loss_of_transformers(inputs, column):
     return total / num_tokens
 
 
-def test_supervised_training_begins_with_the_loss_of_transformers(tmp_path, inputs):
+def test_supervised_training_begins_with_the_loss_of_transformers(tmp_path, inputs, monkeypatch):
+    """Its pictures are decoded ahead, by another thread than the one that trains."""
+    decoded_by, load = [], MediaFolder.load
+    monkeypatch.setattr(MediaFolder, "load", lambda *given: decoded_by.append(current_thread().name) or load(*given))
     write_rows(inputs["rows"] / "data", "completion")
     losses = first_losses(tmp_path, inputs, "sft")
+    ahead, of_the_record = (name for name, _ in groupby(decoded_by))
+    assert (ahead, of_the_record) == ("batches_0", "MainThread")
     assert losses[0] == pytest.approx(loss_of_transformers(inputs, "completion"), abs=2e-6)
     assert losses[-1] < losses[0]
     exported = json.loads((tmp_path / "work" / "model" / "config.json").read_text())

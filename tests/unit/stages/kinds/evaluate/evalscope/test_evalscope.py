@@ -1,4 +1,4 @@
-"""Evaluation by EvalScope with a real server if installed (`make evalscope`), else with its recorded files."""
+"""Evaluation by EvalScope: by night with a real server (`make evalscope`), else with its recorded files."""
 
 import json
 import signal
@@ -25,17 +25,6 @@ ROWS = [
     {"messages": [{"role": "user", "content": "What is 20 + 22?"}], "answer": 42},
     {"prompt": "What is 2 + 2?", "answer": "5"},
 ]
-
-
-def installed() -> bool:
-    try:
-        find_evalscope()
-    except ResourceError:
-        return False
-    return True
-
-
-needs_evalscope = pytest.mark.skipif(not installed(), reason="no EvalScope; `make evalscope` installs it (1.2 GB)")
 
 
 @pytest.fixture
@@ -65,7 +54,7 @@ def evaluated(tiny_engine: TinyEngine, sets: Path, tmp_path: Path) -> Iterator[A
     signal.signal(signal.SIGTERM, handler)
 
 
-@needs_evalscope
+@pytest.mark.nightly
 def test_its_scores_and_samples_are_those_of_any_harness(evaluated: Any) -> None:
     result, work = evaluated()
     assert result.metrics["sums.exact_match"] == pytest.approx(2 / 3)
@@ -84,7 +73,7 @@ def test_its_scores_and_samples_are_those_of_any_harness(evaluated: Any) -> None
     assert "api_key" not in key.read_text()
 
 
-@needs_evalscope
+@pytest.mark.nightly
 def test_what_it_cannot_do_is_said_before_a_server_starts(evaluated: Any, sets: Path, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"has a task 'gsm9k'; did you mean gsm8k"):
         evaluated(tasks=["gsm9k"])
@@ -94,7 +83,7 @@ def test_what_it_cannot_do_is_said_before_a_server_starts(evaluated: Any, sets: 
     assert not (tmp_path / "work" / "server.log").exists()
 
 
-@needs_evalscope
+@pytest.mark.nightly
 def test_a_benchmark_that_fails_is_an_error_with_its_last_words(evaluated: Any, tmp_path: Path) -> None:
     with pytest.raises(
         EvaluationError, match=r"could not run ifeval: .* ended with exit code 1: .*few.shot.*; everything"

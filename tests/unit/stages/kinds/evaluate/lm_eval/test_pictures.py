@@ -64,6 +64,7 @@ class Server:
         find_torchvision()
         self.processor = AutoProcessor.from_pretrained(model)
         self.bodies: list[dict[str, Any]] = []
+        self.letters = {"red blue": "ANSWER: A", "lime blue": "ANSWER: A"}  # to questions with options
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
@@ -77,7 +78,9 @@ class Server:
         text = self.processor.apply_chat_template([{**message, "content": seen}], add_generation_prompt=True)
         ids = self.processor(text=[text], images=[images], add_special_tokens=False)["input_ids"][0]
         names = [name for image in images for name, color in COLORS.items() if image.getpixel((3, 3)) == color]
-        choice = {"message": {"role": "assistant", "content": " ".join(names)}, "finish_reason": "stop"}
+        named = " ".join(names)
+        said = self.letters.get(named, named) if "ANSWER:" in text else named
+        choice = {"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         return {"model": "tiny", "choices": [{"index": 0, **choice}], "prompt_token_ids": [*map(int, ids)]}
 
 
@@ -212,12 +215,18 @@ def test_what_cannot_be_asked_is_refused(
         rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, model)
 
 
-@pytest.mark.skipif(HARNESSES["evalscope"].to_install() is not None, reason="no EvalScope (`make evalscope`)")
-@pytest.mark.parametrize(("task", "metric"), [("colors", "exact_match"), ("general_vqa", "Rouge-L-R")])
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("task", "metric"), [("colors", "exact_match"), ("general_vqa", "Rouge-L-R"), ("general_vmcq", "accuracy")]
+)
 def test_evalscope_shows_pictures_of_own_rows(
     model: Path, server: Server, tasks: Path, tmp_path: Path, task: str, metric: str
 ) -> None:
     rows = [question_row("red", "blue"), {**question_row("lime", "blue"), "answer": "green"}]
+    if metric == "accuracy":
+        rows = [
+            {**row, "options": ["red blue", "green"], "answer": letter} for row, letter in zip(rows, "AB", strict=True)
+        ]
     (tasks / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = asked(tasks, [], harness="evalscope", tasks=(task,))
     context = StageContext(tmp_path / "work", "work", "0" * 12, {}, {}, tmp_path / "cache")
@@ -231,7 +240,8 @@ def test_evalscope_shows_pictures_of_own_rows(
     first, second = results.samples[task]
     shown = json.dumps(server.bodies)
     assert all(address(tasks / f"pictures/{name}.png") in shown for name in COLORS) and "<image>" not in shown
-    assert (first["resps"], second["resps"]) == ([["red blue"]], [["lime blue"]])
+    said = server.letters if metric == "accuracy" else {}
+    assert [row["resps"] for row in (first, second)] == [[[said.get(one, one)]] for one in ("red blue", "lime blue")]
     assert first[metric] == 1 > second[metric]
     assert first["question"] == PLACED and [one["path"] for one in second["media"]] == second["doc"]["images"]
     kept = json.dumps(results.samples) + "".join(file.read_text() for file in context.work.rglob("*.json*"))
@@ -376,3 +386,13 @@ def test_a_judge_that_ignores_pictures_is_refused(judged: Any, server: Server, m
     with pytest.raises(DataError, match=r"critic-1 .* counts 90 tokens .* and 90 in it without: it leaves them out"):
         evaluate(question_row("red", "blue"))
     assert not server.bodies
+
+
+@pytest.mark.parametrize("wrong", [{"options": ["red"]}, {"options": "AB"}, {"answer": "C"}, {"answer": "red"}])
+def test_questions_with_options_have_a_letter_as_their_answer(tasks: Path, wrong: dict[str, Any]) -> None:
+    from stages.harnesses.evalscope.running import read_answered
+
+    row = {**question_row("red", "blue"), "options": ["red", "blue"], "answer": "A"}
+    (tasks / "general_vmcq.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, **wrong}) + "\n")
+    with pytest.raises(EvaluationError, match="question 2 is none with options; expected one message of a user"):
+        read_answered(asked(tasks, [], harness="evalscope", tasks=("general_vmcq",)), "general_vmcq")
