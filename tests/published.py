@@ -21,7 +21,13 @@ RIGHT = [1.0] * 90 + [0.0] * 10
 WEIGHTS_BYTES = 50_000
 BASE_CARD = "---\nlicense: apache-2.0\n---\n# The base\n"
 DATA_CARD = "---\nlicense: other\nlicense_name: rows-licence\nlicense_link: LICENSE\n---\n"
-TRAINED = {"num_rows": 40.0, "num_documents": 120.0, "num_tokens": 9000.0, "evaluation_loss": 0.25}
+TRAINED = {
+    "num_rows": 40.0,
+    "num_documents": 120.0,
+    "num_tokens": 9000.0,
+    "num_different_pictures": 7.0,
+    "evaluation_loss": 0.25,
+}
 
 
 def recipe_tree(to: str, *, min_score: float = 0.5, adapter: bool = False, **publish: Any) -> dict[str, Any]:
@@ -137,7 +143,9 @@ def _write_trained(work: Path, mark: str, *, adapter: bool) -> None:
         (work / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     else:
         _write_model(work, f"trained {mark}")
-    _write_result(work, StageResult(metrics=TRAINED, tags={"layout": "DP1", "device_name": "CPU"}))
+    _write_result(
+        work, StageResult(metrics=TRAINED, tags={"layout": "DP1", "device_name": "CPU", "media_sha256": "c" * 64})
+    )
 
 
 def _write_quantized(work: Path, mark: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -11,7 +12,7 @@ from flows.cli.answers import JSON_OPTION, print_json
 
 if TYPE_CHECKING:
     from flows.champion.differing import ComparedSide, Differences
-    from flows.report.lineage import ContentFile, Lineage, LineageSubject, Node
+    from flows.report.lineage import ContentFile, LearnedMedia, Lineage, LineageSubject, Node
     from flows.store.record import Index
 
 NAMED = "ARTIFACT|models:/NAME@ALIAS"
@@ -122,10 +123,24 @@ def _facts(node: Node) -> Iterator[str]:
         yield ", ".join(
             f"{name.removeprefix('num_').replace('_', ' ')} {value:,}" for name, value in node.counts.items()
         )
+    if node.media:
+        yield from _media(node.media)
     if node.source or node.product == "dataset":
         yield from map(_file, node.files[:MAX_FILES])
         if len(node.files) > MAX_FILES:
             yield f"… and {len(node.files) - MAX_FILES} more files (`--json` lists all)"
+
+
+def _media(media: LearnedMedia) -> Iterator[str]:
+    yield f"learned from {media}, sha256 {media.sha256[:SHOWN_DIGITS]}"
+    if media.list_file is None:
+        return
+    with media.list_file.open(encoding="utf-8") as lines:
+        for line in islice(lines, MAX_FILES):
+            digest, _, path = line.rstrip("\n").partition("  ")
+            yield f"  {path}: sha256 {digest[:SHOWN_DIGITS]}"
+        if next(lines, None):
+            yield f"  … and more: {media.list_file} lists all"
 
 
 def _file(file: ContentFile) -> str:

@@ -15,7 +15,10 @@ from flows.planning.changes import rows_of
 from flows.store.content import CONTENT_FOLDERS
 from flows.store.record import Artifact, Index, UpstreamEntry
 from flows.tracking.cursor import run_id_of
+from stages.core.contract import StageResult
 from stages.core.fields import Product, StrictModel
+from stages.core.lines import counted
+from stages.models.media import DIFFERENT, MEDIA_FILE, MEDIA_TAG, NOUNS
 
 COUNTS = ("num_rows", "num_documents", "num_tokens", "num_target_tokens")
 """Metrics that a lineage shows of each artifact: rows, documents and tokens that its stage read or made."""
@@ -28,6 +31,20 @@ class ContentFile(StrictModel):
     size_bytes: int
     sha256: str
     num_rows: int | None
+
+
+class LearnedMedia(StrictModel):
+    """Media that a training learned from. numbers: of different ones, by noun. sha256: over all their contents.
+
+    list_file: names each with its digest, as `sha256sum` does; None once it is gone.
+    """
+
+    numbers: dict[str, int]
+    sha256: str
+    list_file: Path | None
+
+    def __str__(self) -> str:
+        return " and ".join(counted(number, noun) for noun, number in self.numbers.items())
 
 
 class Node(StrictModel):
@@ -54,6 +71,7 @@ class Node(StrictModel):
     revision: str | None = None
     config: dict[str, JsonValue] = Field(default_factory=dict)
     counts: dict[str, int] = Field(default_factory=dict)
+    media: LearnedMedia | None = None
     files: tuple[ContentFile, ...] = ()
     upstream: dict[str, Node] = Field(default_factory=dict)
 
@@ -142,7 +160,8 @@ def _node(entry: UpstreamEntry, index: Index, known: dict[tuple[str, str], Node]
 def _node_of(artifact: Artifact, index: Index, known: dict[tuple[str, str], Node]) -> Node:
     record = artifact.record
     config = record.identity.get("config")
-    metrics = final_result(artifact.folder).metrics
+    result = final_result(artifact.folder)
+    metrics = result.metrics
     return Node(
         **entry_of(artifact).model_dump(),
         folder=artifact.folder,
@@ -157,9 +176,18 @@ def _node_of(artifact: Artifact, index: Index, known: dict[tuple[str, str], Node
         revision=record.tags.get("revision"),
         config=dict(config) if isinstance(config, dict) else {},
         counts={name: int(metrics[name]) for name in COUNTS if name in metrics},
+        media=_media(artifact.folder, result),
         files=tuple(_files(artifact)),
         upstream={field: _node(one, index, known) for field, one in record.upstream.items()},
     )
+
+
+def _media(folder: Path, result: StageResult) -> LearnedMedia | None:
+    if (digest := result.tags.get(MEDIA_TAG)) is None:
+        return None
+    numbers = {NOUNS[kind]: int(result.metrics[name]) for kind, name in DIFFERENT.items() if name in result.metrics}
+    list_file = folder / MEDIA_FILE
+    return LearnedMedia(numbers=numbers, sha256=digest, list_file=list_file if list_file.exists() else None)
 
 
 def _files(artifact: Artifact) -> Iterator[ContentFile]:

@@ -212,12 +212,12 @@ class PackedDataset:
 
     @property
     def media_kinds(self) -> frozenset[MediaKind]:
-        return frozenset(one.kind for one in of_records(b"" if self._media is None else self._media.tobytes()))
+        return frozenset(one.kind for one in self.distinct_media)
 
     @property
-    def media_digests(self) -> frozenset[str]:
-        """Digests of all media, by which a record names them without holding them."""
-        return frozenset(one.sha256 for one in of_records(b"" if self._media is None else self._media.tobytes()))
+    def distinct_media(self) -> frozenset[MediaReference]:
+        """References to all media, each once; of a mixture, a path begins with the name of its dataset."""
+        return frozenset(of_records(b"" if self._media is None else self._media.tobytes()))
 
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         """Return the media of each document of a packed row, in the order of the documents."""

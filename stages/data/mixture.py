@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -76,8 +76,12 @@ class MixedDataset(PackedDataset):
         return self._list[number].margins(own)
 
     @property
-    def media_digests(self) -> frozenset[str]:
-        return frozenset().union(*(one.media_digests for one in self._list))
+    def distinct_media(self) -> frozenset[MediaReference]:
+        return frozenset(
+            replace(medium, path=f"{name}/{medium.path}")
+            for name, dataset in self.members.items()
+            for medium in dataset.distinct_media
+        )
 
     def media(self, row: int) -> list[tuple[MediaReference, ...]]:
         number, own = self._place(row)

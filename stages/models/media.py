@@ -15,6 +15,10 @@ MediaKind = Literal["image", "video", "audio"]
 KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "sound"}
 """Names of the kinds in messages."""
+DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}
+"""Metrics of the artifact of a training: number of different media of each kind that the model learned from."""
+MEDIA_TAG, MEDIA_FILE = "media_sha256", "media.sha256"
+"""Tag of that artifact with one digest over the contents of these media, and its file that lists them."""
 
 
 class MediaError(ValueError):

@@ -27,6 +27,9 @@ def test_twenty_steps_learn_from_pictures_and_export_a_model_that_sees(tmp_path,
     inputs = {"base": base.parent, "pictures": data.parent}
     result = training.run(config, make_context(tmp_path / "work", inputs, config))
     assert result.metrics["num_media"] == 400
+    listed = (tmp_path / "work" / "media.sha256").read_text().splitlines()
+    assert result.metrics["num_different_pictures"] == len({line[:64] for line in listed}) <= 400
+    assert len(result.tags["media_sha256"]) == 64
     assert result.metrics["evaluation_loss"] < math.log(320) - 1, "a guess among all tokens"
     made, given = (
         {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).exists()}

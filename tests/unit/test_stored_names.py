@@ -95,8 +95,9 @@ RefreshReport: answers cost git_commit happened hardware learned_from lineage li
   promotions recipe recipe_path refresh scores seconds spans stages started_ms state trainings warnings
 StageReport: built_by error error_class kind log_tail metrics name reason seconds state upstream version
 Lineage: evaluations name registered tree
-Node: config counts damage digest files finished folder git_commit kind mlflow_run_id product rebuilt recipe refresh
-  revision source stage upstream version
+Node: config counts damage digest files finished folder git_commit kind media mlflow_run_id product rebuilt recipe
+  refresh revision source stage upstream version
+LearnedMedia: list_file numbers sha256
 ScoredEvaluation: scores stage version
 Score: interval name stage standard_error value
 Promotion: against differences missed name outcome stage tables

@@ -18,6 +18,7 @@ from stages.core.intervals import score_interval
 from stages.core.yaml_bounds import check_bounds
 from stages.harnesses.scores import samples_by_score
 from stages.kinds.publish.records import LineageArtifact, PromotedModel
+from stages.models.media import DIFFERENT, MEDIA_TAG
 from stages.models.model_folder import holds_gguf
 
 _METADATA = re.compile(r"\A---\r?\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
@@ -45,9 +46,9 @@ SETTINGS = (
     "combination",
 )
 """Settings that a model card shows, in this order; all others, such as judges' addresses, are not published."""
-MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", "evaluation_loss")
-COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens", "num_media": "pictures"}
-TAGS = ("layout", "device_name", "different_media", "media_sha256")
+MEASURED = ("num_rows", "num_documents", "num_tokens", "num_target_tokens", *DIFFERENT.values(), "evaluation_loss")
+COUNTS = {"num_documents": "documents", "num_rows": "rows", "num_tokens": "tokens", "num_media": "media"}
+TAGS = ("layout", "device_name", MEDIA_TAG)
 LOSSES = (
     "kl_nats_per_token",
     "kl_from_training_nats_per_token",

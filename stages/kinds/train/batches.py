@@ -14,6 +14,7 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
+from stages.data.media_reference import MediaReference
 from stages.data.summaries import Lengths
 from stages.engines.engine import Engine
 from stages.engines.recorded import RecordedBatch
@@ -36,8 +37,8 @@ class TrainingData(Protocol):
 
     longest_document: in tokens. has_media: documents have pictures. conversations: whether the documents are chats,
     rendered by a template. tool_prompts: examples of chats with tools or pictures. counts: metrics about the data.
-    tags: what names the data, such as a digest of all pictures. lengths: document lengths; None where the model itself
-    writes the documents. pictures: of the rows; None for text.
+    media: that the model learns from, each once. lengths: document lengths; None where the model itself writes the
+    documents. pictures: of the rows; None for text.
     """
 
     @property
@@ -51,7 +52,7 @@ class TrainingData(Protocol):
     @property
     def counts(self) -> dict[str, float]: ...
     @property
-    def tags(self) -> dict[str, str]: ...
+    def media(self) -> frozenset[MediaReference]: ...
     @property
     def steps_of_epochs(self) -> int: ...
     @property

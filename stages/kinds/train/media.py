@@ -1,12 +1,19 @@
-"""Pictures of rows and prompts: options that go with them, and their digests in the artifact's tags."""
+"""Media of rows and prompts: options that go with them, and what the artifact records of them."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
 
 from stages.core.errors import DataError
+from stages.core.files import write_atomically
+from stages.data.media_reference import MediaReference
 from stages.kinds.train.checks import picture_errors
 from stages.kinds.train.config import TrainConfig
-from stages.models.media import KINDS, NOUNS, MediaKind
+from stages.models.media import DIFFERENT, KINDS, MEDIA_FILE, MEDIA_TAG, NOUNS, MediaKind
+
+ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r"})
+"""Characters of a path that would end its line; `sha256sum` writes and reads such a line with a backslash before it."""
 
 
 def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
@@ -39,9 +46,24 @@ def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
         check_takes_pictures(config)
 
 
-def media_tags(digests: Iterable[str]) -> dict[str, str]:
-    """Return the tags of an artifact that learned from media with these digests; none without media."""
-    if not (different := sorted(set(digests))):
-        return {}
-    content = hashlib.sha256("\n".join(different).encode()).hexdigest()
-    return {"media_sha256": content, "different_media": str(len(different))}
+def write_list(media: Collection[MediaReference], folder: Path) -> None:
+    """List media by digest and path, as `sha256sum` does; nothing is written without media."""
+    if media:
+        write_atomically(folder / MEDIA_FILE, "".join(sorted(map(_line, media))))
+
+
+def _line(medium: MediaReference) -> str:
+    path = medium.path.translate(ESCAPED)
+    return f"{'' if path == medium.path else chr(92)}{medium.sha256}  {path}\n"
+
+
+def digest_of(media: Collection[MediaReference]) -> dict[str, str]:
+    """Return the tag with the digest over the contents of all media, whatever their paths; none without media."""
+    digests = sorted({medium.sha256 for medium in media})
+    return {MEDIA_TAG: hashlib.sha256("\n".join(digests).encode()).hexdigest()} if digests else {}
+
+
+def numbers_of(media: Collection[MediaReference]) -> dict[str, float]:
+    """Return the number of different media of each kind that there is, as metrics."""
+    contents = Counter(kind for kind, _ in {(medium.kind, medium.sha256) for medium in media})
+    return {DIFFERENT[kind]: float(contents[kind]) for kind in KINDS if kind in contents}

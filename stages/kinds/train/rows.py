@@ -11,13 +11,14 @@ from stages.core.contract import StageContext
 from stages.core.errors import DataError
 from stages.data.batch import Batch
 from stages.data.dataset import PackedDataset
+from stages.data.media_reference import MediaReference
 from stages.data.prepare import PreparedData, prepare_mixture
 from stages.data.summaries import Lengths, count_lengths
 from stages.engines.engine import Engine
 from stages.kinds.train.batches import Batches, BatchSource, RowBatches, first_batches
 from stages.kinds.train.check_model import InputModels
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.media import check_media, media_tags
+from stages.kinds.train.media import check_media
 from stages.kinds.train.order import DataOrder, repeated_too_often, shares_asked, slots_of, steps_of_epochs
 from stages.kinds.train.reference import ReferenceModel, model_digest
 from stages.kinds.train.teacher import BuildEngine, RowsOf, TeacherTargets, ask_teacher
@@ -99,8 +100,8 @@ class RowData:
         }
 
     @property
-    def tags(self) -> dict[str, str]:
-        return media_tags(self.prepared.training.media_digests)
+    def media(self) -> frozenset[MediaReference]:
+        return self.prepared.training.distinct_media
 
     @property
     def lengths(self) -> Lengths:

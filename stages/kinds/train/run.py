@@ -31,6 +31,7 @@ from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.journal import Journal, plot_loss
 from stages.kinds.train.loop import TrainingRun, evaluation_metrics, train
+from stages.kinds.train.media import digest_of, numbers_of, write_list
 from stages.kinds.train.metrics import forget_peak_memory, peak_memory
 from stages.kinds.train.out_of_memory import explained_out_of_memory
 from stages.kinds.train.prediction import Prediction, predict_run
@@ -117,6 +118,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
         _note_use(config, data, context.work / config.product)
         if not plot_loss(training_run.journal.rows, context.work / LOSS_PLOT):
             context.warn(f"Matplotlib is not installed here, so {LOSS_PLOT} was not drawn")
+        write_list(data.media, context.work)
         if data.lengths:
             write_atomically(context.work / LENGTHS_FILE, data.lengths.model_dump_json())
     plots = [LOSS_PLOT] if (context.work / LOSS_PLOT).exists() else []
@@ -300,7 +302,7 @@ def _result(
         "device": engine.device.type,
         **engine.tags,
         **prediction.tags,
-        **data.tags,
+        **digest_of(data.media),
     }
     if peak:
         tags |= {
@@ -308,6 +310,7 @@ def _result(
             "peak": f"{peak.flops_per_s / 1e12:.3g} TFLOP/s a device, {peak.source}",
         }
     metrics = {**training_run.journal.summary(), **measured_at_end, **prediction.metrics, **held_out, **data.counts}
+    metrics |= numbers_of(data.media)
     headline = (
         "evaluation_loss",
         *(f"evaluation_{name}" for name in config.learning.headline),

@@ -27,6 +27,7 @@ from stages.data.batch import Batch
 from stages.data.dataset import MOST_PICTURE_BYTES
 from stages.data.media.images import as_png_address
 from stages.data.media.prompts import MOST_PROMPTS
+from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
 from stages.engines.engine import Engine
@@ -34,7 +35,7 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.batches import BatchSource
 from stages.kinds.train.checkpoints import complete_checkpoints
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.media import check_media, media_tags
+from stages.kinds.train.media import check_media
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.rollouts.documents import (
     AnsweredPrompt,
@@ -301,8 +302,8 @@ class RolloutData:
         return RowPictures(most, total / num_rows, total / sum(len(patches) for _, patches in seen))
 
     @property
-    def tags(self) -> dict[str, str]:
-        return media_tags(medium.sha256 for one in self.prompts if one.pictures for medium in one.pictures.media)
+    def media(self) -> frozenset[MediaReference]:
+        return frozenset(medium for one in self.prompts if one.pictures for medium in one.pictures.media)
 
     @property
     def steps_of_epochs(self) -> int:

@@ -37,7 +37,10 @@ TREE = {
     },
     "scores": {"kind": "evaluate", "model": "dpo", "tasks": ["sums"], "task_folder": "tasks"},
 }
-METRICS = {"sft": {"num_documents": 300.0, "num_tokens": 4000.0, "loss": 1.5}}
+METRICS = {
+    "sft": {"num_documents": 300.0, "num_tokens": 4000.0, "loss": 1.5},
+    "dpo": {"num_different_pictures": 9.0, "num_different_videos": 1.0},
+}
 
 
 class Silent:
@@ -73,7 +76,8 @@ def night(store, tmp_path):
                 built[name] = known or commit_stage(store, stage, references, f"{name} {rate}")
         metrics = {**METRICS, "scores": {"sums.exact_match": score, "sums.exact_match_stderr": 0.1}}
         for name, values in metrics.items():
-            (built[name].folder / "result.json").write_text(json.dumps({"metrics": values}))
+            tags = {"media_sha256": "ab" * 32} if name == "dpo" else {}
+            (built[name].folder / "result.json").write_text(json.dumps({"metrics": values, "tags": tags}))
         return built
 
     return refresh, kept
@@ -105,6 +109,19 @@ def test_the_tree_reaches_the_files_that_came_from_outside(night, store, tmp_pat
     assert "train.jsonl: 300 rows, sha256 " in text
     assert f"data.dataset: {rows.stage}-{rows.version} (download), as above" in text
     assert "sums.exact_match 0.5" in text
+
+
+def test_the_media_that_a_training_learned_from_are_counted_and_listed(night, store):
+    refresh, _ = night
+    built = refresh({"train.jsonl": 3}, 1e-3, 0.5)
+    subject = artifact_subject("dpo", built["dpo"], store.index())
+    says = "learned from 9 pictures and 1 video, sha256 abababababab"
+    assert lineage_as_text(lineage_of(subject, store.index())).count(says) == 1
+    list_file = built["dpo"].folder / "media.sha256"
+    list_file.write_text("".join(f"{number:064}  {number}.png\n" for number in range(10)))
+    text = lineage_as_text(lineage_of(subject, store.index()))
+    assert "7.png: sha256 000000000000" in text and "8.png" not in text
+    assert f"… and more: {list_file} lists all" in text
 
 
 def test_what_is_gone_or_was_built_again_is_said(night, store):

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import subprocess
 from base64 import b64decode, b64encode
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -18,6 +20,7 @@ from stages.data.config import DataConfig
 from stages.data.look import Visits, look_at
 from stages.data.media.images import decode_picture, from_data_address
 from stages.data.prepare import prepare
+from stages.kinds.train.media import digest_of, numbers_of, write_list
 from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
 from tests.unit.stages.data.media.conftest import EXPANDED, NUM_TOKENS, PICTURE, encoded, noise
@@ -336,10 +339,29 @@ def test_no_row_has_more_patches_than_the_bound(run, seeing_folder):
     assert len(alone) == 67
 
 
+def test_one_changed_picture_changes_the_digest_that_names_all(run, tmp_path):
+    rows = [{"messages": [user("<image>?"), CAT], "images": [name]} for name in ("a.png", "b.png", "a.png", "link")]
+    run(*rows[:1])
+    folder = tmp_path / "data"
+    (folder / "link").write_bytes((folder / "a.png").read_bytes())
+    before = run(*rows).training.distinct_media
+    assert sorted(medium.path for medium in before) == ["a.png", "b.png", "link"]
+    assert numbers_of(before) == {"num_different_pictures": 2}, "one lies there under two names"
+    odd = {replace(medium, path=medium.path.replace("link", "../data/\\li\nnk")) for medium in before}
+    write_list(odd, tmp_path)
+    (folder / "\\li\nnk").write_bytes((folder / "a.png").read_bytes())
+    command = ["sha256sum", "-c", "--strict", tmp_path / "media.sha256"]
+    assert subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout.count(b"OK") == 3
+    (folder / "b.png").write_bytes(encoded(noise((24, 40))))
+    assert subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 1
+    after = run().training.distinct_media
+    assert numbers_of(after) == numbers_of(before) and digest_of(after) != digest_of(before)
+
+
 def test_the_cache_has_no_pixels_and_little_beside_tokens(run, seeing_folder, tmp_path):
     rows = [{"messages": [user(f"<image>{number}"), CAT], "images": ["a.png"]} for number in range(200)]
     dataset = run(*rows).training
-    assert dataset.about.num_media == 200 and len(dataset.media_digests) == 1
+    assert dataset.about.num_media == 200 and len(dataset.distinct_media) == 1
     of_picture = MediaProcessor(seeing_folder).num_patches((40, 24))
     most = max(len(list(chain(*dataset.media(row)))) for row in range(len(dataset)))
     assert (dataset.about.num_patches, dataset.about.most_patches) == (200 * of_picture, most * of_picture)

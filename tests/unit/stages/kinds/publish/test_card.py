@@ -48,7 +48,11 @@ def test_a_person_reads_scores_with_intervals_losses_revisions_and_counts(promot
     assert "| kl_nats_per_token | 0.0021 |" in text
     assert "hf://owner/base@main | `aaaaaaaaaaaa` | apache-2.0 |" in text
     assert "| rows-licence | 0.00 MiB | `sft` (120 documents, 40 rows, 9000 tokens), `awq` |" in text
-    assert re.search(r"method sft.*learning_rate 0\.003, steps 500, global_batch_size 8.*layout DP1", text)
+    assert re.search(
+        r"method sft.*learning_rate 0\.003, steps 500, global_batch_size 8.*layout DP1.*media_sha256 c{64}"
+        r".*num_different_pictures 7",
+        text,
+    )
 
 
 @pytest.mark.parametrize(
