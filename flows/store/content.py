@@ -115,12 +115,12 @@ def is_pending(artifact: Path) -> bool:
 
 def damage_of(folder: Path, files: Mapping[str, FileEntry]) -> tuple[str, ...]:
     """Return a sentence for each file that is missing or has another size than recorded, without reading content."""
-    return tuple(line for name, entry in files.items() if (line := _damage(folder / name, name, entry.size)))
+    return tuple(line for name, entry in files.items() if (line := _damage(f"{folder}/{name}", name, entry.size)))
 
 
-def _damage(path: Path, name: str, size: int) -> str | None:
+def _damage(path: str, name: str, size: int) -> str | None:
     try:
-        num_bytes = path.lstat().st_size
+        num_bytes = os.lstat(path).st_size  # half the time of a Path's: there may be 100,000
     except OSError:
         return f"{name} is missing"
     return None if num_bytes == size else f"{name} has {num_bytes} bytes instead of {size}"

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-import stat
+import struct
 import sys
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stages.core.errors import TransientError
 from stages.core.lines import say
@@ -28,6 +28,9 @@ MIN_CACHED_BYTES = 1 << 20
 """Smallest size in bytes of a file whose hash is cached; smaller files are read as fast as they are looked up."""
 MANY_FILES = 1000
 """Number of files from which on all are cached, also small ones: opening each would take as long as reading it."""
+FILES_AT_ONCE = 64
+"""Number of many files that a thread hashes before it takes the next."""
+ENTRY = struct.Struct("<4Q32s")
 MIN_LIMITED_BYTES, BYTES_TO_OPEN = 16 << 20, 1 << 16
 """Smallest total size of files whose hashing has a time limit, and bytes that opening a file counts as."""
 SETTLED_S = 2
@@ -43,82 +46,108 @@ def content_hasher(algorithm: Literal["sha256", "git-blob-sha1"], size_bytes: in
     return hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False)
 
 
-def sha256_of_files(files: Mapping[str, Path], limit_s: float | None = None) -> dict[str, str]:
+def sha256_of_files(
+    files: Mapping[str, Path | str],
+    limit_s: float | None = None,
+    statuses: Mapping[str, os.stat_result] | None = None,
+) -> dict[str, str]:
     """Return the sha256 hex digest of each file, by name; progress is printed on stderr if it takes long.
 
-    limit_s: time after which(but for small files) TransientError is raised; finished files are not hashed again.Raises
-    `OSError`.
+    limit_s: time after which (but for small files) TransientError is raised; finished files are not hashed again.
+    statuses: of the files, links followed, if a caller has them. Raises `OSError`.
     """
-    statuses = {name: os.lstat(path) for name, path in files.items()}  # half the time of a Path's
-    links = {name for name, status in statuses.items() if stat.S_ISLNK(status.st_mode)}
-    statuses |= {name: files[name].stat() for name in links}
-    known = _known(files, statuses, links) if len(files) >= MANY_FILES else _Known({}, {})
-    rest = {name: path for name, path in files.items() if name not in known.digests}
+    statuses = statuses or {name: os.stat(path) for name, path in files.items()}  # noqa: PTH116 (half as fast)
+    many = _ManyFiles.of(files, statuses)
+    known = many.digests() if many else {}
+    rest = [name for name in files if name not in known]
     total_bytes = sum(statuses[name].st_size for name in rest)
     is_small = total_bytes + len(rest) * BYTES_TO_OPEN < MIN_LIMITED_BYTES
     end_s = None if limit_s is None or is_small else time.monotonic() + limit_s
     job = _Job(total_bytes)
     pool = ThreadPoolExecutor(THREADS)
+    hashed: dict[str, str] = {}
+    kept_s = time.monotonic()
     try:
-        pending = {name: pool.submit(job.hash, path) for name, path in rest.items()}
-        hashed: dict[str, str] = {}
-        try:
-            for name, future in pending.items():
-                hashed[name] = future.result(end_s and max(0.0, end_s - time.monotonic()))
-        finally:
-            _keep_many(known, hashed, statuses)
-        return {name: known.digests.get(name) or hashed[name] for name in files}
+        step = FILES_AT_ONCE if many else 1
+        tasks = [rest[begin : begin + step] for begin in range(0, len(rest), step)]
+        pending = [pool.submit(lambda task: [job.hash(files[name]) for name in task], task) for task in tasks]
+        for task, future in zip(tasks, pending, strict=True):
+            hashed.update(zip(task, future.result(end_s and max(0.0, end_s - time.monotonic())), strict=True))
+            if many and time.monotonic() - kept_s > REPORT_INTERVAL_S:  # a plan may end while its thread still hashes
+                many.keep(known | hashed)
+                kept_s = time.monotonic()
+        return {name: known.get(name) or hashed[name] for name in files}
     except TimeoutError as error:
         if limit_s is None:  # a file system's
             raise
         slow = f"hashing its {total_bytes / GIB:.1f} GiB takes longer than {limit_s:g} s"
+        if many:
+            slow = f"hashing its {len(rest):,} files takes longer than {limit_s:g} s, {len(hashed):,} are done and kept"
         raise TransientError(f"{slow}; `lifecycle run` takes the time, once") from error
     finally:
         job.stop()  # otherwise Ctrl-C would wait until the last file is read
         pool.shutdown(cancel_futures=True)
+        if many and hashed:
+            many.keep(known | hashed)
 
 
 @dataclass(frozen=True)
-class _Known:
-    """Digests from the cache for some of many files, by name, and the keys of all of them that may be kept."""
+class _ManyFiles:
+    """Many files below one folder, of any size, whose hashes are cached together, as one row of the database.
 
-    digests: dict[str, str]
-    keys: dict[str, str]
+    A row holds the names, and of each file its size, times, inode and digest; also of files that are not among these,
+    since another recipe may read others of the same folder.
+    """
+
+    folder: str
+    statuses: Mapping[str, os.stat_result]
+
+    @classmethod
+    def of(cls, files: Mapping[str, Path | str], statuses: Mapping[str, os.stat_result]) -> _ManyFiles | None:
+        """Return the files if they are many, and their names are paths below one folder; else None."""
+        if len(files) < MANY_FILES:
+            return None
+        name, path = next(iter(files.items()))
+        folder = str(path).removesuffix(name)
+        if any(folder + name != str(path) for name, path in files.items()):
+            return None
+        return cls(os.path.realpath(folder), statuses)
+
+    def digests(self) -> dict[str, str]:
+        """Return the cached digests of those files that have not changed since, by name."""
+        kept, digests = self._kept(), {}
+        for name, status in self.statuses.items():
+            if (entry := kept.get(name)) and entry[:-1] == _times(status):
+                digests[name] = entry[-1].hex()
+        return digests
+
+    def keep(self, digests: Mapping[str, str]) -> None:
+        """Cache digests, but of files that changed within the last seconds."""
+        before_ns = time.time_ns() - int(SETTLED_S * 1e9)
+        kept = self._kept()
+        for name, digest in digests.items():
+            times = _times(self.statuses[name])
+            if max(times[1:3]) < before_ns:
+                kept[name] = (*times, bytes.fromhex(digest))
+        names = "\0".join(kept).encode(errors="surrogateescape")
+        entries = b"".join(ENTRY.pack(*entry) for entry in kept.values())
+        with _database() as database:
+            if database and kept:
+                row = (self.folder, names, entries)
+                database.execute("INSERT OR REPLACE INTO folders VALUES (?, ?, ?)", row)
+                database.commit()
+
+    def _kept(self) -> dict[str, tuple[Any, ...]]:
+        with _database() as database:
+            query = "SELECT names, entries FROM folders WHERE folder = ?"
+            row = database.execute(query, (self.folder,)).fetchone() if database else None
+        if row is None:
+            return {}
+        return dict(zip(row[0].decode(errors="surrogateescape").split("\0"), ENTRY.iter_unpack(row[1]), strict=True))
 
 
-def _known(files: Mapping[str, Path], statuses: Mapping[str, os.stat_result], links: Container[str]) -> _Known:
-    """Look up many files, of any size, at once: those of one folder stand together in the cache."""
-    folders: dict[str, str] = {}
-    keys = {}
-    for name, path in files.items():
-        folder, _, last = str(path).rpartition("/")
-        if name in links:
-            keys[name] = _key(os.path.realpath(path), statuses[name])
-            continue
-        if folder not in folders:
-            folders[folder] = os.path.realpath(folder)
-        keys[name] = _key(f"{folders[folder]}/{last}", statuses[name])
-    digests: dict[str, str] = {}
-    with _database() as database:
-        if database:
-            first, last = min(keys.values()), max(keys.values())
-            found = dict(database.execute("SELECT file, sha256 FROM hashes WHERE file BETWEEN ? AND ?", (first, last)))
-            digests = {name: found[key] for name, key in keys.items() if key in found}
-    return _Known(digests, keys)
-
-
-def _keep_many(known: _Known, hashed: Mapping[str, str], statuses: Mapping[str, os.stat_result]) -> None:
-    """Keep the digests of many files that were just hashed, but of those that changed within the last seconds."""
-    before = time.time() - SETTLED_S
-    rows = [
-        (known.keys[name], digest)
-        for name, digest in hashed.items()
-        if name in known.keys and max(statuses[name].st_mtime, statuses[name].st_ctime) < before
-    ]
-    with _database() as database:
-        if database and rows:
-            database.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?)", rows)
-            database.commit()
+def _times(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _key(path: str, status: os.stat_result) -> str:
@@ -138,12 +167,12 @@ class _Job:
     def stop(self) -> None:
         self._stopped.set()
 
-    def hash(self, path: Path) -> str:
+    def hash(self, path: Path | str) -> str:
         """Return a file's sha256 hex digest, if unchanged from the cache; after `stop`, which ends reading, wrong."""
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 (half as fast)
         if status.st_size < MIN_CACHED_BYTES:
             return self._read(path)
-        key = _key(str(path.resolve()), status)
+        key = _key(os.path.realpath(path), status)
         known = _lookup(key)
         if known:
             self._count(status.st_size)
@@ -155,9 +184,9 @@ class _Job:
             _keep(key, digest)
         return digest
 
-    def _read(self, path: Path) -> str:
+    def _read(self, path: Path | str) -> str:
         hasher = hashlib.sha256()
-        with path.open("rb") as stream:
+        with open(path, "rb", buffering=0) as stream:  # noqa: PTH123 (half as fast)
             while not self._stopped.is_set() and (chunk := stream.read(CHUNK_BYTES)):
                 hasher.update(chunk)
                 self._count(len(chunk))
@@ -194,6 +223,7 @@ def _database() -> Iterator[sqlite3.Connection | None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened = sqlite3.connect(file, timeout=5)
         opened.execute("CREATE TABLE IF NOT EXISTS hashes (file TEXT PRIMARY KEY, sha256 TEXT NOT NULL)")
+        opened.execute("CREATE TABLE IF NOT EXISTS folders (folder TEXT PRIMARY KEY, names BLOB, entries BLOB)")
     except (OSError, sqlite3.Error):
         yield None
         return

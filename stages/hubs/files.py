@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +21,10 @@ class Files:
     """Hub for local files, which copies them; a revision is a hash of the names and contents of the copied files."""
 
     def resolve_revision(self, request: Request) -> str:
-        files = requested_files(request)
+        root, statuses = _requested(request)
         try:
-            return content_hash(sha256_of_files(files, request.limit_s).items())
+            files = {name: root + name for name in statuses}
+            return content_hash(sha256_of_files(files, request.limit_s, statuses).items())
         except OSError as error:
             raise DownloadError(f"{request.source} cannot be read: {error}") from error
 
@@ -40,36 +42,38 @@ class Files:
 
 
 HUB = Files()
+ALL_READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 """Characters by which Python stands for bytes of a file's name that are not UTF-8."""
 
 
 def requested_files(request: Request) -> dict[str, Path]:
     """Return the paths of the requested local files, by name. Raises DownloadError."""
-    files = list_files(Path(request.source.name))
-    return {name: files[name] for name in select_files(request, list(files))}
+    root, statuses = _requested(request)
+    return {name: Path(root + name) for name in statuses}
 
 
-def list_files(path: Path) -> dict[str, Path]:
-    """Return the path of a local file, or of every file below a folder that is not hidden, by name.
+def _requested(request: Request) -> tuple[str, dict[str, os.stat_result]]:
+    """Return the requested local files by name, links followed, and the text before their names. Raises DownloadError.
 
-    Raises DownloadError when there is nothing, it cannot be read, or a link leads out of the folder.
+    The name is that of a file, or its path in a folder. Of 100,000 pictures, each is looked at once, and has no Path.
     """
+    path = Path(request.source.name)
     if not _exists(path):
         raise DownloadError(f"file://{path} does not exist; a relative path starts at the recipe's folder")
     if path == Path(path.anchor):
         raise DownloadError(f"file://{path} is all of this machine; name the folder that is meant")
     try:
         if path.is_dir():
-            files = _walk(path)
+            root, found = f"{path}/", _walk(path)
         else:
-            files = {path.name: path}
-            _check_readable_file(path, path, is_regular=path.is_file())
+            root, found = str(path).removesuffix(path.name), {path.name: path.stat()}
+            _check_readable_file(str(path), path, found[path.name])
     except OSError as error:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
-    if not files:
+    if not found:
         raise DownloadError(f"file://{path} is an empty folder")
-    return dict(sorted(files.items()))
+    return root, {name: found[name] for name in select_files(request, sorted(found))}
 
 
 def _exists(path: Path) -> bool:
@@ -79,10 +83,10 @@ def _exists(path: Path) -> bool:
         raise DownloadError(f"file://{shortened(str(path), 200)} cannot be read: {error.strerror}") from error
 
 
-def _walk(folder: Path) -> dict[str, Path]:
-    """Return all files that are not hidden, by name; a hundred thousand pictures take half a second."""
-    files: dict[str, Path] = {}
-    folders = [(folder, "")]
+def _walk(folder: Path) -> dict[str, os.stat_result]:
+    """Return all files that are not hidden, by name. Raises DownloadError for a link that leads out of the folder."""
+    files: dict[str, os.stat_result] = {}
+    folders = [(str(folder), "")]
     while folders:
         parent, begin = folders.pop()
         with os.scandir(parent) as entries:
@@ -92,11 +96,10 @@ def _walk(folder: Path) -> dict[str, Path]:
                 if entry.is_symlink():
                     _check_link(Path(entry.path), folder)
                 if entry.is_dir():
-                    folders.append((Path(entry.path), f"{begin}{entry.name}/"))
+                    folders.append((entry.path, f"{begin}{entry.name}/"))
                 else:
-                    files[begin + entry.name] = Path(entry.path)
-                    # What the folder says of its entries costs no look at each.
-                    _check_readable_file(files[begin + entry.name], folder, is_regular=entry.is_file())
+                    files[begin + entry.name] = status = entry.stat()
+                    _check_readable_file(entry.path, folder, status)
     return files
 
 
@@ -109,13 +112,14 @@ def _check_link(link: Path, folder: Path) -> None:
         raise DownloadError(f"{link} is a link {where}; remove it, or put a copy there (`cp -rL`)")
 
 
-def _check_readable_file(file: Path, source: Path, *, is_regular: bool) -> None:
+def _check_readable_file(file: str, source: Path, status: os.stat_result) -> None:
     """Raise DownloadError for an unreadable file, a name that is not UTF-8, or a pipe or device, which has no end."""
-    if NOT_UTF8.search(str(file)):
+    if not file.isascii() and NOT_UTF8.search(file):
         raise DownloadError(f"the name of the file {os.fsencode(file)!r} is not UTF-8; rename it")
-    if not is_regular:
+    if not stat.S_ISREG(status.st_mode):
         raise DownloadError(f"{file} in file://{source} is not a regular file; remove it")
-    if not os.access(file, os.R_OK):
+    # Asking the system about each costs as much as the status, which mostly says that all may read it.
+    if status.st_mode & ALL_READ != ALL_READ and not os.access(file, os.R_OK):
         raise DownloadError(f"{file} in file://{source} may not be read; change its permissions")
 
 

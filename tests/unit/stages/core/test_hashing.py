@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from stages.core import hashing
 from stages.core.errors import TransientError
-from stages.core.hashing import MIN_CACHED_BYTES, sha256_of_files
+from stages.core.hashing import ENTRY, MIN_CACHED_BYTES, sha256_of_files
 
 PROGRAM = """
 import signal, sys
@@ -49,6 +50,9 @@ def kept(tmp_path, monkeypatch):
     def mark():
         with sqlite3.connect(tmp_path / "home" / "cache" / "hashes.sqlite") as database:
             database.execute("UPDATE hashes SET sha256 = 'what was kept'")
+            for folder, entries in database.execute("SELECT folder, entries FROM folders").fetchall():
+                marked = b"".join(ENTRY.pack(*times, bytes(32)) for *times, _ in ENTRY.iter_unpack(entries))
+                database.execute("UPDATE folders SET entries = ? WHERE folder = ?", (marked, folder))
 
     return mark
 
@@ -123,13 +127,30 @@ def test_what_takes_long_says_how_far_it_is(large, monkeypatch, capsys):
 def test_many_small_files_are_read_once(tmp_path, kept):
     folder = tmp_path / "pictures"
     folder.mkdir()
-    files = {f"{number}": folder / f"{number}.png" for number in range(hashing.MANY_FILES)}
+    files = {f"{number}.png": folder / f"{number}.png" for number in range(hashing.MANY_FILES)}
     for name, path in files.items():
         path.write_text(name)
     first = sha256_of_files(files)
-    assert first["7"] == hashlib.sha256(b"7").hexdigest()
+    assert first["7.png"] == hashlib.sha256(b"7.png").hexdigest()
     kept()
-    files["7"].write_text("other")
+    files["7.png"].write_text("other")
     again = sha256_of_files(files)
-    assert again.pop("7") == hashlib.sha256(b"other").hexdigest()
-    assert {*again.values()} == {"what was kept"}
+    assert again.pop("7.png") == hashlib.sha256(b"other").hexdigest()
+    assert {*again.values()} == {"00" * 32}
+
+
+def test_the_next_look_at_many_files_goes_on_where_the_limit_ended_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashing, "SETTLED_S", -1)
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    files = {f"{number}": folder / f"{number}" for number in range(1500)}
+    for name, path in files.items():
+        path.write_bytes(name.encode() * (1 << 14))
+    left, found = [len(files) + 1], None
+    while found is None and len(left) < 1000:
+        try:
+            found = sha256_of_files(files, limit_s=0.01)
+        except TransientError as error:
+            left.append(int(re.search(r"hashing its ([\d,]+) files", str(error))[1].replace(",", "")))
+    assert found == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert len({*left}) > 2 and left == sorted(left, reverse=True)
