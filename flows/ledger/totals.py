@@ -33,7 +33,7 @@ from flows.ledger.home import hardware_file, home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import final_result
 from flows.ledger.refreshes import TORN, Ledger, ledgers
-from stages.core.errors import StoreError
+from stages.core.errors import LifecycleError, StoreError
 from stages.core.files import write_atomically
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
 from stages.kinds.registry import makes
@@ -143,17 +143,23 @@ def read_totals() -> Totals:
             before, totals = "", Totals()
         except ValueError as error:
             raise StoreError(f"reading {file}: {error}; remove it, and every ledger is read again") from error
-        catch_up(totals, price_per_device_second(), now_ms())
+        catch_up(totals, price_per_device_second() or 0.0, now_ms())
         text = totals.model_dump_json(exclude_defaults=True)
         if text != before:
             write_atomically(file, text)
     return totals
 
 
-def price_per_device_second() -> float:
-    """Return the price of a device second from the hardware file; 0 when that, or its price, is missing."""
+def price_per_device_second() -> float | None:
+    """Return the price of a device second from the hardware file; 0 when it, or its price, is missing; None if damaged.
+
+    A damaged one must not hide everything else that is measured.
+    """
     file = hardware_file()
-    price = from_yaml(file).price_per_device_hour if file.is_file() else None
+    try:
+        price = from_yaml(file).price_per_device_hour if file.is_file() else None
+    except LifecycleError:
+        return None
     return (price or 0.0) / SECONDS_PER_HOUR
 
 

@@ -208,7 +208,7 @@ def add_metrics(application: Any, password: str | None) -> None:
             return PlainTextResponse("the metrics ask for the servers' key\n", 401, headers=refused)
         try:
             return PlainTextResponse(metrics_text(), media_type=CONTENT_TYPE)
-        except LifecycleError as error:  # such as of a wrong hardware file
+        except LifecycleError as error:  # such as of damaged totals
             return PlainTextResponse(f"{error}\n", 500)
 
     application.add_route("/metrics", answer)

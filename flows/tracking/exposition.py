@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flows.ledger.home import home
-from flows.ledger.totals import Cursor, RecipeTotals, StageTotals, Totals, read_totals
+from flows.ledger.totals import Cursor, RecipeTotals, StageTotals, Totals, price_per_device_second, read_totals
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -64,6 +64,8 @@ def _home_families(totals: Totals) -> Iterator[Family]:
     yield Family("home_free_bytes", "Free disk space of the lifecycle home.", (), [((), disk.free)])
     yield Family("home_size_bytes", "Size of the lifecycle home's disk.", (), [((), disk.total)])
     yield Family("damaged_ledgers", "Ledgers that could not be read to their end.", (), [((), damaged)])
+    meaning = "1 while the hardware file cannot be read, so that nothing is added to prices."
+    yield Family("damaged_hardware_file", meaning, (), [((), float(price_per_device_second() is None))])
 
 
 def _recipe_families(totals: Totals, now_s: float) -> Iterator[Family]:

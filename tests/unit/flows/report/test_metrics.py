@@ -55,6 +55,20 @@ def test_a_night_and_a_failed_one_are_counted_with_their_price(night):
     assert value(found, "home_free_bytes") > 0
 
 
+def test_a_damaged_hardware_file_is_one_of_the_metrics_and_hides_no_other(night):
+    (home() / "hardware.yaml").write_text("like: [")
+    night.refresh()
+    found = samples()
+    assert value(found, "damaged_hardware_file") == 1
+    assert value(found, "device_seconds_total", **OF_SFT) == 20
+    assert value(found, "device_price_total", **OF_SFT) is None
+    (home() / "hardware.yaml").write_text("like: h200\nprice_per_device_hour: 3.6\n")
+    night.refresh()
+    found = samples()
+    assert value(found, "damaged_hardware_file") == 0
+    assert value(found, "device_price_total", **OF_SFT) == pytest.approx(0.02)
+
+
 def test_totals_of_a_ledger_that_grows_are_those_of_the_whole_one(night):
     """Fold a ledger after each of its events, with a line that is half written and one that a crash tore."""
     record = night.refresh()
