@@ -65,15 +65,15 @@ def _requested(request: Request) -> tuple[str, dict[str, os.stat_result]]:
         raise DownloadError(f"file://{path} is all of this machine; name the folder that is meant")
     try:
         if path.is_dir():
-            root, found = f"{path}/", _walk(path)
+            root, files = f"{path}/", _walk(path)
         else:
-            root, found = str(path).removesuffix(path.name), {path.name: path.stat()}
-            _check_readable_file(str(path), path, found[path.name])
+            root, files = str(path).removesuffix(path.name), {path.name: path.stat()}
+            _check_readable_file(str(path), path, files[path.name])
     except OSError as error:
         raise DownloadError(f"file://{path} cannot be read: {error}") from error
-    if not found:
+    if not files:
         raise DownloadError(f"file://{path} is an empty folder")
-    return root, {name: found[name] for name in select_files(request, sorted(found))}
+    return root, {name: files[name] for name in select_files(request, sorted(files))}
 
 
 def _exists(path: Path) -> bool:
