@@ -43,6 +43,7 @@ RUN_METRICS = {
     "num_tokens": "tokens of the documents",
     "num_target_tokens": "tokens that carry loss",
     "padding_fraction": "share of positions that are padding",
+    "export_difference": "mean |Δ log-probability| between the engine and Transformers with its export, in nats",
     "stage_time_s": "wall time of the stage, start and export included",
     "predicted_step_time_s": "the planner's step time for this layout on this hardware",
     "predicted_memory_gib": "the planner's peak memory of the process that needs most",

@@ -26,17 +26,20 @@ CHUNK_LOGITS = 2**25
 class StreamedModel:
     """Causal language model whose weights stay on disk and are read module by module in a forward pass."""
 
-    def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool) -> None:
-        """Open the model in `folder` without its weights; ModelError. scratch: for weights in unusable stored form."""
+    def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool, from_disk: bool = True) -> None:
+        """Open the model in `folder` without its weights; ModelError. scratch: for weights in unusable stored form.
+
+        from_disk: False for a small model, whose weights are loaded at once.
+        """
         scratch.mkdir(parents=True, exist_ok=True)
+        places = {"device_map": {"": "disk"}, "offload_folder": scratch} if from_disk else {}
         try:
             config = load_config(folder, trust_remote_code=trust_remote_code)
             self.causal_lm: Any = load_model(
                 folder,
                 head=head_of(config),
                 dtype=torch.float32,
-                device_map={"": "disk"},
-                offload_folder=scratch,
+                **places,
                 trust_remote_code=trust_remote_code,
             ).eval()
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:

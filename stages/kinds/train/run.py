@@ -29,6 +29,7 @@ from stages.kinds.train.batches import TrainingData
 from stages.kinds.train.check_model import InputModels, check_layout_on_device, check_lengths, check_model
 from stages.kinds.train.checkpoints import Checkpoints, check_free_disk
 from stages.kinds.train.config import TrainConfig
+from stages.kinds.train.exported import check_exported
 from stages.kinds.train.journal import Journal, plot_loss
 from stages.kinds.train.loop import TrainingRun, evaluation_metrics, train
 from stages.kinds.train.media import digest_of, numbers_of, write_list
@@ -115,6 +116,8 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
                     watchdog.begins("writing the model")
                     measured_at_end |= _write(training_run, data, context, models.start.folder)
     if is_main_process() and context.trial is None:
+        compute_dtype = str(engine.compute_dtype).removeprefix("torch.")
+        measured_at_end |= check_exported(config, context, models.start.folder, compute_dtype)
         _note_use(config, data, context.work / config.product)
         if not plot_loss(training_run.journal.rows, context.work / LOSS_PLOT):
             context.warn(f"Matplotlib is not installed here, so {LOSS_PLOT} was not drawn")
