@@ -119,6 +119,36 @@ def test_an_adapter_is_loaded_by_peft_and_merged(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("frozen", [("vision_tower",), ("vision_tower", "projector"), ("language_model",)])
+@pytest.mark.parametrize("family", SEE)
+def test_frozen_parts_stay_to_the_bit_and_all_others_learn(
+    family: str, frozen: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Every parameter is in one part; a part that learns changes wherever plain Transformers finds a gradient."""
+    folder = save_family(family, tmp_path / "base")
+    documents = Documents(folder)
+    batch, reference = documents.batch(), load_seeing(folder)
+    (-log_probabilities(reference, documents, batch).sum()).backward()
+    parts = parts_of(reference)
+    named = [name for one in parts.values() for name in one]
+    assert sorted(named) == sorted(name for name, _ in reference.named_parameters() if "audio" not in name)
+    media = MediaSettings(tuple(part for part in parts if part in frozen))
+    with one_process():
+        settings = EngineSettings(Layout(), "fp32", AdamSettings(0.0), media=media)
+        engine = FsdpEngine(ModelFacts(folder), settings, torch.device("cpu"))
+        for _ in range(2):
+            engine.train_step([batch], SftLoss(), LEARNING_RATE, None)
+        engine.export(tmp_path / "trained", torch.float32)
+        engine.close()
+    after = dict(load_seeing(tmp_path / "trained").named_parameters())
+    for part, before in parts.items():
+        changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+        learns = {name for name, one in before.items() if one.grad is not None and one.grad.norm() > 1e-6}
+        # Gemma 3's projector begins at 0, so that its tower learns from the second step on.
+        assert not changed if part in frozen else changed and learns <= changed
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", SEE)
 def test_recomputed_and_offloaded_trainings_have_the_same_losses(family: str, tmp_path: Path) -> None:
     folder = save_family(family, tmp_path)
