@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from stages.core.errors import ResourceError
+from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import (
     ALLOCATOR_VARIABLES,
     DEVICE_TYPES,
@@ -78,6 +80,9 @@ def of_device(device: torch.device) -> DeviceType:
 
 def device_of_this_process() -> torch.device:
     """Return this process's accelerator, chosen by local rank and made the current device; else the CPU."""
+    # As of matrix products, which torch computes in fp32 unless told otherwise: a tower's convolution of patches had
+    # three correct digits on GPUs, so that no real model that sees passed its checks there.
+    torch.backends.cudnn.allow_tf32 = False
     accelerator = type_at_hand()
     if accelerator.torch_type == "cpu":
         return torch.device("cpu")
@@ -97,6 +102,19 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of an accelerator, such as (9, 0); None if its kind has no such number."""
     module: Any = torch.get_device_module(device)
     return module.get_device_capability(device) if hasattr(module, "get_device_capability") else None
+
+
+def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return an elementwise function compiled, where the device's kernels can be: else the function itself."""
+    if device.type in ("cpu", "meta"):  # a CPU's operations find a bucket in its cache
+        return function
+    cannot = "compile" in of_device(device).lacks or capability_of(device) is None or missing_compiler(True)
+    return function if cannot else _compiled(function)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def check_precision(found: DeviceType, precision: str) -> None:

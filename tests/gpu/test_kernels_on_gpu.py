@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stages.adapters.quantized import Nf4Linear
 from stages.data.batch import IGNORED, target_positions
 from stages.engines import log_probabilities
 from stages.engines.attention import packed_attention
@@ -91,6 +92,13 @@ def test_a_step_of_adamw_in_bf16_equals_the_cpus() -> None:
     for here, there in zip(*results, strict=True):
         # The same random bits: but for the last bit in fp32, which rarely decides, the same numbers.
         assert (here.cpu() == there).double().mean() > 0.99
+
+
+def test_weights_in_four_bits_are_decoded_to_the_bits_of_a_cpu() -> None:
+    torch.manual_seed(0)
+    layer = Nf4Linear(nn.Linear(1024, 300).requires_grad_(False))
+    expected = layer.decoded(torch.bfloat16)
+    assert torch.equal(layer.to(DEVICE).decoded(torch.bfloat16).cpu(), expected)
 
 
 @pytest.mark.parametrize(("dtype", "error"), ERRORS)

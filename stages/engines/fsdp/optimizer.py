@@ -15,9 +15,8 @@ one, the 37 operations took more than half of a training step on an H100.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from itertools import accumulate, chain
 from types import MappingProxyType
@@ -32,8 +31,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from stages.adapters.config import AdapterConfig
 from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
-from stages.parallel.accelerator import capability_of, of_device
-from stages.parallel.compiler import missing_compiler
+from stages.parallel.accelerator import fused
 
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 2**25
 """Number of elements that the optimizer updates at a time, on the host and on an accelerator, of 44 temporary bytes.
@@ -175,19 +173,6 @@ def _buckets(pieces: Iterable[_ShardSlice], size: int) -> Iterator[list[_ShardSl
                 bucket, free = [], size
     if bucket:
         yield bucket
-
-
-def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return an elementwise function compiled, where the device's kernels can be: else the function itself."""
-    if device.type in ("cpu", "meta"):  # a CPU's operations find a bucket in its cache
-        return function
-    cannot = "compile" in of_device(device).lacks or capability_of(device) is None or missing_compiler(True)
-    return function if cannot else _compiled(function)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _move(

@@ -42,6 +42,13 @@ def test_a_weight_in_nf4_is_the_level_of_its_code_times_the_scale_of_its_block()
     assert torch.equal(layer.weight, (torch.tensor(NF4_LEVELS)[codes] * scales[..., None]).flatten(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_gpu_decodes_in_one_kernel_has_the_same_bits(dtype):
+    layer = Nf4Linear(make_layer(outlier=True))
+    at_once = quantized._nf4_weights(layer.codes, layer._scales(), torch.tensor(NF4_LEVELS), dtype)
+    assert torch.equal(at_once, layer.decoded(dtype))
+
+
 def test_an_outlier_harms_the_64_weights_beside_it_alone():
     layer = make_layer(outlier=True)
     elsewhere = (Nf4Linear(layer).weight - layer.weight)[:, 64:]

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from stages.parallel.accelerator import device_of_this_process
 from stages.parallel.devices import best_matmul_rate, data_sheet_peak, device_peak
 
 
@@ -93,3 +94,8 @@ def test_a_cpu_without_units_for_bf16_has_the_peak_of_the_way_it_takes_instead()
     of_fp32, of_bf16 = map(float, result.stdout.split())
     assert of_fp32 > 0.5  # measured twice, on a machine that others use
     assert of_bf16 > 0.5
+
+
+def test_convolutions_in_fp32_are_as_exact_as_matrix_products() -> None:
+    device_of_this_process()
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
