@@ -239,6 +239,17 @@ def frozen_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_bytes: int)
 
 
 @lru_cache(maxsize=256)
+def decoding_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_bytes: int) -> float:
+    """Return the bytes that decoding a layer's frozen 4- or 8-bit weights once reads and writes, on average."""
+    if not adapter.is_quantized:
+        return 0.0
+    linears = [one for layer in range(shape.num_layers) for one in linear_layers(shape, layer)]
+    frozen = [one for one in linears if not adapter.saves(one.name)]
+    written = compute_bytes * sum(one.inputs * one.outputs for one in frozen)
+    return (written + sum(_stored_bytes(one, adapter.base_precision, 0) for one in frozen)) / shape.num_layers
+
+
+@lru_cache(maxsize=256)
 def gathered_layer_bytes(shape: ModelShape, adapter: PlannedAdapter, compute_bytes: int) -> float:
     """Return the bytes of one whole layer with its adapter as FSDP gathers it; quantized weights stay packed."""
     # FSDP2 casts floating-point weights to the compute precision as it gathers them; packed bytes it leaves as they

@@ -66,6 +66,8 @@ class LayerWork:
     sequence_parallel: bool = False
     is_frozen: bool = False
     """True if the base is frozen: backward computes gradients only of activations and of adapters."""
+    decoded_bytes: float = 0.0
+    """Bytes that decoding the frozen 4- or 8-bit weights once, as each pass does, reads and writes."""
 
     @property
     def tokens(self) -> float:
@@ -317,7 +319,10 @@ def _unfused_attention(work: LayerWork, software: ProgramTraits, hardware: Hardw
 
 
 def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -> PassTimes:
-    """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotary and casts."""
+    """Return the seconds of norms and residuals (ten passes over hidden states), activations, rotary and casts.
+
+    Frozen weights in few bits are decoded once in each pass.
+    """
     shape = work.shape
     # Values per token. `whole` is repeated on every tensor-parallel rank without sequence parallelism, `split` never.
     whole = (10 * shape.hidden_size + 2 * shape.latent_width) / (work.tp if work.sequence_parallel else 1)
@@ -333,5 +338,5 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     if shape.kinds:
         whole, split = kept_values(shape, work.size), 0.0
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
-    forward_s = moved / memory_rate(hardware)
-    return PassTimes(forward_s, 2 * forward_s)
+    forward_s, decoding_s = moved / memory_rate(hardware), work.decoded_bytes / memory_rate(hardware)
+    return PassTimes(forward_s + decoding_s, 2 * forward_s + decoding_s)

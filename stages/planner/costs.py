@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from stages.models.shape import ModelShape
 from stages.parallel.layout import ENGINES, EngineName, Layout, RunConstraints
-from stages.planner.adapted import learning_parameters
+from stages.planner.adapted import decoding_bytes, learning_parameters
 from stages.planner.compute import LayerTime, LayerWork, PassTimes
 from stages.planner.hardware import Hardware
 from stages.planner.network import Traffic
@@ -51,7 +51,7 @@ class StepCase:
     @property
     def work(self) -> LayerWork:
         """Sizes of one layer's computation for one micro-batch (rows, parallel degrees, …), to predict its seconds."""
-        layout, workload = self.layout, self.workload
+        layout, workload, adapter = self.layout, self.workload, self.workload.adapter
         return LayerWork(
             self.shape,
             rows=layout.micro_batch_size,
@@ -62,7 +62,8 @@ class StepCase:
             ep=layout.ep,
             etp=layout.etp,
             sequence_parallel=layout.sequence_parallel,
-            is_frozen=workload.adapter is not None,
+            is_frozen=adapter is not None,
+            decoded_bytes=decoding_bytes(self.shape, adapter, workload.compute_bytes) if adapter else 0.0,
         )
 
     def trained(self, stage: PipelineStage) -> RankParameters:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
@@ -14,6 +15,7 @@ from stages.parallel.layout import Layout
 from stages.planner.adapted import (
     PlannedAdapter,
     adapted_flops,
+    decoding_bytes,
     frozen_bytes,
     gathered_layer_bytes,
     learning_parameters,
@@ -158,6 +160,18 @@ def test_fsdp_gathers_codes_as_they_are_and_weights_as_they_are_computed():
         sizes[precision] = gathered_layer_bytes(shape, adapter.for_planner, 2)
     assert sizes["bf16"] == sizes["fp32"]  # both in bf16
     assert sizes["nf4"] < sizes["int8"] < sizes["bf16"]
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+def test_decoding_reads_what_is_stored_and_writes_what_is_computed(precision):
+    adapter = AdapterConfig(rank=4, base_precision=precision)
+    model, shape = adapted_model("llama", ROTARY, adapter)
+    layer = model.model.layers[0]
+    written = sum(2 * one.base_layer.weight.numel() for one in layer.modules() if isinstance(one, LoraLayer))
+    store_base(model, precision, torch.bfloat16)
+    read = sum(one.numel() for one in layer.parameters() if one.dtype == torch.uint8)
+    assert decoding_bytes(shape, adapter.for_planner, 2) == written + read
+    assert decoding_bytes(shape, AdapterConfig(rank=4).for_planner, 2) == 0
 
 
 def test_stages_of_a_pipeline_hold_the_adapters_of_their_own_layers():
