@@ -80,7 +80,7 @@ def of_device(device: torch.device) -> DeviceType:
 
 def device_of_this_process() -> torch.device:
     """Return this process's accelerator, chosen by local rank and made the current device; else the CPU."""
-    # As of matrix products, which torch computes in fp32 unless told otherwise: a tower's convolution of patches had
+    # As of matrix products, which torch computes in fp32 by default: a tower's convolution of patches had
     # three correct digits on GPUs, so that no real model that sees passed its checks there.
     torch.backends.cudnn.allow_tf32 = False
     accelerator = type_at_hand()
