@@ -5,10 +5,10 @@ device; integers, such as the sizes of a picture's grid, keep their values, by w
 other.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from transformers import AttentionInterface
 from transformers.initialization import no_init_weights
 
 from stages.core.errors import ModelError
-from stages.models.layer_kinds import Attention
-from stages.models.layers import text_layers, transformer_layers
+from stages.models.layers import signature, text_layers, transformer_layers
 from stages.models.loading import build_model, class_with_head, load_image_processor
 from stages.models.parts import parts_of, tower_of
 from stages.models.tower import USUAL_SIZE, Tower, TowerBytes, num_patches, patch_side
@@ -38,7 +37,6 @@ class _TowerWalk(Walk):
 
     def __init__(self, num_layers: int, weights: set[int], constants: set[int]) -> None:
         super().__init__(num_layers, weights, constants, num_experts=0)
-        self.attention_products = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -53,14 +51,16 @@ class _TowerWalk(Walk):
             args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def attend(self, seen: Attention, num_pairs: int) -> None:
-        self.attention_products += num_pairs * seen.work.width
-
     @property
     def products(self) -> float:
         """Number of multiplications, those of attention included."""
-        seen = [*self.seen, self._outside]
-        return sum(one.weight_flops + one.state_flops for one in seen) / 2 + self.attention_products
+        seen = [*self.seen, self.outside]
+        return sum((one.weight_flops + one.state_flops) / 2 + one.attention_products for one in seen)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of all layers."""
+        return sum(one.input_bytes for one in self.seen)
 
     @property
     def kept_in_layers(self) -> float:
@@ -68,11 +68,11 @@ class _TowerWalk(Walk):
 
     @property
     def kept_outside(self) -> float:
-        return self._outside.kept_bytes
+        return self.outside.kept_bytes
 
     @property
     def weight_products(self) -> float:
-        return sum(one.weight_flops for one in (*self.seen, self._outside)) / 2
+        return sum(one.weight_flops for one in (*self.seen, self.outside)) / 2
 
 
 def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
@@ -132,6 +132,7 @@ class _Tower:
         self._tower, self._projector = ([*parts[name].values()] for name in ("vision_tower", "projector"))
         seeing = {*tower_of(model).modules()}
         self._layers = [layer for layer in transformer_layers(model) if layer in seeing]
+        self._marks = [repr(signature(layer)) for layer in self._layers]
         by_size = _pictures(model, folder)
         self._usual = by_size[USUAL_SIZE]
         self._pictures = [*by_size.values()]
@@ -141,12 +142,11 @@ class _Tower:
         per_patch, per_pair = _fitted(self._costs(self._pictures))
         # What grows with patches alone is measured with a picture of a usual size, as larger ones take long.
         usual = self._usual
-        inputs = sum(one.untyped_storage().nbytes() for one in self._layer_inputs(usual)) / usual.num_patches
         pixels = usual.features["pixel_values"]
         assert pixels is not None
         padded = [one for one in self._pictures if one.num_patches == usual.num_patches]
         of_projector = self._costs(padded, self._projector)[usual.num_patches] / usual.num_patches
-        kept = self._kept(usual, inputs)
+        kept = self._kept(usual)
         self._model.float()
         return Tower(
             num_layers=len(self._layers),
@@ -160,7 +160,7 @@ class _Tower:
             patch_values=pixels.numel() / usual.num_patches,
             picture_patches=usual.num_patches,
             kept_bf16=kept,
-            kept_fp32=self._kept(usual, 2 * inputs),
+            kept_fp32=self._kept(usual),
         )
 
     def _costs(self, pictures: Sequence[_Picture], weights: Sequence[Tensor] | None = None) -> dict[int, float]:
@@ -188,14 +188,14 @@ class _Tower:
         inside = {*ends, *(one for layer in text_layers(model) for one in layer.parameters())}
         return sum(one.numel() for one in model.parameters() if one not in inside)
 
-    def _kept(self, picture: _Picture, inputs: float) -> TowerBytes:
+    def _kept(self, picture: _Picture) -> TowerBytes:
         self._learn(tower=True, projector=True)
         whole = self._run(picture)
         self._learn(tower=False, projector=True)
         projector = self._run(picture)
         return TowerBytes(
             layers=whole.kept_in_layers / picture.num_patches,
-            inputs=inputs,
+            inputs=whole.input_bytes / picture.num_patches,
             results=self._results * next(iter(self._tower)).element_size(),
             outside=whole.kept_outside / picture.num_patches,
             projector=(projector.kept_in_layers + projector.kept_outside) / picture.num_patches,
@@ -213,24 +213,9 @@ class _Tower:
         constants = {one.untyped_storage()._cdata for one in (*self._model.parameters(), *self._model.buffers())}
         walk = _TowerWalk(len(self._layers), counted, constants)
         Walk.current = walk
-        with walk.watching(self._layers), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
+        with walk.watching(self._layers, self._marks), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
             self._call(picture)
         return walk
-
-    def _layer_inputs(self, picture: _Picture) -> list[Tensor]:
-        """Return what each of the tower's layers gets, in order."""
-        inputs: list[Tensor] = []
-
-        def note(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-            inputs.extend(one for one in (args or (*kwargs.values(),))[:1] if isinstance(one, Tensor))
-
-        walk = _TowerWalk(0, set(), set())
-        Walk.current = walk
-        with ExitStack() as stack, walk:
-            for layer in self._layers:
-                stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
-            self._call(picture)
-        return inputs
 
     def _call(self, picture: _Picture) -> None:
         dtype = next(self._model.parameters()).dtype
@@ -246,7 +231,7 @@ def _pictures(model: Any, folder: Path) -> dict[tuple[int, int], _Picture]:
     from PIL import Image
 
     processor, side = load_image_processor(model.config, folder), patch_side(model.config)
-    asked = signature(model.get_image_features).parameters
+    asked = inspect.signature(model.get_image_features).parameters
     # Such as Llama 4's, which its forward pass leaves open.
     unset = {name: None for name, one in asked.items() if one.default is Parameter.empty and one.kind in NAMED}
     by_size = {}

@@ -7,7 +7,7 @@ Transformers' own classes are built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -58,7 +58,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass
-class _Seen:
+class Seen:
     """Record of a walk for one layer: operations of its products, attention, bytes kept, inputs of linear layers."""
 
     weight_flops: float = 0.0
@@ -67,10 +67,25 @@ class _Seen:
     kept_bytes: float = 0.0
     largest_bytes: float = 0.0
     attention: list[Attention] = field(default_factory=list)
+    attention_products: float = 0.0
+    """Number of multiplications in attention that was replaced, those of masked pairs included."""
+    input_bytes: int = 0
     inputs: dict[str, int] = field(default_factory=dict)
     """Storage of the input of each linear layer that ran, by the layer's name."""
     kept_inputs: set[str] = field(default_factory=set)
     """Names of the linear layers whose input the backward pass needs."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Record of a layer that has run: what it did, its output, and which of its arguments and output autograd keeps."""
+
+    seen: Seen
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+    kept: list[bool]
 
 
 class Walk(TorchDispatchMode):
@@ -81,13 +96,14 @@ class Walk(TorchDispatchMode):
     def __init__(self, num_layers: int, weights: set[int], constants: set[int], num_experts: int) -> None:
         """Create a walk. weights, constants: storages of a model's parameters and buffers."""
         super().__init__()
-        self.seen = [_Seen() for _ in range(num_layers)]
-        self.outside = _Seen()
+        self.seen = [Seen() for _ in range(num_layers)]
+        self.outside = Seen()
         """Work before, between and after layers."""
         self._now = self.outside
         self._in_experts = False
         self._weights, self._num_experts = weights, num_experts
         self._kept: set[int] = set()
+        self._ran: dict[Any, _Ran] = {}
         self._not_counted = weights | constants
         self._alive: list[Any] = []
         """Storages that were met: a new one would get the number of one that is gone."""
@@ -122,22 +138,35 @@ class Walk(TorchDispatchMode):
     def attend(self, seen: Attention, num_pairs: int) -> None:
         """Record a call of attention. num_pairs: of queries and keys, masked ones included."""
         self._now.attention.append(seen)
+        self._now.attention_products += num_pairs * seen.work.width
 
     def pack(self, tensor: Any) -> Any:
         """Count a tensor that autograd keeps, unless its storage has been counted."""
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._kept | self._not_counted:
-                self._kept.add(storage._cdata)
-                self._alive.append(storage)
-                self._now.kept_bytes += storage.nbytes()
+        if isinstance(tensor, Tensor) and not self._is_kept(tensor):
+            self._keep(tensor)
+            self._now.kept_bytes += tensor.untyped_storage().nbytes()
         return tensor
 
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Return whether what a tensor holds is kept anyway: counted before, or a weight."""
+        number = tensor.untyped_storage()._cdata
+        return number in self._kept or number in self._not_counted
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._kept.add(tensor.untyped_storage()._cdata)
+        self._alive.append(tensor.untyped_storage())
+
     @contextmanager
-    def watching(self, layers: list[nn.Module]) -> Iterator[None]:
-        """Note which layer runs, its linear layers' inputs, and whether it is at its experts."""
+    def watching(self, layers: list[nn.Module], marks: list[str]) -> Iterator[None]:
+        """Note which layer runs, its linear layers' inputs, and whether it is at its experts.
+
+        A layer equal to one that has run, on equal inputs, does not: what that one did is counted again. marks: equal
+        for layers of the same modules and settings.
+        """
         with ExitStack() as stack:
-            for layer, seen in zip(layers, self.seen, strict=True):
+            for layer, mark, seen in zip(layers, marks, self.seen, strict=True):
+                layer.forward = self._once(layer, mark, seen)  # an attribute of the instance, before that of the class
+                stack.callback(delattr, layer, "forward")
                 stack.callback(layer.register_forward_pre_hook(self._entering(seen), with_kwargs=True).remove)
                 stack.callback(layer.register_forward_hook(self._leave).remove)
                 for name, module in layer.named_modules():
@@ -148,9 +177,11 @@ class Walk(TorchDispatchMode):
                         stack.callback(module.register_forward_pre_hook(self._noting_input(seen, name)).remove)
             yield
 
-    def _entering(self, seen: _Seen) -> Any:
+    def _entering(self, seen: Seen) -> Any:
         def enter(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._now = seen
+            first = next(iter(args or kwargs.values()), None)
+            seen.input_bytes = first.untyped_storage().nbytes() if isinstance(first, Tensor) else 0
             others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
             for one in tree_leaves((args[1:], others)):  # such as rotary angles, which all layers share
                 if isinstance(one, Tensor):
@@ -165,7 +196,7 @@ class Walk(TorchDispatchMode):
     def _at_experts(self, inside: bool) -> None:
         self._in_experts = inside
 
-    def _noting_input(self, seen: _Seen, name: str) -> Any:
+    def _noting_input(self, seen: Seen, name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
             if args and isinstance(args[0], Tensor):
                 storage = args[0].untyped_storage()
@@ -173,6 +204,37 @@ class Walk(TorchDispatchMode):
                 seen.inputs[name] = storage._cdata
 
         return note
+
+    def _once(self, layer: nn.Module, mark: str, seen: Seen) -> Callable[..., Any]:
+        forward = layer.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = tree_leaves((args, kwargs))
+            tensors = [one for one in given if isinstance(one, Tensor)]
+            key = (mark, *map(self._mark, given))
+            if (ran := self._ran.get(key)) is None:
+                output = forward(*args, **kwargs)
+                if isinstance(output, Tensor) and output.is_meta:
+                    kept = [self._is_kept(one) for one in (*tensors, output)]
+                    self._ran[key] = _Ran(seen, output.shape, output.stride(), output.dtype, output.requires_grad, kept)
+                return output
+            vars(seen).update(vars(ran.seen))
+            # A copy, since the result of a layer may be changed in place, which a leaf that learns may not.
+            made = torch.empty_strided(ran.shape, ran.stride, dtype=ran.dtype, device="meta", requires_grad=ran.learns)
+            output = made.clone()
+            for one, is_kept in zip((*tensors, output), ran.kept, strict=True):
+                if is_kept and not self._is_kept(one):
+                    self._keep(one)
+            return output
+
+        return run
+
+    def _mark(self, given: Any) -> Any:
+        """Return all about an argument of a layer that decides what the layer does with it."""
+        if not isinstance(given, Tensor):
+            return repr(given)
+        values = None if given.is_meta else tuple(given.flatten().tolist())
+        return given.shape, given.stride(), given.dtype, given.requires_grad, self._is_kept(given), values
 
     def finish(self) -> None:
         """Note which linear layers' inputs autograd has kept, once the forward pass is over."""
@@ -244,7 +306,9 @@ class _Model:
         self._parameters = _own_parameters(layers)
         types = getattr(self._text, "layer_types", None) or ()
         self._types = [types[number] if number < len(types) else None for number in range(len(layers))]
-        self._kinds = self._kinds_of(layers, lists)
+        sizes = [[tuple(one.shape) for one in own.values()] for own in self._parameters]
+        self._marks = [repr(mark) for mark in zip(map(signature, layers), self._types, sizes, lists, strict=True)]
+        self._kinds = _kinds(self._marks)
         self._num_parameters = sum(one.numel() for one in self._model.parameters())
         embedding, head = self._model.get_input_embeddings().weight, self._model.get_output_embeddings().weight
         self._embedding_size, self._is_tied = embedding.shape, head is embedding
@@ -288,15 +352,6 @@ class _Model:
             other_products=(long.outside.weight_flops - short.outside.weight_flops) / (2 * tokens),
         )
 
-    def _kinds_of(self, layers: list[nn.Module], lists: list[str]) -> list[tuple[int, ...]]:
-        """Return the numbers of the layers of each kind: of equal modules, settings, own parameters and type."""
-        sizes = [[tuple(one.shape) for one in own.values()] for own in self._parameters]
-        marks = [repr(mark) for mark in zip(map(signature, layers), self._types, sizes, lists, strict=True)]
-        kinds = [tuple(index for index, mark in enumerate(marks) if mark == kind) for kind in dict.fromkeys(marks)]
-        if len(kinds) > MOST_KINDS:
-            raise ModelError(f"the model has {len(kinds)} kinds of layers; the planner takes up to {MOST_KINDS}")
-        return kinds
-
     def _first(self, layers: list[nn.Module]) -> list[nn.Module]:
         """Cut the model after the layer that shows the last kind; return the layers that are left."""
         end = max(2, 1 + max(numbers[0] for numbers in self._kinds))
@@ -328,7 +383,8 @@ class _Model:
         decoder = decoder_of(self._model) if decoder is self._model else decoder
         hook = self._model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
         try:
-            with walk.watching(self._layers), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
+            marks = self._marks[: len(self._layers)]
+            with walk.watching(self._layers, marks), saved_tensors_hooks(walk.pack, lambda kept: kept), walk:
                 ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
                 decoder(input_ids=ids, use_cache=False)
         finally:
@@ -384,16 +440,24 @@ class _Model:
         return (Attention(heads, getattr(self._text, "num_key_value_heads", None) or heads, width, width),)
 
 
+def _kinds(marks: list[str]) -> list[tuple[int, ...]]:
+    """Return the numbers of the layers of each kind: of equal modules, settings, own parameters and type."""
+    kinds = [tuple(index for index, mark in enumerate(marks) if mark == kind) for kind in dict.fromkeys(marks)]
+    if len(kinds) > MOST_KINDS:
+        raise ModelError(f"the model has {len(kinds)} kinds of layers; the planner takes up to {MOST_KINDS}")
+    return kinds
+
+
 @dataclass(frozen=True)
 class _Measured:
     """Records of a layer from walks of `tokens` and of twice as many. wide: in fp32; frozen: nothing learns."""
 
     tokens: int
-    short: _Seen
-    long: _Seen
-    frozen: _Seen
-    wide: _Seen
-    wide_frozen: _Seen
+    short: Seen
+    long: Seen
+    frozen: Seen
+    wide: Seen
+    wide_frozen: Seen
 
     @property
     def expert_products(self) -> float:
@@ -415,7 +479,7 @@ class _Measured:
         """Number of multiplications per token in products without weights, except for each pair of tokens."""
         return self.long.state_flops / 2 / (2 * self.tokens) - self.pair_products * 2 * self.tokens
 
-    def kept(self, learning: _Seen, frozen: _Seen) -> KeptBytes:
+    def kept(self, learning: Seen, frozen: Seen) -> KeptBytes:
         by_scores = self._by_pairs(self.short.kept_bytes, self.long.kept_bytes) if self.pair_products else 0.0
         of_scores = by_scores * 2 * self.tokens
         trained, below = (max(0.0, one.kept_bytes / (2 * self.tokens) - of_scores) for one in (learning, frozen))
