@@ -107,13 +107,6 @@ CONFIGS = {
             "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
         }, 1.03e12, f"github.com/AI-Hypercomputer/maxtext: kimi-k2-1t.yml; {_COUNTED} (1.03 T)",
     ),
-    "llama4 scout": PublishedConfig(
-        {"model_type": "llama4_text"}, 107.77e9, f"Transformers' Llama4TextConfig; {_COUNTED} (107.77 B)"
-    ),
-    "llama4 maverick": PublishedConfig(
-        {"model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2}, 400.71e9,
-        f"github.com/AI-Hypercomputer/maxtext: llama4-17b-128e.yml; {_COUNTED} (400.71 B)",
-    ),
     "lfm2 1.2b": PublishedConfig(
         _sizes("lfm2", 16, 2048, 32, 8) | {
             "block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "vocab_size": 65536

@@ -38,9 +38,18 @@ def _text(family: str, layers: int, hidden: int, heads: int, kv_heads: int) -> d
     }  # fmt: skip
 
 
+def _llama4(**text: int) -> dict[str, Any]:
+    tower = {
+        "hidden_size": 1408, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
+        "image_size": 336, "patch_size": 14, "vision_output_dim": 4096,
+    }  # fmt: skip
+    return {"model_type": "llama4", "text_config": {"model_type": "llama4_text", **text}, "vision_config": tower}
+
+
 _LARGE = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 _SMALL = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
 _TITAN = "github.com/pytorch/torchtitan experiments/qwen3_vl/__init__.py"
+_LLAMA4 = "Transformers' Llama4TextConfig; github.com/AI-Hypercomputer/maxtext: configs/models/llama4-17b-"
 _GEMMA3 = "github.com/AI-Hypercomputer/maxtext hf_model_configs.py, Transformers' Gemma3Config (vocabulary); keras-hub"
 _GEMMA3 += " gemma3_presets.py"
 
@@ -55,6 +64,11 @@ SEEING = {
     "qwen3 vl 8b": PublishedConfig(
         _qwen3_vl(_text("", 36, 4096, 32, 8) | {"intermediate_size": 12288}, _LARGE), 8_767_123_696,
         f"{_TITAN}; huggingface.co/Qwen/Qwen3-VL-8B-Instruct (8.77B)",
+    ),
+    "llama4 scout": PublishedConfig(_llama4(), 109e9, f"{_LLAMA4}16e.yml; hackmd.io/@Ibi/Sy7i4gMRkx (109B)"),
+    "llama4 maverick": PublishedConfig(
+        _llama4(num_local_experts=128, interleave_moe_layer_step=2), 400e9,
+        f"{_LLAMA4}128e.yml; hackmd.io/@Ibi/Sy7i4gMRkx (400B)",
     ),
     "gemma3 4b": PublishedConfig(_gemma3(34, 2560, 8, 4, 256), 4_300_079_472, _GEMMA3),
     "gemma3 12b": PublishedConfig(_gemma3(48, 3840, 16, 8, 256), 12_187_079_280, _GEMMA3),

@@ -18,7 +18,7 @@ from stages.models import walked
 from stages.models.facts import ROTARY_FAMILIES, ModelFacts
 from stages.models.shape import LatentAttention, ModelShape
 from stages.models.transformers_flops import model_flops
-from stages.models.walk import walk
+from stages.models.walk import Walk, walk
 from stages.models.walk_answer import answer
 from stages.parallel.engines.megatron import MegatronRules
 from stages.parallel.layout import Layout
@@ -160,6 +160,14 @@ def test_layers_have_kinds_with_windows_of_their_own():
     assert [(one.width, one.window_tokens) for one in shape.flops().attention] == [(width, 4), (width, None)]
     assert ModelShape.from_json(shape.to_json()) == shape
     assert hash(ModelShape.from_json(shape.to_json())) == hash(shape)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_next"])
+def test_a_layer_counts_as_an_equal_one_that_was_walked(family, monkeypatch):
+    config = tiny_config(family)
+    found = walk(config)
+    monkeypatch.setattr(Walk, "_once", lambda self, layer, *_: layer.forward)
+    assert walk(config) == found
 
 
 def test_a_walk_runs_apart_once_for_each_config(tmp_path, monkeypatch):
