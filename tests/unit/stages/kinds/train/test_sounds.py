@@ -17,9 +17,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from flows.cli.data_views import caption, data_page
 from stages.core.errors import DataError, ModelError
+from stages.data import look
+from stages.data.config import DataConfig
 from stages.engines.fsdp.parts import parts_of
 from stages.kinds.train import run as training
+from stages.models.facts import ModelFacts
 from tests.train_stage import make_config, make_context
 from tests.unit.stages.data.media.conftest import byte_tokenizer, sound
 from tests.zoo.models import tiny_model
@@ -198,6 +202,23 @@ def test_sounds_inside_of_rows_are_those_of_files(tmp_path, inputs, how, monkeyp
     assert losses[0] == pytest.approx(
         loss_of_transformers(inputs["base"] / "model", inputs["base"] / "model"), abs=1e-5
     )
+
+
+def test_data_are_shown_with_the_seconds_and_tokens_of_their_sounds(tmp_path, inputs):
+    write_rows(inputs["rows"] / "data", "completion")
+    config = DataConfig(dataset="rows", sequence_length=320)
+    folders, model = {"rows": inputs["rows"]}, ModelFacts(inputs["base"] / "model")
+    options = {"rows": "examples", "visits": lambda _: look.Visits([0]), "cache": tmp_path, "scratch": tmp_path}
+    shown = look.look_at(folders, config, model, **options)
+    found = [caption(one) for row in shown.rows for document in row.documents for one in document.pictures]
+    assert sorted(found) == [
+        "a.wav: 1.0 seconds, 25 tokens",
+        "b.flac: 0.6 seconds, 15 tokens",
+        "c.ogg: 1.5 seconds, 37 tokens",
+        "d.mp3: 0.5 seconds, 12 tokens",
+    ]
+    page = data_page(shown, "data")
+    assert "1.5 seconds" in page and "<img" not in page
 
 
 def cut(kind, **options):
