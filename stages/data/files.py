@@ -19,7 +19,7 @@ import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -108,7 +108,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
     These are `SPLIT.jsonl`, shards `SPLIT-00000-of-00002.parquet`, all in a folder `SPLIT/`, any of these in `data/`,
     or else names like `SPLIT_part1.jsonl`; for `train` also the only file there is.
     """
-    there = [path for path in _all_files(folder) if format_suffix(path) in READERS and path.name not in METADATA]
+    there = [path for path in _all_files(folder, of_rows=True) if path.name not in METADATA]
     paths = _matching(there, folder, split) or (there if split == "train" and len(there) == 1 else [])
     if not paths:
         raise DataError(
@@ -246,23 +246,43 @@ def _matching(there: list[Path], folder: Path, split: str) -> list[Path]:
     return []
 
 
-def _all_files(folder: Path) -> list[Path]:
-    """Return a dataset folder's files, not hidden ones; DataError for dangling links, FIFOs, names not in UTF-8."""
-    paths = [
-        path
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir()
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    for path in paths:
-        if NOT_TEXT.search(str(path)):
-            raise DataError(f"the name of the file {os.fsencode(path)!r} is not UTF-8; rename it")
-        if not path.is_file() and (format_suffix(path) in READERS or path.is_dir()):
-            raise DataError(
-                f"looking for data in {folder}, {name_of(path, folder)} is {_kind_of(path)}; expected a file; remove "
-                "it, or put a copy of the file there"
-            )
-    return sorted(path for path in paths if path.is_file())
+def _all_files(folder: Path, *, of_rows: bool = False) -> list[Path]:
+    """Return a dataset folder's files, not hidden ones; DataError for dangling links, FIFOs, names not in UTF-8.
+
+    of_rows: only those whose names say that they hold rows; beside them may lie 100,000 pictures, which get no Path.
+    """
+    paths, folders = [], [str(folder)] if folder.is_dir() else []
+    while folders:
+        with suppress(PermissionError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.path.isascii() and NOT_TEXT.search(entry.path):
+                    raise DataError(f"the name of the file {os.fsencode(entry.path)!r} is not UTF-8; rename it")
+                elif _is_file(entry):
+                    if not of_rows or holds_rows(entry.name):
+                        paths.append(Path(entry.path))
+                elif Path(entry.path).is_dir() or holds_rows(entry.name):
+                    path = Path(entry.path)
+                    raise DataError(
+                        f"looking for data in {folder}, {name_of(path, folder)} is {_kind_of(path)}; expected a file; "
+                        "remove it, or put a copy of the file there"
+                    )
+    return sorted(paths)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # of a link to itself
+        return False
+
+
+def holds_rows(name: str) -> bool:
+    """Return whether a file of this name holds rows; fast for pictures, of which there may be 100,000."""
+    return MAY_HOLD_ROWS.search(name) is not None and format_suffix(Path(name)) in READERS
 
 
 def _kind_of(path: Path) -> str:
@@ -487,3 +507,4 @@ READERS: dict[str, Callable[[FilePart], Iterator[Row | BadRow]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
+MAY_HOLD_ROWS = re.compile("|".join(map(re.escape, READERS)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
-from stages.data.files import READERS, RowLocation, format_suffix
+from stages.data.files import RowLocation, holds_rows
 from stages.data.media import images, sounds, videos
 from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
 from stages.data.media.images import PictureError, as_data_address, decode_picture, inspect_picture
@@ -66,7 +66,7 @@ class MediaFolder:
                 for entry in entries:
                     if entry.is_dir():
                         folders.append((f"{prefix}{entry.name}/", entry.path))
-                    elif not _holds_rows(entry.name):
+                    elif not holds_rows(entry.name):
                         status = entry.stat()
                         listing.append((prefix + entry.name, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(json.dumps(sorted(listing)).encode()).hexdigest()
@@ -196,11 +196,6 @@ class MediaFolder:
             f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
             "or beside the data file (a download fetches pictures with `media: true`)"
         )
-
-
-def _holds_rows(name: str) -> bool:
-    """Return whether a file of this name holds rows; fast for pictures, of which there may be 100,000."""
-    return any(suffix in name for suffix in READERS) and format_suffix(Path(name)) in READERS
 
 
 def _path_of(kind: MediaKind, source: object) -> str:
