@@ -23,9 +23,11 @@ from transformers import AttentionInterface
 from stages.core.errors import ModelError
 from stages.data.batch import ModelInputs
 from stages.engines.attention_kernels import AttentionOptions, attend, prepare
+from stages.engines.context import TokenSlice
 from stages.engines.documents import PackedDocuments, pad_documents, unpad_documents
 from stages.engines.media import Blocks, block_numbers, position_arguments
 from stages.engines.mixers import mixing
+from stages.engines.rotary import rotating_part
 
 PACKED_DOCUMENTS = "packed_documents"
 
@@ -35,20 +37,33 @@ def register_packed_attention() -> None:
     AttentionInterface.register(PACKED_DOCUMENTS, packed_attention)
 
 
-def hidden_states(decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False, blocks: Blocks = None) -> Tensor:
+def hidden_states(
+    decoder: Any,
+    inputs: ModelInputs,
+    *,
+    is_compiled: bool = False,
+    blocks: Blocks = None,
+    part: TokenSlice | None = None,
+) -> Tensor:
     """Return the last hidden states [rows, sequence, width] of a headless model, each document by itself.
 
-    `decoder` was built with the `attn_implementation` that the probe chose. is_compiled: its layers are.
+    `decoder` was built with the `attn_implementation` that the probe chose. is_compiled: its layers are. part: tokens
+    of this process, [1, tokens, width], where others compute the rest.
     """
-    output, in_rows = _run(decoder, inputs, is_compiled, blocks)
+    output, in_rows = _run(decoder, inputs, is_compiled, blocks, part)
     return in_rows(output[0])
 
 
 def hidden_states_and_router_logits(
-    decoder: Any, inputs: ModelInputs, *, is_compiled: bool = False, blocks: Blocks = None
+    decoder: Any,
+    inputs: ModelInputs,
+    *,
+    is_compiled: bool = False,
+    blocks: Blocks = None,
+    part: TokenSlice | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return last hidden states and each mixture layer's router logits [rows, sequence, experts]."""
-    output, in_rows = _run(decoder, inputs, is_compiled, blocks, output_router_logits=True)
+    output, in_rows = _run(decoder, inputs, is_compiled, blocks, part, output_router_logits=True)
     return in_rows(output[0]), [in_rows(logits) for logits in output.router_logits]
 
 
@@ -74,12 +89,18 @@ def rows_of_layers(decoder: Any, inputs: ModelInputs) -> tuple[Callable[[Tensor]
 
 
 def _run(
-    decoder: Any, inputs: ModelInputs, is_compiled: bool, blocks: Blocks, **options: Any
+    decoder: Any, inputs: ModelInputs, is_compiled: bool, blocks: Blocks, part: TokenSlice | None, **options: Any
 ) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Run the decoder on a batch; return its output, and a function that reshapes its states to the batch's rows."""
+    options["use_cache"] = False
+    if part:
+        own = part.of_inputs(inputs)
+        options |= {"documents": part.documents, "position_ids": own.position_ids}
+        with rotating_part(part.positions(inputs), slice(part.start, part.end)):
+            output = decoder(input_ids=own.input_ids, **options)
+        return output, lambda states: states.reshape(1, part.size, -1)
     device, shape = inputs.input_ids.device, inputs.input_ids.shape
     text = decoder.config.get_text_config()
-    options["use_cache"] = False
     to_layers, to_batch = rows_of_layers(decoder, inputs)
     if inputs.media:
         options |= inputs.media.features
@@ -130,5 +151,8 @@ def packed_attention(
     if sliding_window is None and documents.in_full_layers:
         documents = documents.in_full_layers
     options = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
-    output = attend(queries, keys, values, documents, options)
+    if documents.slice:
+        output = documents.slice.attend(queries, keys, values, options)
+    else:
+        output = attend(queries, keys, values, documents, options)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None

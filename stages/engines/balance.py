@@ -51,12 +51,18 @@ def row_balance(
     return num_experts * ((choices * summed).sum(1) / num_tokens.clamp(min=1)).sum()
 
 
-def balance_of_logits(logits: Tensor, rows: Tensor, experts_per_token: int) -> Tensor:
+def balance_of_logits(
+    logits: Tensor,
+    rows: Tensor,
+    experts_per_token: int,
+    num_rows: int,
+    add_up: Callable[[Tensor], Tensor] = lambda counts: counts,
+) -> Tensor:
     """Return a layer's load-balancing loss, summed over rows, of logits [rows, sequence, experts].
 
-    rows: row of each token, int64 [rows, sequence], negative in padding.
+    rows: row of each token, int64 [rows, sequence], negative in padding. add_up: as in `row_balance`.
     """
     probabilities = logits.flatten(0, 1).float().softmax(1)  # [tokens, experts]
     chosen = probabilities.topk(experts_per_token).indices
     is_chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, chosen, True)
-    return row_balance(probabilities, is_chosen, rows.flatten(), len(rows))
+    return row_balance(probabilities, is_chosen, rows.flatten(), num_rows, add_up)

@@ -7,6 +7,7 @@ a long one would be rotated as if it were long; here each document gets the angl
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ LENGTH_FIELDS = ("max_position_embeddings", "original_max_position_embeddings")
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of rotary angles, each [rows, sequence, width]."""
 
+_whole: ContextVar[tuple[Tensor, slice] | None] = ContextVar("whole", default=None)
+
 
 def rotate_by_document(decoder: nn.Module) -> None:
     """Make length-dependent rotary embeddings rotate each document, which begins where a position is 0, as if alone."""
@@ -32,6 +35,16 @@ def rotate_by_document(decoder: nn.Module) -> None:
 def rotates_by_document_length(decoder: nn.Module) -> bool:
     """Return whether the decoder's rotary angles depend on a text's length, or on other texts in the batch."""
     return bool(_length_dependent(decoder))
+
+
+@contextmanager
+def rotating_part(position_ids: Tensor, part: slice) -> Iterator[None]:
+    """Let rows in this context be a part of longer ones, [rows, sequence], by whose documents angles are computed."""
+    token = _whole.set((position_ids, part))
+    try:
+        yield
+    finally:
+        _whole.reset(token)
 
 
 @contextmanager
@@ -73,7 +86,8 @@ def _by_document(
     forward: Callable[..., Angles], like: Tensor, position_ids: Tensor, *kind: Any, **kinds: Any
 ) -> Angles:
     """Return rotary angles for `position_ids` [rows, sequence], by each document's own length. kind: of the layers."""
-    positions = position_ids.flatten()
+    whole = _whole.get()
+    positions = (whole[0] if whole else position_ids).flatten()
     starts = (positions == 0).nonzero().squeeze(1)
     # starts [0, 3] of 5 positions -> lengths [3, 2]
     lengths = torch.diff(starts, append=starts.new_tensor([len(positions)]))
@@ -87,5 +101,7 @@ def _by_document(
             cosines, sines = (angles.new_empty(len(positions), angles.shape[-1]) for angles in found)
         tokens = (lengths_by_token == length).nonzero().squeeze(1)  # of all documents of this length
         cosines[tokens], sines[tokens] = (angles[0, positions[tokens]] for angles in found)
+    if whole:
+        cosines, sines = cosines[whole[1]], sines[whole[1]]
     # [rows × sequence, width] → [rows, sequence, width]
     return cosines.view(*position_ids.shape, -1), sines.view(*position_ids.shape, -1)

@@ -17,8 +17,8 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 class Layout(StrictModel):
     """Parallel degrees and memory choices of a training stage; they change speed and memory, not the result.
 
-    `dp_shard` processes share parameters, gradients and Adam's state (FSDP2) or Adam's state alone (Megatron's
-    distributed optimizer, over `cp` processes as well); `dp_replicate` such groups work side by side.
+    `dp_shard` × `cp` processes share parameters, gradients and Adam's state (FSDP2) or Adam's state alone (Megatron's
+    distributed optimizer); `dp_replicate` such groups work side by side.
     """
 
     dp_replicate: PositiveInt = Field(
@@ -35,9 +35,7 @@ class Layout(StrictModel):
     vpp: PositiveInt = Field(
         1, description="Interleaved pipeline: number of model chunks of each pipeline stage (megatron)."
     )
-    cp: PositiveInt = Field(
-        1, description="Context parallelism: processes that share the tokens of a sequence (megatron)."
-    )
+    cp: PositiveInt = Field(1, description="Context parallelism: processes that share the tokens of a sequence.")
     ep: PositiveInt = Field(
         1,
         description="Expert parallelism: processes that share experts, within data and context parallelism (megatron).",

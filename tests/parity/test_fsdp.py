@@ -50,14 +50,18 @@ LAYOUTS = {
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
         "activations-offloaded": {"dp_shard": 2, "recompute": "offload"},
         "split": {"tp": 2},
+        "sliced": {"cp": 2, "micro_batch_size": 1, "recompute": "full"},
         "split-accumulated": {"tp": 2, "micro_batch_size": 1, "recompute": "full"},
     },
     4: {
         "sharded": {"dp_shard": 4, "micro_batch_size": 1},
         "hybrid": {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1},
         "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1},
+        "split-sliced": {"cp": 2, "tp": 2},
     },
 }
+RESHARDED = (("split", "sharded"), ("sharded", "sliced"), ("sliced", "split"))
+"""Names of layouts of two processes that write a checkpoint, and of those that go on from it."""
 ACCUMULATED = ("accumulated", "accumulated-sharded")
 """Names of the two layouts that accumulate gradients over micro-batches, in unsharded and in sharded form."""
 MODELS = ("qwen3", "untied", "moe", "gpt2", "stateful", "balanced", "frozen")
@@ -207,8 +211,10 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
             config = {**make_config(layouts["split"]), "moe": MOE.get(model, {})}
             cases[f"{model}-split"] = {"model": str(models / model), "config": config}
             others[f"{model}-split"] = model
-        # Written by processes that split matrices, read by such as shard rows, and the other way round.
-        for writer, reader in (("split", "sharded"), ("sharded", "split")):
+        cases["balanced-sliced"] = {**cases["balanced"], "config": {**make_config({"cp": 2}), "moe": MOE["balanced"]}}
+        others["balanced-sliced"] = "balanced"
+        # Written by processes that split matrices or tokens, read by such as shard rows, and the other way round.
+        for writer, reader in RESHARDED:
             checkpoint = [1, str(output / f"checkpoint-{writer}")]
             cases[f"saved-{writer}"] = {**cases[f"qwen3-{writer}"], "save": checkpoint}
             cases[f"resumed-{reader}"] = {**cases[f"qwen3-{reader}"], "resume": checkpoint}
@@ -270,9 +276,9 @@ def test_activations_come_back_from_the_host_as_they_left(trained):
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
-def test_checkpoints_go_on_with_split_matrices_or_with_shards(trained, plain):
-    for name in ("resumed-sharded", "resumed-split"):
-        found = json.loads((trained[0] / f"{name}.json").read_text())
+def test_checkpoints_go_on_with_split_matrices_or_tokens_or_with_shards(trained, plain):
+    for _, reader in RESHARDED:
+        found = json.loads((trained[0] / f"resumed-{reader}.json").read_text())
         assert found["losses"] == pytest.approx(plain["qwen3"][0][1:], rel=2e-6)
         assert found["grad_norms"] == pytest.approx(plain["qwen3"][1][1:], rel=1e-5)
 

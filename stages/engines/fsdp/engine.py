@@ -39,7 +39,7 @@ from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
 from stages.engines.fsdp.mtp import add_mtp, num_targets, one_ahead
 from stages.engines.fsdp.optimizer import build_optimizer, convert_to_bf16, decayed_parameters, full_tensor, local_of
-from stages.engines.fsdp.parallelize import data_group, device_mesh, parallelize
+from stages.engines.fsdp.parallelize import batch_groups, check_slices, device_mesh, parallelize
 from stages.engines.fsdp.parts import freeze_parts, learning_rate_ratios
 from stages.engines.fsdp.score import with_score_head
 from stages.engines.fsdp.shards import check_sharded, check_split, drop_weights, read_shards
@@ -85,15 +85,15 @@ class FsdpEngine:
         self.device = device
         self.num_devices = dist.get_world_size()
         self.data_parallel_size = settings.layout.data_parallel_size
-        # The processes of `tp` are neighbours.
-        self.data_rank = dist.get_rank() // settings.layout.tp
+        # The processes of `tp` are neighbours, and so are those groups of them that share tokens.
+        self.data_rank = dist.get_rank() // (settings.layout.tp * settings.layout.cp)
         self.compute_dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
         float8 = float8_config(settings.fp8_recipe) if settings.precision == "fp8" else None
         self._moe = settings.moe
         self._balances_experts = settings.moe.aux_loss_coefficient > 0
         self._accumulates_sharded = settings.layout.accumulate == "sharded"
         self._mesh = device_mesh(settings.layout, device)
-        self._data_group = data_group(self._mesh)
+        self._data_group, self._context_group = batch_groups(settings.layout, device)
         # The model is built whole, changed (adapter, head, precision), and sharded last: each change below looks at
         # modules and parameters as Transformers has them, and FSDP2 replaces both.
         self._model, files = self._start_model(settings.adapter, settings.media.kinds if settings.media else ())
@@ -295,16 +295,18 @@ class FsdpEngine:
         """
         trusts = self._trust_remote_code
         if adapter and adapter.starts_from_weights:
-            reads = self.data_rank == 0
-            return load_model(self._folder, reads_weights=reads, trust_remote_code=trusts, sees=sees), None
+            return load_model(self._folder, reads_weights=is_main_process(), trust_remote_code=trusts, sees=sees), None
         return find_weights(self._folder, trust_remote_code=trusts, sees=sees)
 
     def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
+        check_slices(self._model, layout)
         # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.
         twin = deepcopy(self._model) if files else None  # compared in fp32
         if twin and hasattr(twin.causal_lm, ATTRIBUTE):
             delattr(twin.causal_lm, ATTRIBUTE)  # Transformers has none to compare with
         copies = (deepcopy(twin), deepcopy(twin)) if twin and layout.tp > 1 else None
+        for model in (self._model, twin) if twin else (self._model,):
+            model.context_group = self._context_group
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if files and twin:

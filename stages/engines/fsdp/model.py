@@ -7,6 +7,7 @@ model is sharded (`shards.py`).
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import Batch
 from stages.engines.attention import hidden_states, hidden_states_and_router_logits
 from stages.engines.balance import balance_of_logits
+from stages.engines.context import TokenSlice
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.drawn import DrawnDocuments, drawn_documents, without_pictures
 from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, probe
 from stages.engines.fsdp.sources import ModelFiles
-from stages.engines.fsdp.tensor_parallel import summed_gradients
+from stages.engines.fsdp.tensor_parallel import summed, summed_gradients
 from stages.engines.log_probabilities import (
     OutputHead,
     greedy_tokens,
@@ -66,6 +68,8 @@ class TargetLogProbabilities(nn.Module):
         self.is_compiled = False
         self.vocabulary_group: dist.ProcessGroup | None = None
         """Processes over which the head's entries are split, where they are."""
+        self.context_group: dist.ProcessGroup | None = None
+        """Processes over which a micro-batch's tokens are split, where they are."""
         rotate_by_document(decoder_of(causal_lm))
         mix_by_document(text_layers(causal_lm), verdict.mixers)
 
@@ -90,7 +94,8 @@ class TargetLogProbabilities(nn.Module):
                 output = self.causal_lm(**given, use_cache=False)
             return self.of_logits(output.logits, batch)
         decoder = decoder_of(self.causal_lm, sees=self.drawn is not None)
-        options: dict[str, Any] = {"is_compiled": self.is_compiled, "blocks": self.verdict.blocks}
+        part = self._part_of(batch)
+        options: dict[str, Any] = {"is_compiled": self.is_compiled, "blocks": self.verdict.blocks, "part": part}
         logits: list[Tensor] = []
         absent = without_pictures(self.causal_lm, self.drawn, batch)
         with absent, call_of_layer(self.causal_lm) if ahead else nullcontext() as call:
@@ -100,10 +105,7 @@ class TargetLogProbabilities(nn.Module):
                 hidden = hidden_states(decoder, batch.inputs, **options)
         outputs = [self.of_hidden(hidden, batch, **wanted)]
         if balances_experts:
-            rows = batch.documents.token_rows
-            # a scalar for each mixture layer
-            layers = [balance_of_logits(one, rows, self.causal_lm.num_experts_per_tok) for one in logits]
-            outputs.append(torch.stack(layers).mean())
+            outputs.append(self._balance(logits, batch))
         if ahead and call:
             outputs.append(self.of_hidden(hidden_ahead(self.causal_lm, hidden, ahead, call), ahead))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -117,21 +119,40 @@ class TargetLogProbabilities(nn.Module):
         if hidden.device.type == "cpu":
             # Activations are at their most here, and the logits come on top.
             give_back_freed_memory(KEPT_BYTES)
-        module, signal = self.causal_lm.get_output_embeddings(), batch.signal
+        module, signal, part = self.causal_lm.get_output_embeddings(), batch.signal, self._part_of(batch)
         transform = tempered(self.transform, signal.temperature)
         weight, bias = module.weight, getattr(module, "bias", None)
         if group := self.vocabulary_group:
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             hidden = summed_gradients(hidden, group)
         head = OutputHead(weight, bias, transform, group=group, compiles=self.is_compiled)
-        if greedy:
-            return greedy_tokens(hidden, head, signal.targets, signal.target_positions)
-        if num_likeliest:
-            return likeliest_tokens(hidden, head, signal.targets, signal.target_positions, number=num_likeliest)
         # Without candidates no dimension of them: FSDP2 hangs its backward hooks on the output, and cannot rely on them
         # when that is a view.
-        wanted = signal.targets if signal.candidates is None else signal.wanted
-        return token_log_probabilities(hidden, head, wanted, signal.target_positions)
+        whole = signal.targets if signal.candidates is None else signal.wanted
+        wanted, positions = part.wanted(signal) if part else (whole, signal.target_positions)
+        if greedy:
+            values = greedy_tokens(hidden, head, wanted, positions)
+        elif num_likeliest:
+            values = likeliest_tokens(hidden, head, wanted, positions, number=num_likeliest)
+        else:
+            values = token_log_probabilities(hidden, head, wanted, positions)
+        return part.gathered(values, signal.targets.shape) if part else values
+
+    def _part_of(self, batch: Batch) -> TokenSlice | None:
+        """Return the tokens that this process computes, where others compute the rest of a batch."""
+        if self.context_group is None:
+            return None
+        return TokenSlice(self.context_group, batch.documents.lengths, batch.inputs.input_ids.device)
+
+    def _balance(self, logits: list[Tensor], batch: Batch) -> Tensor:
+        """Return the loss that balances experts of mixture layers with these logits: summed over rows, their mean."""
+        rows, per_token, group = batch.documents.token_rows, self.causal_lm.num_experts_per_tok, self.context_group
+        num_rows, part = len(rows), self._part_of(batch)
+        if part is None or group is None:
+            return torch.stack([balance_of_logits(one, rows, per_token, num_rows) for one in logits]).mean()
+        own, add_up = part.of(rows, -1), partial(summed, group=group)
+        layers = [balance_of_logits(one, own, per_token, num_rows, add_up) for one in logits]
+        return summed(torch.stack(layers).mean(), group)
 
     def of_logits(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the log-probabilities of one document's target tokens from its logits [1, tokens, vocabulary]."""

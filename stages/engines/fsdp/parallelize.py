@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from stages.core.errors import ModelError
 from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
@@ -77,24 +78,46 @@ COSTLY_OPERATIONS = {
 
 
 def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all processes: [dp_shard], before it [dp_replicate], and after it [tp], where they are > 1."""
-    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    """Return the mesh of all processes: [dp_shard], before it [dp_replicate], and after it [tp], where they are > 1.
+
+    Those of `cp` share parameters, too: the mesh's `dp_shard` counts them.
+    """
+    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.optimizer_shards, "tp": layout.tp}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh over which global batches are shared, and parameters sharded by FSDP2."""
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh over which parameters are sharded by FSDP2."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
-def data_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the processes that share global batches with this one; None: all processes."""
-    part = data_parallel(mesh)
-    if part is mesh:
-        return None
-    return part.get_group() if part.ndim == 1 else part._flatten("data").get_group()
+def batch_groups(layout: Layout, device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the processes that share global batches with this one, and those that share its tokens.
+
+    None for the former: all processes; for the latter: no other.
+    """
+    if layout.cp * layout.tp == 1:
+        return None, None
+    sizes = layout.data_parallel_size, layout.cp, layout.tp
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "cp", "tp"))
+    return mesh.get_group("data"), mesh.get_group("cp") if layout.cp > 1 else None
+
+
+def check_slices(model: TargetLogProbabilities, layout: Layout) -> None:
+    """Raise ModelError if the layout shares tokens between processes, and a model needs them all on one."""
+    verdict, name = model.verdict, type(model.causal_lm).__name__
+    if layout.cp == 1 or (verdict.packs and not verdict.mixers):
+        return
+    if verdict.mixers:
+        why = f"{' and '.join(sorted(one.__name__ for one in verdict.mixers))} of {name} carry a state along the tokens"
+    else:
+        why = f"documents of {name} train as rows of their own"
+    raise ModelError(
+        f"layout: cp {layout.cp} shares the tokens of a document, but {why}; set `cp: 1`, and `dp_shard: "
+        f"{layout.optimizer_shards}`"
+    )
 
 
 def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -191,7 +214,7 @@ def apply_fsdp(
     Modules that the architecture keeps in fp32 are sharded apart, since a group is computed in one dtype.
     """
     options: dict[str, Any] = {
-        "mesh": data_parallel(mesh),
+        "mesh": sharding_mesh(mesh),
         "offload_policy": CPUOffloadPolicy(pin_memory=of_device(torch.device(mesh.device_type)).pins_host_memory)
         if layout.cpu_offload
         else OffloadPolicy(),

@@ -135,6 +135,11 @@ def summed_gradients(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumGradients.apply(hidden, group)
 
 
+def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of values over processes, each of which gets its gradient whole."""
+    return _Sum.apply(values, group)
+
+
 def is_split(tensor: Tensor, dimension: str = "tp") -> bool:
     """Return whether each process along a dimension of the mesh has a part of a tensor of its own."""
     if not isinstance(tensor, DTensor):

@@ -52,7 +52,9 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
     if model.folder:
         yield from check_model_folder(ModelFacts(model.folder))
     rules = RULES[config.engine]
-    if rules.builds_from_shape or config.layout.tp > 1:  # else any model fits, and none has to be walked
+    if (
+        rules.builds_from_shape or config.layout.tp * config.layout.cp > 1
+    ):  # else any model fits, and none has to be walked
         shape = rules.shape_of(facts)
         errors = [*rules.model_errors(config.layout, shape)]
         if gpu_type:

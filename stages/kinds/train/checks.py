@@ -234,7 +234,7 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
             "`layout.compile` does not go with `data.packing: false`, whose rows have lengths of their own: layers "
             "would be compiled again for each; remove either"
         )
-    if isinstance(config.layout, Layout) and config.layout.tp > 1 and not RULES[engine].has("splits_all"):
+    if isinstance(config.layout, Layout) and not RULES[engine].has("splits_all"):
         yield from _split_errors(config)
     if config.moe.freeze_router and config.adapter:
         yield (
@@ -254,22 +254,27 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
 
 
 def _split_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the options with which an engine that splits whole models alone over `tp` does not train them."""
+    """Yield the options with which an engine that splits models over `tp` or `cp` not with all does not train them."""
     optimizer, default = config.optimizer, OptimizerConfig()
     low = [f"optimizer.{name}" for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
-    options = {
-        "adapter": config.adapter is not None,
-        "layout.cpu_offload": config.layout.cpu_offload,
+    both = {
         "precision: fp8": config.precision == "fp8",
         "mtp_loss_weight": config.mtp_loss_weight > 0,
         f"method: {config.method}": config.learning.needs_score_head,
-        **dict.fromkeys(low, True),
     }
-    if found := [f"`{name}`" for name, is_used in options.items() if is_used]:
-        yield (
-            f"`layout.tp: {config.layout.tp}` with `engine: {config.engine}` does not go with "
-            f"{', nor with '.join(found)}; set `tp: 1`, or remove what it does not go with"
-        )
+    of_tp = {"adapter": config.adapter is not None, "layout.cpu_offload": config.layout.cpu_offload}
+    options = {
+        "tp": {**of_tp, **both, **dict.fromkeys(low, True)},
+        "cp": {"layout.compile": config.layout.compile, **both},
+    }
+    for degree, of_degree in options.items():
+        size: int = getattr(config.layout, degree)
+        found = [f"`{name}`" for name, is_used in of_degree.items() if is_used]
+        if size > 1 and found:
+            yield (
+                f"`layout.{degree}: {size}` with `engine: {config.engine}` does not go with "
+                f"{', nor with '.join(found)}; set `{degree}: 1`, or remove what it does not go with"
+            )
 
 
 def _mtp_errors(config: TrainFields) -> Iterator[str]:
@@ -314,6 +319,7 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
         untried.append("`adapter.init: eva`, whose start is measured on text")
     options = {
         f"layout.tp: {config.layout.tp}": config.layout.tp > 1,
+        f"layout.cp: {config.layout.cp}": config.layout.cp > 1,
         "precision: fp8": config.precision == "fp8",
         f"optimizer: {config.optimizer.name}": config.optimizer.name != "adamw",
     }

@@ -1,12 +1,13 @@
-"""Rules about what the FSDP2 engine supports: every recipe option and model, tensor parallelism of whole models."""
+"""Rules about what the FSDP2 engine supports: every recipe option and model, shared matrices and shared tokens."""
 
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import EngineRules, Feature
-from stages.parallel.layout import Layout
+from stages.parallel.layout import Layout, RunConstraints
 
 INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
@@ -16,26 +17,22 @@ class FsdpRules(EngineRules):
 
     name = "fsdp"
     factors = ("dp_replicate", "dp_shard")
-    own_fields = ("tp", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
+    own_fields = ("tp", "cp", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
 
     lacks: ClassVar[Mapping[Feature, str]] = {"splits_all": ""}
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
-        if layout.tp == 1:
-            return
-        attention = [one for kind in shape.kinds for one in kind.attention]
-        heads = {one.num_heads for one in attention} or {shape.num_heads}
-        kv_heads = {one.num_kv_heads for one in attention} or {shape.num_kv_heads}
-        sizes = [
-            *((number, "attention heads") for number in sorted(heads)),
-            *((number, "key/value heads") for number in sorted(kv_heads)),
-            (shape.vocab_size, "entries of the vocabulary"),
-        ]
-        if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
-            divides = next(tp for tp in range(layout.tp, 0, -1) if not any(number % tp for number, _ in sizes))
+        yield from _split_errors(layout, shape) if layout.tp > 1 else ()
+        yield from _slice_errors(layout, shape) if layout.cp > 1 else ()
+
+    def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
+        # Of one process: those that `tp` has left.
+        heads = {number // layout.tp for number in _heads(shape)}
+        if left := [str(number) for number in sorted(heads) if number % layout.cp]:
+            divides = math.gcd(layout.cp, *heads)
             yield (
-                f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}; the nearest that does: "
-                f"tp {divides}"
+                f"layout: cp {layout.cp} does not divide the {' and '.join(left)} attention heads of a process, so "
+                f"that each gathers keys and values of all tokens; one that divides them: cp {divides}"
             )
 
     def missing_package(self, precision: str) -> str | None:
@@ -44,4 +41,35 @@ class FsdpRules(EngineRules):
         return (
             "`precision: fp8` with `engine: fsdp` multiplies by torchao, which is not installed here; install it "
             f"(`{INSTALLATION}`), or say `precision: bf16`"
+        )
+
+
+def _heads(shape: ModelShape) -> set[int]:
+    """Return the numbers of attention heads that layers have."""
+    return {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
+
+
+def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """Yield why the model's matrices cannot be split over `tp` processes."""
+    kv_heads = {one.num_kv_heads for kind in shape.kinds for one in kind.attention} or {shape.num_kv_heads}
+    sizes = [
+        *((number, "attention heads") for number in sorted(_heads(shape))),
+        *((number, "key/value heads") for number in sorted(kv_heads)),
+        (shape.vocab_size, "entries of the vocabulary"),
+    ]
+    if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
+        divides = next(tp for tp in range(layout.tp, 0, -1) if not any(number % tp for number, _ in sizes))
+        yield (
+            f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}; the nearest that does: "
+            f"tp {divides}"
+        )
+
+
+def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """Yield why `cp` processes cannot share the model's tokens: something but attention runs along them."""
+    if stateful := [kind for kind in shape.kinds if not kind.attention]:
+        layers = ", ".join(str(layer) for layer in sorted(layer for kind in stateful for layer in kind.layers)[:5])
+        yield (
+            f"layout: cp {layout.cp} shares the tokens of a document, but layers of {shape.family} ({layers}) carry "
+            f"a state along them; set `cp: 1`, and `dp_shard: {layout.optimizer_shards}`"
         )

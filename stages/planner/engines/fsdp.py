@@ -37,7 +37,7 @@ class FsdpCosts(EngineCosts):
         layout, workload = case.layout, case.workload
         if layout.cpu_offload:
             return 0.0, 0.0, 0.0
-        adapter, shards, size = workload.adapter, layout.dp_shard, workload.state_bytes
+        adapter, shards, size = workload.adapter, layout.optimizer_shards, workload.state_bytes
         if adapter is None:
             held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
             learning = self.optimizer_parameters(case.trained(stage), layout)

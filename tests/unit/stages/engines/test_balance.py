@@ -49,7 +49,7 @@ def test_each_row_gives_what_transformers_gives_it_alone_without_its_padding() -
     logits = torch.randn(3, 10, NUM_EXPERTS, generator=generator, requires_grad=True)
     lengths = [10, 7, 0]
     rows = torch.where(torch.arange(10) < torch.tensor(lengths)[:, None], torch.arange(3)[:, None], -1)
-    found = balance_of_logits(logits, rows, EXPERTS_PER_TOKEN)
+    found = balance_of_logits(logits, rows, EXPERTS_PER_TOKEN, len(rows))
     expected = sum(
         length * load_balancing_loss_func((logits[row, :length],), NUM_EXPERTS, EXPERTS_PER_TOKEN)
         for row, length in enumerate(lengths)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.models.layer_kinds import KeptBytes, LayerKind
 from stages.models.shape import ModelShape
 from stages.parallel.engines.megatron import bubble_fraction
 from stages.parallel.engines.registry import RULES
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[4]
 DENSE = ModelShape(
     num_layers=12, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=768, vocab_size=1000
 )
+STATEFUL = LayerKind((0,), "layers", 0, 1, 0, 0, 0, 1.0, 1.0, (), (), (), KeptBytes(0, 0), KeptBytes(0, 0))
 MIXTURE = replace(DENSE, family="qwen3_moe", num_experts=6, experts_per_token=2, expert_ffn_size=128)
 
 
@@ -36,6 +38,7 @@ LEGAL = [
     {"shape": MIXTURE, "dp_shard": 2, "ep": 2},
     {"shape": MIXTURE, "tp": 2, "sequence_parallel": True, "etp": 2, "cp": 2, "ep": 2},
     {"engine": "fsdp", "dp_shard": 4, "dp_replicate": 2, "compile": True, "cpu_offload": True},
+    {"engine": "fsdp", "cp": 4, "tp": 2, "dp_shard": 2},
 ]
 
 
@@ -87,6 +90,10 @@ ILLEGAL = [
         ["tp 3 does not divide the model's", "key/value heads", "the nearest that does: tp "],
     ),
     ({"engine": "fsdp", "tp": 2, "ep": 2}, ["ep 2", "`engine: megatron`", "the engine is fsdp"]),
+    (
+        {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
+        ["cp 2", "layers of lfm2 (0) carry a state", "set `cp: 1`, and `dp_shard: 4`"],
+    ),
 ]
 
 
@@ -106,6 +113,7 @@ UNWISE = [
     ({"pp": 5}, ["12 layers", "pp 5 × vpp 1 = 5", "2, others 3"]),
     ({"tp": 8}, ["tp 8", "4 key/value heads", "by 2 processes"]),
     ({"sequence_parallel": True}, ["sequence_parallel", "tp 1"]),
+    ({"engine": "fsdp", "cp": 6}, ["cp 6 does not divide the 8 attention heads of a process", "divides them: cp 2"]),
 ]
 
 
