@@ -141,6 +141,9 @@ class Signal:
     temperature: float = 1.0
     """Temperature of sampling, by which logits are divided to match the sampled distribution."""
 
+    own_positions: torch.Tensor | None = None
+    """Indices of those with loss among the tokens of this process, int64 [targets], where others compute the rest."""
+
     @cached_property
     def target_positions(self) -> torch.Tensor:
         """Indices of the positions with loss in the flattened rows, int64 [targets].

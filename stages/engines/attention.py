@@ -151,8 +151,8 @@ def packed_attention(
     if sliding_window is None and documents.in_full_layers:
         documents = documents.in_full_layers
     options = AttentionOptions(scaling, dropout, sliding_window, softcap, s_aux)
-    if documents.slice:
-        output = documents.slice.attend(queries, keys, values, options)
+    if documents.attend:
+        output = documents.attend(queries, keys, values, options)
     else:
         output = attend(queries, keys, values, documents, options)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None

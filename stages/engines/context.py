@@ -57,7 +57,7 @@ class TokenSlice:
     def documents(self) -> PackedDocuments:
         """Documents of all processes' tokens, of which padding is the last."""
         documents = PackedDocuments((*self.lengths, *([self.num_padding] * (self.num_padding > 0))), self.device)
-        documents.slice = self
+        documents.attend = self.attend
         return documents
 
     @cached_property
@@ -91,10 +91,13 @@ class TokenSlice:
 
         The latter are indices among this process's tokens, int64 [targets].
         """
-        positions = signal.target_positions - self.start
-        # An accelerator is waited for: how many there are depends on the data.
-        positions = positions[(positions >= 0) & (positions < self.size)]
+        positions = self.own_positions(signal) if signal.own_positions is None else signal.own_positions
         return self.of(signal.targets if signal.candidates is None else signal.wanted, IGNORED), positions
+
+    def own_positions(self, signal: Signal) -> Tensor:
+        """Return the indices of those with loss among this process's tokens, int64 [targets]; an accelerator waits."""
+        positions = signal.target_positions - self.start
+        return positions[(positions >= 0) & (positions < self.size)]
 
     def gathered(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the values of all processes' tokens, from [1, tokens, …], as those of rows, [rows, sequence, …].

@@ -5,19 +5,14 @@ Documents of similar length form a bucket, in which they are padded to one lengt
 backward pass adds up gradients one index at a time, although no slot has two tokens.)
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-
-if TYPE_CHECKING:
-    from stages.engines.context import TokenSlice
 
 LEAST_FILL = 0.8
 """Smallest ratio of shortest to longest document in a bucket; larger: less padding, but more kernel calls."""
@@ -115,8 +110,8 @@ class PackedDocuments:
         self.queries = queries
         self.in_full_layers: PackedDocuments | None = None
         """Documents without blocks, for layers without a window, where blocks are for those with one (Gemma 4)."""
-        self.slice: TokenSlice | None = None
-        """Tokens of this process, where others compute the rest and attention exchanges heads for them."""
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
+        """Attention with other processes that have tokens of these documents, of queries, keys, values and options."""
         self._visible: dict[int | None, VisibleKeys] = {}
 
     @cached_property

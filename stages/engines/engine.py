@@ -41,6 +41,8 @@ class Engine(Protocol):
 
     data_rank: int
     """Index of the share of each global batch that this process computes, equal where processes split one model."""
+    token_rank: int
+    """Index of the tokens of a global batch that this process computes, equal where processes split matrices."""
     data_parallel_size: int
     """Number of shares into which data parallelism splits a global batch."""
     num_devices: int

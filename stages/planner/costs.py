@@ -155,6 +155,8 @@ class EngineCosts(ABC):
     """True if an adapter of experts is merged into their weights before use; False if its output is added to theirs."""
     skips_frozen_start: ClassVar[bool]
     """True if layers before the first trainable one keep no activations; else the embedding's output has a gradient."""
+    exchanges_heads: ClassVar[bool] = False
+    """True if `cp` exchanges heads for tokens around attention; False if keys and values are passed around."""
     more_with_batch: ClassVar[bool]
     """True if a larger micro-batch never takes less memory, so that a search can stop at the first misfit."""
 

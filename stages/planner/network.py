@@ -33,7 +33,7 @@ class Traffic:
     They are those of the whole tensors, of which a rank sends or receives all but its share.
     """
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "message"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "message"]
     group: Group
     num_bytes: float
 

@@ -157,9 +157,13 @@ def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffi
         ]
     else:
         traffic = [Traffic("all-reduce", tensor, reductions * states)]
-    keys = layers * layout.cp * _key_bytes(case)
-    # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
-    traffic += [Traffic("all-gather", context, 2 * keys), Traffic("reduce-scatter", context, keys)]
+    if case.engine.exchanges_heads:
+        passes = 2 + layout.recomputes
+        traffic += [Traffic("all-to-all", context, layers * passes * sum(_exchanged_bytes(case)))]
+    else:
+        keys = layers * layout.cp * _key_bytes(case)
+        # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
+        traffic += [Traffic("all-gather", context, 2 * keys), Traffic("reduce-scatter", context, keys)]
     neighbours = 2 - (stage.index == 0) - (stage.index == layout.pp - 1)
     sent = case.micro_batches * layout.vpp * neighbours * states / layout.tp
     return [*traffic, Traffic("message", network.pipeline_group(layout), sent)]
@@ -299,10 +303,17 @@ def _tensor_parallel(case: TimedCase) -> PassTimes:
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
-    """Return a layer's exposed seconds of context-parallel rings: keys and values forward, gradients backward."""
+    """Return a layer's exposed seconds of context-parallel rings: keys and values forward, gradients backward.
+
+    Heads that are exchanged for tokens instead are waited for.
+    """
     cp = case.layout.cp
     if cp == 1:
         return PassTimes(0.0, 0.0)
+    if case.engine.exchanges_heads:
+        group = network.context_group(case.layout)
+        exchange_s = sum(network.gather_s(case.hardware, group, one) for one in _exchanged_bytes(case))
+        return PassTimes(exchange_s, exchange_s)
     message = _key_bytes(case)
     reach = case.layout.tp * cp
     # The ring's longest hop sets its pace: from the last rank back to the first, (cp - 1) × tp ranks away.
@@ -319,6 +330,21 @@ def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
 def _key_bytes(case: StepCase) -> float:
     """Return the bytes of a layer's keys and values of one micro-batch on one process rank."""
     return 2 * case.tokens * case.shape.kv_width / case.layout.tp * case.workload.compute_bytes
+
+
+def _exchanged_bytes(case: StepCase) -> tuple[float, float, float, float]:
+    """Return the bytes of queries, keys, values and results of a layer, whose heads a rank exchanges for tokens."""
+    shape, layout = case.shape, case.layout
+    size = case.tokens * case.workload.compute_bytes / layout.tp
+    heads = shape.num_kv_heads / layout.tp
+    # Each head of keys is copied until the heads divide.
+    copies = layout.cp / math.gcd(layout.cp, round(heads)) if heads == round(heads) else 1
+    return (
+        size * shape.query_width,
+        size * copies * shape.kv_width,
+        size * copies * shape.kv_width,
+        size * shape.query_width,
+    )
 
 
 def _expert_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stages.data import batch
 from stages.engines import attention_kernels, log_probabilities
+from stages.engines.context import TokenSlice
 from stages.engines.fsdp import engine, model, offload, parallelize, shards
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
@@ -165,6 +166,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (engine, "deepcopy", lambda one: one),  # of the model, for that
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
     (batch, "target_positions", _real(batch.target_positions)),  # on the host
+    (TokenSlice, "own_positions", _real(TokenSlice.own_positions)),
     (SftLoss, "counts", _real(SftLoss.counts)),
     (attention_kernels, "_compiled_flex", lambda: _flex_attention),
     (torch, "compile", partial(torch.compile, backend=_run_graphs())),

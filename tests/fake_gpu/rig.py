@@ -38,6 +38,7 @@ KINDS = {
     "reduce_scatter": "reduce-scatter",
     "reduce_scatter_tensor_coalesced": "reduce-scatter",
     "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
     "send": "message",
 }
 """The planner's name of each kind of collective; what is received is what another rank sends."""
@@ -250,6 +251,9 @@ CASES = {
     "head and embedding of one weight": Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "full"}),
     "short rows": Case("qwen3-8b", {"dp_shard": 8}, sequence_length=256),
     "1,024 ranks": Case("llama3-70b", {"dp_shard": 1024}, num_layers=1),
+    "tokens": Case("qwen3-8b", {"dp_shard": 4, "cp": 2}, sequence_length=8192),
+    "tokens, full": Case("qwen3-8b", {"cp": 8, "recompute": "full"}, sequence_length=65536),
+    "tokens, 1,024 ranks": Case("llama3-70b", {"dp_shard": 64, "cp": 16}, num_layers=1, sequence_length=65536),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
         "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4

@@ -56,7 +56,7 @@ METHODS |= {name: {"method": "sft", "grpo": options} for name, options in GRPO.i
 ADAPTER = {"rank": 4, "alpha": 8}
 LAYOUTS = {
     ("fsdp", 1): [{"micro_batch_size": 2}],
-    ("fsdp", 2): [{"dp_shard": 2}],
+    ("fsdp", 2): [{"dp_shard": 2}, {"cp": 2, "micro_batch_size": 2}],
     ("megatron", 2): [{"tp": 2, "micro_batch_size": 2}, {"pp": 2}],
 }
 
@@ -70,7 +70,12 @@ ALL: list[Chosen] = [
     for number in range(len(layouts))
     for adapter in (False, True)
 ]
-FEW = pairwise(ALL, lambda one: {"layout": (*one[:2], one[3]), "method": one[2], "adapter": one[4]})
+SLICED = "fsdp", 2, 1
+"""Layout of which `make test` has two methods, as of Megatron's `cp`."""
+FEW = pairwise(
+    [one for one in ALL if (*one[:2], one[3]) != SLICED],
+    lambda one: {"layout": (*one[:2], one[3]), "method": one[2], "adapter": one[4]},
+)
 
 
 def test_every_method_is_here():
@@ -168,7 +173,7 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
         if one[:2] == (engine, processes) and (one in FEW) == (chosen == "few")
         for _, _, name, number, adapter in [one]
     }
-    if engine == "megatron" and chosen == "few":
+    if processes == 2 and chosen == "few":
         split = {"cp": 2, "micro_batch_size": 2}
         cases |= {f"{name}-cp": train_config(engine, split, METHODS[name], False) for name in ("distill-top", "grpo")}
     folders = {name: str(folder / name) for name in ("data", "model", "teacher")}

@@ -1,11 +1,13 @@
-"""Families of the zoo whose matrices are split over `tp` by Transformers' plans learn what plain Transformers does."""
+"""Families of the zoo whose matrices or tokens are split over processes learn what plain Transformers does."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.parity.ranks import Ranks
 from tests.parity.test_fsdp import make_config, make_data, train_plainly
@@ -18,24 +20,40 @@ SPLIT = (
     "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "qwen3_5_text",
 )  # fmt: skip
 """Sliding windows, soft caps, norms of heads, tied and fused matrices, experts, latent attention, states."""
-LAYOUTS = {2: {"tp": 2, "micro_batch_size": 2}, 4: {"dp_shard": 2, "tp": 2, "micro_batch_size": 1}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp": {"tp": 2, "micro_batch_size": 2},
+    "tp, dp": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1},
+    "cp": {"cp": 2, "micro_batch_size": 2},
+    "cp of four": {"cp": 4, "micro_batch_size": 1},
+    "cp, dp": {"dp_shard": 2, "cp": 2, "micro_batch_size": 1},
+    "cp, tp": {"cp": 2, "tp": 2, "micro_batch_size": 2},
+}
+STATEFUL = {"qwen3_5_text": "Qwen3_5GatedDeltaNet", "lfm2": "Lfm2ShortConv", "falcon_h1": "FalconH1Mixer"}
+"""Modules that carry a state along the tokens, by family."""
+CASES = [
+    *((family, name) for family in SPLIT for name in LAYOUTS if "cp" not in name or family not in STATEFUL),
+    *(("gpt_oss", name) for name in LAYOUTS if "cp" in name and "tp" not in name),  # sinks, and no plan
+    *(("deepseek_v2", "cp"), ("llama", "cp of four")),
+]
 
 
-@pytest.mark.parametrize("processes", LAYOUTS)
-@pytest.mark.parametrize("family", SPLIT)
-def test_a_family_with_split_matrices_learns_what_plain_transformers_does(
-    family: str, processes: int, fsdp_ranks: Ranks, tmp_path: Path
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_a_family_in_parts_learns_what_plain_transformers_does(
+    family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     tiny_model(family, initializer_range=0.05).save_pretrained(tmp_path / family)
-    data = make_data(3)
+    data = make_data(5)
     losses, grad_norms, model = train_plainly(tmp_path / family, data)
-    found = _train(family, LAYOUTS[processes], data, fsdp_ranks, tmp_path)
+    found = _train(family, LAYOUTS[name], data, fsdp_ranks, tmp_path)
     assert found["losses"] == pytest.approx(losses, rel=2e-6)
     assert found["grad_norms"] == pytest.approx(grad_norms, rel=1e-4)
     gradients = load_file(tmp_path / f"{family}.gradients.safetensors")
-    for name, gradient in model.first_gradients.items():
-        assert (gradients[name] - gradient).abs().max() < 1e-4 * gradient.abs().max() + 1e-8, name
+    for weight, gradient in model.first_gradients.items():
+        assert (gradients[weight] - gradient).abs().max() < 1e-4 * gradient.abs().max() + 1e-8, weight
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / family, dtype=torch.float32).state_dict()
+    for weight, value in model.state_dict().items():
+        assert (exported[weight] - value).abs().max() < 5e-6, weight
 
 
 def test_a_plan_that_lacks_a_sum_is_refused(fsdp_ranks: Ranks, tmp_path: Path) -> None:
@@ -43,14 +61,21 @@ def test_a_plan_that_lacks_a_sum_is_refused(fsdp_ranks: Ranks, tmp_path: Path) -
     torch.manual_seed(0)
     tiny_model("nemotron").save_pretrained(tmp_path / "nemotron")
     with pytest.raises(RuntimeError, match="has no plan of tensor parallelism in Transformers; set `tp: 1`"):
-        _train("nemotron", LAYOUTS[2], make_data(1), fsdp_ranks, tmp_path)
+        _train("nemotron", LAYOUTS["tp"], make_data(1), fsdp_ranks, tmp_path)
     tiny_model("qwen3").save_pretrained(tmp_path / "qwen3")
     with pytest.raises(RuntimeError, match=r"the gradient of model.layers.\d.self_attn.[qk]_norm.weight by"):
-        _train("qwen3", LAYOUTS[2], make_data(1), fsdp_ranks, tmp_path, "tests.parity.lost_sum_program")
+        _train("qwen3", LAYOUTS["tp"], make_data(1), fsdp_ranks, tmp_path, "tests.parity.lost_sum_program")
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_state_along_the_tokens_is_refused_by_name(family: str, fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / family)
+    with pytest.raises(RuntimeError, match=rf"{STATEFUL[family]} .* carry a state .*; set `cp: 1`, and `dp_shard: 2`"):
+        _train(family, LAYOUTS["cp"], make_data(1), fsdp_ranks, tmp_path)
 
 
 def test_the_zoo_has_the_families() -> None:
-    assert set(SPLIT) <= set(FAMILIES)
+    assert {*SPLIT, *STATEFUL} <= set(FAMILIES)
 
 
 def _train(
@@ -66,6 +91,7 @@ def _train(
         json.dumps({"data": data, "cases": {family: case}, "output": str(folder / "out")})
     )
     (folder / "out").mkdir(exist_ok=True)
-    ranks.run(program, layout["tp"] * layout.get("dp_shard", 1), folder / "spec.json", log=folder / "log.txt")
+    processes = math.prod(layout.get(name, 1) for name in ("dp_shard", "cp", "tp"))
+    ranks.run(program, processes, folder / "spec.json", log=folder / "log.txt")
     (folder / "out" / f"{family}.gradients.safetensors").rename(folder / f"{family}.gradients.safetensors")
     return json.loads((folder / "out" / f"{family}.json").read_text())

@@ -24,6 +24,7 @@ from stages.core.contract import is_main_process
 from stages.core.errors import ModelError
 from stages.data.batch import Batch
 from stages.engines.balance import METRIC, num_tokens
+from stages.engines.context import TokenSlice
 from stages.engines.engine import LossMeans, StepOutcome, free_memory
 from stages.engines.export import (
     ScoreHead,
@@ -82,11 +83,11 @@ class FsdpEngine:
         self._source, self._folder = model, model.folder
         self._trust_remote_code = settings.trust_remote_code
         self._start = start
-        self.device = device
-        self.num_devices = dist.get_world_size()
+        self.device, self.num_devices = device, dist.get_world_size()
         self.data_parallel_size = settings.layout.data_parallel_size
         # The processes of `tp` are neighbours, and so are those groups of them that share tokens.
-        self.data_rank = dist.get_rank() // (settings.layout.tp * settings.layout.cp)
+        self.token_rank = dist.get_rank() // settings.layout.tp
+        self.data_rank = self.token_rank // settings.layout.cp
         self.compute_dtype = torch.float32 if settings.precision == "fp32" else torch.bfloat16
         float8 = float8_config(settings.fp8_recipe) if settings.precision == "fp8" else None
         self._moe = settings.moe
@@ -163,7 +164,7 @@ class FsdpEngine:
             # Without it gradients stay whole on every process until the last micro-batch, which reduces the sum.
             self._model.set_requires_gradient_sync(is_last or self._accumulates_sharded)
             self._model.set_requires_all_reduce(is_last)  # replicas only need to agree on the sum
-            on_device = batch.to(self.device)
+            on_device = self._moved(batch)
             following = ahead[index].to(self.device) if ahead else None
             output = self._model(on_device, balances_experts=self._balances_experts, ahead=following)
             log_probabilities, *others = output if isinstance(output, tuple) else (output,)
@@ -201,23 +202,23 @@ class FsdpEngine:
         totals = totals_of(loss, batches, self._over_shares)
         added_up: list[Tensor] = []
         for batch in batches:
-            on_device = batch.to(self.device)
+            on_device = self._moved(batch)
             added_up.append(stacked(loss(self._forward_only(on_device), on_device.signal, totals)))
         return LossMeans(*means(self._all_reduce(torch.stack(added_up).sum(0)).tolist(), loss))
 
     def document_log_probabilities(self, batch: Batch) -> Tensor:
-        on_device = batch.to(self.device)
+        on_device = self._moved(batch)
         return on_device.signal.log_probabilities(self._forward_only(on_device)).cpu()
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
-        return self._forward_only(batch.to(self.device)).cpu()
+        return self._forward_only(self._moved(batch)).cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        on_device = batch.to(self.device)
+        on_device = self._moved(batch)
         return self._forward_only(on_device).cpu(), self._forward_only(on_device, greedy=True).cpu()
 
     def likeliest_tokens(self, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-        tokens, values = self._forward_only(batch.to(self.device), num_likeliest=number).cpu().unbind(2)
+        tokens, values = self._forward_only(self._moved(batch), num_likeliest=number).cpu().unbind(2)
         return tokens.long(), values
 
     def sum_over_data(self, values: Tensor) -> Tensor:
@@ -357,6 +358,13 @@ class FsdpEngine:
         if start and not self._merged:
             load_trained_adapter(causal_lm, start)
         return added
+
+    def _moved(self, batch: Batch) -> Batch:
+        """Return a batch on the device, with the positions of this process's targets, which are found on the host."""
+        if self._context_group:
+            part = TokenSlice(self._context_group, batch.documents.lengths, torch.device("cpu"))
+            batch = batch.with_signal(own_positions=part.own_positions(batch.signal))
+        return batch.to(self.device)
 
     @torch.no_grad()
     def _forward_only(self, batch: Batch, **wanted: Any) -> Tensor:

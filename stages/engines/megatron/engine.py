@@ -64,6 +64,7 @@ class MegatronEngine:
         start_model_parallel(layout, is_mixture=shape.num_experts > 0, seed=settings.seed, timeout=timeout)
         self.device = device
         self.data_rank = parallel_state.get_data_parallel_rank()
+        self.token_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
         self.num_devices = dist.get_world_size()
         self.tags: Mapping[str, str] = {"documents": "packed"}

@@ -225,8 +225,8 @@ def evaluation_metrics(means: LossMeans) -> dict[str, float]:
 
 
 def _step_seed(run: TrainingRun, step: int) -> int:
-    """Return the seed of dropout in a training step, different on processes that see different data."""
-    return int(np.random.SeedSequence([run.config.seed, step, run.engine.data_rank]).generate_state(1)[0])
+    """Return the seed of dropout in a training step, different on processes that see different tokens."""
+    return int(np.random.SeedSequence([run.config.seed, step, run.engine.token_rank]).generate_state(1)[0])
 
 
 def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:

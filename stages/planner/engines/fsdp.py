@@ -28,6 +28,7 @@ class FsdpCosts(EngineCosts):
     joins_layers = False
     merges_experts = True
     skips_frozen_start = True
+    exchanges_heads = True
     more_with_batch = False  # the largest has no gradients to add up
 
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:
