@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from flows.recipe.recipe import load_stages
 from stages.core.errors import LayoutError, RecipeError
+from stages.kinds.train.checks import picture_errors
 from stages.parallel.layout import Layout
 from tests.train_stage import make_config
 
@@ -57,6 +58,26 @@ def test_a_recipe_with_other_problems_too_raises_a_plain_recipe_error():
 def test_the_other_engines_fields_are_refused():
     with pytest.raises(ValidationError, match="pp 2 only mean something with `engine: megatron`"):
         make_config(layout={"pp": 2, "micro_batch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mtp_loss_weight": 0.1}, "`mtp_loss_weight`"),
+        ({"precision": "fp8"}, "`precision: fp8`"),
+        ({"method": "reward"}, "`method: reward`"),
+        ({"layout": {"cp": 2, "compile": True}}, "`layout.compile`"),
+    ],
+)
+def test_what_shared_tokens_have_not_been_tried_with_is_refused_by_name(fields, named):
+    layout = {"layout": {"cp": 2, "micro_batch_size": 2}}
+    with pytest.raises(ValidationError, match=rf"`layout.cp: 2` with `engine: fsdp` does not go with {named}; set"):
+        make_config(**{**layout, **fields})
+
+
+def test_pictures_are_refused_where_tokens_are_shared():
+    (problem,) = picture_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
+    assert "rows with pictures do not go with `layout.cp: 2`" in problem
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():
