@@ -122,6 +122,7 @@ class TargetLogProbabilities(nn.Module):
         module, signal, part = self.causal_lm.get_output_embeddings(), batch.signal, self._part_of(batch)
         transform = tempered(self.transform, signal.temperature)
         weight, bias = module.weight, getattr(module, "bias", None)
+        hidden = hidden.to(weight.dtype)  # Mamba gives its states in fp32, as Transformers' own code expects
         if group := self.vocabulary_group:
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             hidden = summed_gradients(hidden, group)

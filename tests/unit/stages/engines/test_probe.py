@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stages.core.errors import ModelError
 from stages.engines.attention import PACKED_DOCUMENTS
 from stages.engines.fsdp.model import TargetLogProbabilities, check_log_probabilities
+from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.probe import LARGEST_SLICE, Verdict, _narrowed, _Slices, probe
 from stages.models.layers import transformer_layers
 from tests.zoo.models import tiny_config
@@ -56,6 +57,15 @@ def test_a_short_convolution_that_leaks_into_the_next_document_is_found() -> Non
     check_log_probabilities(leaking, torch.device("cpu"))
     assert verdict.sentence.startswith("documents train packed, Lfm2ShortConv on each by itself: other tokens in one")
     assert "(layers: conv, full_attention); packed: other tokens in one document change the next by" in verdict.sentence
+
+
+@torch.no_grad()
+def test_states_that_are_in_fp32_go_through_a_head_in_bf16() -> None:
+    options = {"dtype": torch.bfloat16, "attn_implementation": PACKED_DOCUMENTS}
+    causal_lm = AutoModelForCausalLM.from_config(tiny_config("mamba2"), **options).eval()
+    model = TargetLogProbabilities(causal_lm, verdict_on("mamba2"))
+    batch = packed([torch.arange(1, 20)])
+    assert torch.allclose(model(batch), model(batch, by_transformers=True), atol=1e-5)
 
 
 def test_chunks_that_are_longer_than_the_probes_documents_are_found() -> None:
