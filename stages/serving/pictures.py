@@ -46,7 +46,7 @@ class Limits:
 
     @property
     def expected(self) -> str:
-        """What a part of a message may be beside text, for messages."""
+        """Kinds of parts that a message may have beside text, in words."""
         return " or ".join([EXPECTED, *([EXPECTED_VIDEO] if self.videos else [])])
 
 
@@ -63,22 +63,22 @@ def checked(body: bytes, limits: Limits) -> bytes:
     messages = asked.get("messages")
     if not isinstance(messages, list):
         return body
-    found: Counter[MediaKind] = Counter()
-    kept = [_message(message, limits, found) for message in messages]
+    counts: Counter[MediaKind] = Counter()
+    kept = [_message(message, limits, counts) for message in messages]
     return json.dumps({**asked, "messages": kept}).encode()
 
 
-def _message(message: Any, limits: Limits, found: Counter[MediaKind]) -> Any:
-    """Return a message with its media checked. found: number of those of the request, by kind."""
+def _message(message: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
+    """Return a message with its media checked. counts: number of those of the request, by kind."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list | dict):
         return message
     content = message["content"]
     if isinstance(content, dict):
         raise RefusedRequestError("a message's `content` is an object; expected a text or a list of parts")
-    return {**message, "content": [_part(part, limits, found) for part in content]}
+    return {**message, "content": [_part(part, limits, counts) for part in content]}
 
 
-def _part(part: Any, limits: Limits, found: Counter[MediaKind]) -> Any:
+def _part(part: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
     if isinstance(part, str):
         return part
     name = part.get("type") if isinstance(part, dict) else None
@@ -93,14 +93,14 @@ def _part(part: Any, limits: Limits, found: Counter[MediaKind]) -> Any:
             f"a message has a part of type {quoted(name, SHOWN_CHARACTERS)}; expected text"
             + (f", or {limits.expected}" if limits.images else ": this model reads text alone")
         )
-    found[kind] += 1
-    if found[kind] > limits.of(kind):
+    counts[kind] += 1
+    if counts[kind] > limits.of(kind):
         raise RefusedRequestError(
             f"the request has more than {limits.of(kind)} {NOUNS[kind]}s, the server's `max_images`; send fewer"
             if limits.images
             else "the request has a picture, and this model reads text alone"
         )
-    return {"type": name, name: {"url": _address(part.get(name), kind, found[kind])}}
+    return {"type": name, name: {"url": _address(part.get(name), kind, counts[kind])}}
 
 
 def _address(holder: Any, kind: MediaKind, number: int) -> str:

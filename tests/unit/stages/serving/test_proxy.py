@@ -4,7 +4,6 @@ import asyncio
 import io
 import itertools
 import json
-import re
 import resource
 import socket
 import time
@@ -26,10 +25,9 @@ from stages.data.media.images import as_data_address, decode_picture, from_data_
 from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
-from stages.serving.pictures import Limits, RefusedRequestError, checked
+from stages.serving.pictures import Limits
 from stages.serving.proxy import CHAT, MAX_BODY_BYTES, ROUTES, Proxy, listening
 from stages.serving.tally import ServedVersion
-from tests.unit.stages.data.media.conftest import repeated_frame, video
 from tests.unit.stages.data.media.odd_pictures import odd_pictures
 
 PATIENCE_S = 30.0
@@ -205,35 +203,6 @@ REFUSED = {
         }.items()
     },
 }
-
-
-def film(address: str) -> dict[str, object]:
-    return {"type": "video_url", "video_url": {"url": address}}
-
-
-def test_videos_reach_the_engine_only_inside_of_requests_and_bounded():
-    def asked(*parts: dict[str, object]) -> bytes:
-        return checked(json.dumps(chat(*parts)).encode(), Limits(1, 1))
-
-    content = video()
-    mp4, lists = (f"data:video/{kind};base64,{b64encode(content).decode()}" for kind in ("mp4", "jpeg"))
-    assert json.loads(asked(at(PNG), film(mp4))) == json.loads(asked(at(PNG), film(lists))) == chat(at(PNG), film(mp4))
-    refused = {
-        "http://127.0.0.1/a.mp4": "video 1 is at 'http://127.0.0.1/a.mp4'; nothing is fetched here",
-        "file:///etc/hostname": "nothing is fetched here",
-        PNG: "nothing is fetched here",
-        "data:video/jpeg;base64,AA,AA": "video 1 is not base64",
-        "data:video/mp4;base64,AAAA": "video 1 is no video that can be decoded",
-        f"data:video/mp4;base64,{b64encode(repeated_frame((4096, 4096), 1)).decode()}": "expected at most 8,388,608",
-    }
-    for address, message in refused.items():
-        with pytest.raises(RefusedRequestError, match=re.escape(message)):
-            asked(film(address))
-    with pytest.raises(RefusedRequestError, match="more than 1 videos, the server's `max_images`"):
-        asked(film(mp4), film(mp4))
-    for limits in (Limits(1), Limits()):
-        with pytest.raises(RefusedRequestError, match="a part of type 'video_url'"):
-            checked(json.dumps(chat(film(mp4))).encode(), limits)
 
 
 def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_of_two):
