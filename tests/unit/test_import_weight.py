@@ -73,7 +73,7 @@ RULES = [
     (r"stages\.engines(\..*)?", MODELS),
     (r"stages\.kinds\.train\.methods\.(dpo_losses|targets)", {"torch"}),
     (r"stages\.kinds\.train\.(methods(\..*)?|check_model)", set()),
-    (r"stages\.kinds\.train\.(run|exported)", {*DATA, "transformers"}),
+    (r"stages\.kinds\.train\.run", {*DATA, "transformers"}),
     (r"stages\.kinds\.train(\..*)?", {*DATA, *SERVING}),
     (r"stages\.kinds\.quantize\.(run|check|samples|written)", set()),
     (r"stages\.kinds\.quantize(\..*)?", {*SERVING, "torch", "transformers", "numpy", "llmcompressor"}),

@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError
-from stages.engines.streamed import StreamedModel
 from stages.kinds.train.config import TrainConfig
 from stages.models.recorded import RecordedDocument, read_record
 from stages.models.weight_files import read_tensors, weight_paths
@@ -46,6 +45,8 @@ def check_exported(config: TrainConfig, context: StageContext, start: Path, comp
     fits = num_bytes * 4 / getattr(torch, config.export_dtype).itemsize <= MOST_BYTES
     if config.precision == "fp8" or config.learning.needs_score_head or not fits:
         return {}
+    from stages.engines.streamed import StreamedModel  # and Transformers, before what it does without is hidden
+
     documents = _short(read_record(context.work))
     model = StreamedModel(folder, context.scratch, trust_remote_code=config.trust_remote_code, from_disk=False)
     differences = [
