@@ -61,9 +61,9 @@ def test_a_short_convolution_that_leaks_into_the_next_document_is_found() -> Non
 
 @torch.no_grad()
 def test_states_that_are_in_fp32_go_through_a_head_in_bf16() -> None:
-    options = {"dtype": torch.bfloat16, "attn_implementation": PACKED_DOCUMENTS}
-    causal_lm = AutoModelForCausalLM.from_config(tiny_config("mamba2"), **options).eval()
-    model = TargetLogProbabilities(causal_lm, verdict_on("mamba2"))
+    verdict = verdict_on("mamba2")
+    options = {"dtype": torch.bfloat16, "attn_implementation": verdict.attention}
+    model = TargetLogProbabilities(AutoModelForCausalLM.from_config(tiny_config("mamba2"), **options).eval(), verdict)
     batch = packed([torch.arange(1, 20)])
     assert torch.allclose(model(batch), model(batch, by_transformers=True), atol=1e-5)
 
