@@ -27,7 +27,6 @@ from stages.serving.backend import Backend, Naming
 from stages.serving.client import check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import LaunchSpec
-from stages.serving.pictures import Limits
 from stages.serving.server import Server, started_server
 from stages.serving.tally import ServedVersion
 
@@ -153,8 +152,7 @@ def _watched(server: Server, stack: ExitStack) -> threading.Event:
 
 def _backend(server: Server, version: RegisteredVersion) -> Backend:
     naming = naming_of(version) if server.spec.swaps_adapters else None
-    limits = Limits(server.spec.max_images, server.spec.max_videos)
-    return Backend(server.address, naming, ServedVersion(version.name, version.number), limits)
+    return Backend(server.address, naming, ServedVersion(version.name, version.number), server.spec.max_images)
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import DataError, LifecycleError, ModelError
-from stages.core.files import read_json_object
 from stages.models import loading
 from stages.models.facts import PROCESSOR_FILES
 from stages.models.media import (
@@ -62,8 +61,6 @@ ENDS_A_SECOND = 40
 """Part of a second, as 1 / 40, at the end of a sound by which it is found whether a processor takes all of it."""
 SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
 """Fields of a processor of videos that say which frames a model takes, and of what size."""
-TAKEN = ("fps", "min_frames", "max_frames")
-"""Fields of a processor of videos by which servers of vLLM take the frames that it would take."""
 VALUES = ("pixel_values", "pixel_values_videos")
 """Names of the features that hold patches of pictures and of videos' frames."""
 
@@ -511,23 +508,6 @@ class MediaProcessor:
 def reads_media(folder: Path) -> bool:
     """Return whether a model folder has a processor of media beside its tokenizer."""
     return any((folder / name).is_file() for name in PROCESSOR_FILES)
-
-
-def video_sampling(folder: Path) -> dict[str, Any]:
-    """Return the options by which a model folder's processor takes frames of videos, from its files; none are None."""
-    found = _of_videos(folder)
-    return {name: found[name] for name in TAKEN if found.get(name) is not None}
-
-
-def video_processor_name(folder: Path) -> str | None:
-    """Return the class of Transformers that takes videos for a model folder, from its files; None if none is named."""
-    return _of_videos(folder).get("video_processor_type")
-
-
-def _of_videos(folder: Path) -> dict[str, Any]:
-    whole, _, of_videos = (folder / name for name in PROCESSOR_FILES)
-    found = read_json_object(whole).get("video_processor") if whole.is_file() else None
-    return found or (read_json_object(of_videos) if of_videos.is_file() else {})
 
 
 def scales_to_pixels(image_processor: Any) -> bool:

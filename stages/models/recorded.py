@@ -3,7 +3,7 @@
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
 the likeliest token at each target, and their pictures; and for each dataset with tools a prompt, which servers have to
 render to the same tokens. `trained_on.json` in the model's folder is copied with it, and says whether it learned
-conversations or plain texts, whether videos, and on which date.
+conversations or plain texts, and on which date.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RecordedDocument:
 
     `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned. log_probability: of all
     targets together, in nats; log_probabilities and greedy (likeliest tokens): of each, [] in old records. pictures: in
-    order, each as a `data:` address of a PNG file, or of a video; the tokens that stand for them are in `input_ids`.
+    order, each as a `data:` address of a PNG file; the tokens that stand for them are in `input_ids`.
     """
 
     input_ids: list[int]
@@ -185,14 +185,9 @@ def _mean(values: Iterable[float]) -> float:
 TRAINED_ON_FILE = "trained_on.json"
 
 
-def note_trained_on(
-    folder: Path, *, conversations: bool, template_date: date | None = None, videos: bool = False
-) -> None:
-    """Write beside a model's weights, to be copied, whether it learned conversations, and videos.
-
-    template_date: None: default.
-    """
-    noted = {"conversations": conversations, **({"videos": True} if videos else {})}
+def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
+    """Write beside a model's weights, to be copied, whether it learned conversations. template_date: None: default."""
+    noted = {"conversations": conversations}
     dated = {"template_date": template_date.isoformat()} if template_date else {}
     write_atomically(folder / TRAINED_ON_FILE, json.dumps({**noted, **dated}))
 
@@ -208,12 +203,6 @@ def trained_on_conversations(folder: Path) -> bool | None:
     """Return whether the model was trained on conversations; None for one that was trained elsewhere."""
     noted = folder / TRAINED_ON_FILE
     return bool(json.loads(noted.read_text())["conversations"]) if noted.is_file() else None
-
-
-def trained_on_videos(folder: Path) -> bool:
-    """Return whether the model, or adapter, in a folder learned from rows with videos."""
-    noted = folder / TRAINED_ON_FILE
-    return noted.is_file() and bool(json.loads(noted.read_text()).get("videos"))
 
 
 def is_asked_as_chat(folder: Path) -> bool:

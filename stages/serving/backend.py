@@ -18,7 +18,6 @@ from aiohttp import web
 from yarl import URL
 
 from stages.remote.http import Answer, Expected, ask_aiohttp
-from stages.serving.pictures import Limits
 from stages.serving.tally import ServedVersion
 
 SESSION_HEADER = "X-Session-Id"
@@ -73,7 +72,7 @@ class Backend:
     """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
     naming: None for an engine whose names are public. version: None if no versions are compared; so they pass unread.
-    limits: largest numbers of media in a request.
+    max_images: largest number of pictures in a request; 0 for a model that reads text alone.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class Backend:
         address: EngineAddress,
         naming: Naming | None = None,
         version: ServedVersion | None = None,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        max_images: int = 0,
     ):
         self.address = address
         self.naming = naming
         self.version = version
-        self.limits = limits
+        self.max_images = max_images
         self.is_gone = False
         self.num_requests = 0
         self.idle = threading.Event()

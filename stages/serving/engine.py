@@ -27,11 +27,10 @@ from stages.core.contract import StrictModel
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
-from stages.data.media.addresses import kind_of_address
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
-from stages.models.processor import reads_media, video_processor_name
-from stages.models.recorded import Predicted, trained_on_videos
+from stages.models.processor import reads_media
+from stages.models.recorded import Predicted
 from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
@@ -120,18 +119,6 @@ class LaunchSpec(StrictModel):
         """Largest number of pictures in one request; 0 for a model that reads text alone."""
         return max_images_of(self.model, self.serving)
 
-    @cached_property
-    def max_videos(self) -> int:
-        """Largest number of videos in one request: that of pictures, if the model or an adapter learned videos."""
-        learned = any(map(trained_on_videos, self.folders.values()))
-        return self.max_images if learned and video_processor_name(self.model) in PLACED_ALIKE else 0
-
-    def takes(self, addresses: Sequence[str]) -> bool:
-        """Return whether the model takes these media, given as `data:` addresses, in one request."""
-        kinds = [*map(kind_of_address, addresses)]
-        limits = {"image": self.max_images, "video": self.max_videos, "audio": 0}
-        return all(kinds.count(kind) <= limits[kind] for kind in kinds)
-
     def asking(self, name: str) -> LaunchSpec:
         """Return a copy of the launch spec whose default name in requests is `name`, of the model or of an adapter."""
         return self.model_copy(update={"served_name": name, "base_name": self.own_name})
@@ -185,9 +172,9 @@ LATER = UncheckedOptions("is asked when it runs")
 
 @dataclass(frozen=True)
 class SeenDocument:
-    """Document with media. tokens: of the trainer; prompt: the same, with a placeholder for each medium's tokens.
+    """Document with pictures. tokens: of the trainer; prompt: the same, with a placeholder for each picture's tokens.
 
-    pictures: `data:` addresses of pictures and videos, in order.
+    pictures: `data:` addresses, in order.
     """
 
     tokens: list[int]
@@ -195,11 +182,6 @@ class SeenDocument:
     pictures: list[str]
 
 
-PLACED_ALIKE = ("Qwen3VLVideoProcessor",)
-"""Processors of videos after which vLLM numbers places as Transformers does.
-
-Not Qwen2-VL's and Qwen2.5-VL's: Transformers lets the text go on within a video's time, and vLLM after it.
-"""
 WeightFiles = Literal["safetensors", "gguf"]
 
 

@@ -21,7 +21,6 @@ from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine, LaunchSpec, WeightConnection
-from stages.serving.pictures import Limits
 from stages.serving.proxy import API_KEY_VARIABLE, MAX_CONNECTIONS, Proxy, listening
 from stages.serving.registry import check_sees, check_weight_files, engine_of
 from stages.serving.tally import ServedVersion
@@ -163,7 +162,7 @@ def started_server(
         # The proxy answers while the engine starts, so that early requests get an error instead of no connection.
         try:
             served = ServedVersion(spec.served_name, version) if version else None
-            backend = Backend(outside, version=served, limits=Limits(spec.max_images, spec.max_videos))
+            backend = Backend(outside, version=served, max_images=spec.max_images)
             with listening(Proxy(backend, client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:

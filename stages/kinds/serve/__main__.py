@@ -12,15 +12,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
 from stages.core.lines import print_line, print_timed, starting_lines
-from stages.kinds.serve.chat import Conversation, chat, read_medium, sampling_of
+from stages.kinds.serve.chat import Conversation, chat, read_picture, sampling_of
 from stages.kinds.serve.run import guard
-from stages.models.media import NOUNS, MediaKind
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
@@ -83,14 +81,6 @@ def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
         help="picture before the first question of each conversation of --chat; may be given several times",
     )
     parser.add_argument(
-        "--video",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="video before the first question of each conversation of --chat; may be given several times",
-    )
-    parser.add_argument(
         "--serving",
         help="server settings as the JSON of a recipe's `serving` block; without them, "
         "the server starts fast for a short trial",
@@ -106,7 +96,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         (server_arguments, *_read(server_arguments, arguments.chat, 1 + len(second)))
         for server_arguments in (arguments, *second)
     ]
-    media = _read_media(arguments, [spec for _, spec, _ in launches])
+    images = _read_images(arguments.image, [spec for _, spec, _ in launches])
     labels = _labels([server_arguments for server_arguments, *_ in launches])
     with contextlib.ExitStack() as stack:
         servers = [
@@ -114,7 +104,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             for label, (server_arguments, spec, execution) in zip(labels, launches, strict=True)
         ]
         if arguments.chat:
-            chat([_conversation(*pair, arguments, media) for pair in zip(servers, labels, strict=True)])
+            chat([_conversation(*pair, arguments, images) for pair in zip(servers, labels, strict=True)])
             return
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {servers[0].api_key}", flush=True)
@@ -145,35 +135,24 @@ def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
     return [f"{name}-{one.version or number}" for number, (name, one) in enumerate(zip(names, servers, strict=True), 1)]
 
 
-def _read_media(arguments: argparse.Namespace, specs: Sequence[LaunchSpec]) -> list[dict[str, Any]]:
-    """Return pictures and videos as parts of a message.
-
-    Raises RecipeError for a model that takes fewer, and DataError as `read_medium`.
-    """
-    given: dict[MediaKind, list[Path]] = {"image": arguments.image, "video": arguments.video}
-    for kind, files in given.items():
-        for spec in specs if files else ():
-            most = {"image": spec.max_images, "video": spec.max_videos}[kind]
-            if len(files) > most:
-                raise RecipeError(f"--{kind}: {_refusal(kind, len(files), most, spec)}")
-    return [read_medium(kind, file) for kind, files in given.items() for file in files]
-
-
-def _refusal(kind: MediaKind, number: int, most: int, spec: LaunchSpec) -> str:
-    if most:
-        return f"found {number}, and {spec.model} takes {most} in a request (`serving.max_images`); give fewer"
-    if spec.max_images:
-        return f"{spec.model} is not served with {NOUNS[kind]}s; choose a Qwen3-VL that learned from rows with them"
-    return f"{spec.model} reads text alone; choose a model with a processor of {NOUNS[kind]}s"
+def _read_images(files: Sequence[Path], specs: Sequence[LaunchSpec]) -> list[str]:
+    """Return pictures as `data:` addresses. Raises RecipeError for a model that takes fewer; as `read_picture`."""
+    for spec in specs if files else ():
+        if len(files) > spec.max_images:
+            raise RecipeError(
+                f"--image: {spec.model} reads text alone; choose a model with a processor of pictures"
+                if not spec.max_images
+                else f"--image: found {len(files)}, and {spec.model} takes {spec.max_images} in a request "
+                "(`serving.max_images`); give fewer"
+            )
+    return [read_picture(file) for file in files]
 
 
-def _conversation(
-    server: Server, label: str, arguments: argparse.Namespace, media: Sequence[dict[str, Any]]
-) -> Conversation:
+def _conversation(server: Server, label: str, arguments: argparse.Namespace, images: Sequence[str]) -> Conversation:
     options, phrase = sampling_of(server.spec.model, arguments.temperature)
     print_timed(f"{label} answers {phrase}")
     limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
-    return Conversation(server.client, label, {**options, **limit}, arguments.system, media)
+    return Conversation(server.client, label, {**options, **limit}, arguments.system, images)
 
 
 def _read(arguments: argparse.Namespace, is_chat: bool, num_servers: int) -> tuple[LaunchSpec, ServeExecution]:

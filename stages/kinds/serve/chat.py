@@ -13,10 +13,7 @@ from typing import Any
 from stages.core.errors import DataError, ServerError
 from stages.core.files import read_json_object
 from stages.core.lines import visible
-from stages.data.media.addresses import as_video_address
-from stages.data.media.folder import MOST_BYTES
-from stages.data.media.images import as_data_address, inspect_picture
-from stages.models.media import NOUNS, MediaError, MediaKind
+from stages.data.media.images import MAX_BYTES, PictureError, as_data_address, inspect_picture
 from stages.serving.client import Client
 
 NEW = "/new"
@@ -27,15 +24,15 @@ PROMPT = "> "
 class Conversation:
     """Conversation of the terminal chat with one served model.
 
-    label: name shown where there are two models. options: sampling parameters. system: first message, or None. media:
-    parts of a message that stand before the first question.
+    label: name shown where there are two models. options: sampling parameters. system: first message, or None. images:
+    `data:` addresses of the pictures that stand before the first question.
     """
 
     client: Client
     label: str
     options: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
-    media: Sequence[dict[str, Any]] = ()
+    images: Sequence[str] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,30 +58,22 @@ class Conversation:
             print(flush=True)
 
     def _content(self, question: str) -> str | list[dict[str, Any]]:
-        if not self.media or any(message["role"] == "user" for message in self.messages):
+        if not self.images or any(message["role"] == "user" for message in self.messages):
             return question
-        return [*self.media, {"type": "text", "text": question}]
+        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in self.images]
+        return [*pictures, {"type": "text", "text": question}]
 
 
-def read_medium(kind: MediaKind, path: Path) -> dict[str, Any]:
-    """Return a picture's or video's file as a part of a message.
-
-    Raises DataError for one that a dataset's row could not have.
-    """
+def read_picture(path: Path) -> str:
+    """Return a picture's file as a `data:` address. Raises DataError for one that a dataset's row could not have."""
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES[kind] + 1)
-        return {"type": f"{kind}_url", f"{kind}_url": {"url": _address(kind, data)}}
-    except (OSError, MediaError) as error:
+            data = file.read(MAX_BYTES + 1)
+        inspect_picture(data)
+        return as_data_address(data)
+    except (OSError, PictureError) as error:
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
-        raise DataError(f"the {NOUNS[kind]} {path} {what}") from error
-
-
-def _address(kind: MediaKind, data: bytes) -> str:
-    if kind == "video":
-        return as_video_address(data)
-    inspect_picture(data)
-    return as_data_address(data)
+        raise DataError(f"the picture {path} {what}") from error
 
 
 def chat(conversations: Sequence[Conversation]) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
-from stages.models.processor import video_sampling
 from stages.serving.config import Speculation, SpeculationMethod
-from stages.serving.engine import LaunchSpec, UncheckedOptions, problems_by_parser
+from stages.serving.engine import UncheckedOptions, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -128,24 +127,16 @@ def speculation_arguments(speculation: Speculation | None) -> list[str]:
     return ["--speculative-config", json.dumps({**SPECULATION[speculation.method], **draft})]
 
 
-def media_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the command-line arguments of a model that sees: media inside of requests, and nothing fetched.
+def picture_arguments(max_images: int) -> list[str]:
+    """Return the command-line arguments of a model that sees: pictures inside of requests, and nothing fetched.
 
-    Their sizes are bounded as in training, by the processor's files in the model's folder; so is the rate of frames.
+    Their sizes are bounded as in training, by the processor's files in the model's folder. max_images: 0: none.
     """
-    if not spec.max_images:
+    if not max_images:
         return []
-    limits = {"image": spec.max_images, "video": spec.max_videos, "audio": 0}
-    rate = []
-    if spec.max_videos:
-        # vLLM takes the frames; the processor, whose files say that it does so, would take some of these.
-        rate += ["--media-io-kwargs", json.dumps({"video": video_sampling(spec.model)})]
-        rate += ["--mm-processor-kwargs", json.dumps({"do_sample_frames": False})]
+    limits = {"image": max_images, "video": 0, "audio": 0}
     # The last one is for us alone, as the proxy passes no such request on: prompts of token ids and pictures.
-    return [
-        *("--limit-mm-per-prompt", json.dumps(limits), *rate),
-        *("--allowed-media-domains", NOWHERE, "--enable-scale-out"),
-    ]
+    return ["--limit-mm-per-prompt", json.dumps(limits), "--allowed-media-domains", NOWHERE, "--enable-scale-out"]
 
 
 def argument_problems(

@@ -25,7 +25,6 @@ from stages.data.media.images import as_data_address, decode_picture, from_data_
 from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
-from stages.serving.pictures import Limits
 from stages.serving.proxy import CHAT, MAX_BODY_BYTES, ROUTES, Proxy, listening
 from stages.serving.tally import ServedVersion
 from tests.unit.stages.data.media.odd_pictures import odd_pictures
@@ -217,7 +216,7 @@ def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_
 
         deep, allowed = ODD["16 bits"], [chat(at(PNG), at(PNG)), chat()]
         for limit in (0, 2):
-            proxy.switch(backend := Backend(proxy._backend.address, limits=Limits(limit)))
+            proxy.switch(backend := Backend(proxy._backend.address, max_images=limit))
             for name, (part, message) in REFUSED.items():
                 found = await refusal(json.dumps(chat(part)).encode())
                 if limit or part.get("type") != "image_url":
@@ -238,10 +237,10 @@ def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_
         with Image.open(io.BytesIO(from_data_address(sent))) as image:
             assert image.mode == "RGB"
             assert image.tobytes() == decode_picture(deep).tobytes()
-        backend.limits = Limits()
+        backend.max_images = 0
         large = b"x" * (MAX_BODY_BYTES + 1)
         assert (await client.post(CHAT, content=large)).status_code == 413
-        backend.limits = Limits(1)
+        backend.max_images = 1
         assert (await client.post(CHAT, content=large)).status_code == 200
 
     in_front_of_two(trial)

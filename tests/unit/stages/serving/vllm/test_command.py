@@ -66,13 +66,6 @@ def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -
     assert json.loads(option(command, "--limit-mm-per-prompt")) == {"image": 2, "video": 0, "audio": 0}
     assert option(command, "--allowed-media-domains") == "none.invalid"
     assert ON_CPU.server_environment(seeing, "key")["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
-    (tmp_path / "processor_config.json").write_text(
-        '{"video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2.5, "max_frames": null}}'
-    )
-    (tmp_path / "trained_on.json").write_text('{"conversations": true, "videos": true}')
-    learned = ON_CPU.server_command(spec(max_images=2).model_copy(update={"model": tmp_path}), SOCKET)
-    assert json.loads(option(learned, "--limit-mm-per-prompt")) == {"image": 2, "video": 2, "audio": 0}
-    assert json.loads(option(learned, "--media-io-kwargs")) == {"video": {"fps": 2.5}}
     assert not {"--limit-mm-per-prompt", "--enable-scale-out"} & set(ON_CPU.server_command(spec(), SOCKET))
     for name, engine in ENGINES.items():
         with nullcontext() if name == "vllm" else pytest.raises(ModelError, match="serve it with vLLM"):
