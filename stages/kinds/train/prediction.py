@@ -19,6 +19,7 @@ from stages.models.facts import ModelFacts
 from stages.models.shape import ModelShape
 from stages.models.walked import shape_of
 from stages.parallel.accelerator import device_name, free_bytes
+from stages.parallel.host_memory import available_host_bytes
 from stages.parallel.layout import Layout
 from stages.parallel.processes import gathered
 from stages.planner.costs import SearchRequest
@@ -119,5 +120,4 @@ def _available_memory_gib(device: torch.device) -> float:
     """Return free memory in GiB: the GPU's, or this process's share of the host's."""
     if device.type != "cpu":
         return free_bytes(device) / GIB
-    kib = next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
-    return int(kib) * 1024 / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_host_bytes() / GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
