@@ -42,8 +42,8 @@ def engine_and_fields(line: str) -> tuple[EngineName, dict[str, Any]]:
     pairs = [word.partition("=") for word in words if word not in ENGINES]
     fields = {name: parse_yaml(text) for name, _, text in pairs}
     named = next((engine for engine in ENGINES if engine in words), None)
-    # `tp=1` is no reason to take the engine that has tensor parallelism.
-    used = {name for name, value in fields.items() if value not in LEFT_OUT}
+    # `tp=1` is no reason to take the engine that has tensor parallelism; `true`, which equals 1, is one.
+    used = {name for name, value in fields.items() if value is True or value not in LEFT_OUT}
     default, *others = ENGINES
     implied = (engine for engine in others if used & {*RULES[engine].own_fields} - {*RULES[default].own_fields})
     by_fields: EngineName = next(implied, default)

@@ -217,7 +217,7 @@ def evaluate(root: Path, result: StageResult, work: str, **config: Any) -> Stage
         **config,
     }
     inputs = {"serve": root / "serve", **{name: root / name for name in NAMES}}
-    lease = {"serve": result.lease.model_dump()}
+    lease = {"serve": result.lease.model_dump(mode="json")}
     return run_to_the_end(write_work(root / work, "evaluate", stage_config, inputs, leases=lease))
 
 

@@ -47,7 +47,7 @@ class Served:
     @property
     def lease(self) -> dict[str, Any]:
         assert self.result.lease
-        return {"serve": self.result.lease.model_dump()}
+        return {"serve": self.result.lease.model_dump(mode="json")}
 
 
 @pytest.fixture(scope="module")
