@@ -159,6 +159,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
     # A fake index would be read as some number.
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
+    (model, "logits_transform", _real(model.logits_transform)),  # by values that a model gives
     (model, "drawn_documents", _real(model.drawn_documents)),  # tries a processor by values
     (model, "probe", _on_cpu(model.probe)),  # compares log-probabilities by value, in fp64
     (engine, "load_model", _load_model),
