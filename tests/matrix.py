@@ -90,7 +90,7 @@ CAPABILITIES = (
             *("tests/parity/test_pictures_equal_trl.py", "tests/pipeline/test_quickstart_vision.py"),
         ),
         ("tests/gpu/test_methods_on_gpu.py",),
-        "rows with pictures on a GPU, and published models that see",
+        "published models that see, on a GPU",
     ),
     Capability(
         "rows with videos: SFT, DPO, KTO, distill",
