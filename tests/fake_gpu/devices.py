@@ -29,6 +29,7 @@ from stages.data import batch
 from stages.engines import attention_kernels, log_probabilities
 from stages.engines.context import TokenSlice
 from stages.engines.fsdp import engine, model, offload, parallelize, shards
+from stages.engines.fsdp.drawn import DrawnDocuments
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
 from stages.kinds.train.methods.sft import SftLoss
@@ -161,6 +162,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
     (model, "logits_transform", _real(model.logits_transform)),  # by values that a model gives
     (model, "drawn_documents", _real(model.drawn_documents)),  # tries a processor by values
+    (DrawnDocuments, "smallest", property(_real(DrawnDocuments.smallest.func))),  # of a processor, by values
     (model, "probe", _on_cpu(model.probe)),  # compares log-probabilities by value, in fp64
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
