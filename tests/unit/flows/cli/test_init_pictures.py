@@ -16,14 +16,20 @@ from tests.unit.stages.data.media.conftest import NUM_TOKENS, config_fields, enc
 from tests.zoo.models import tiny_config
 
 
-def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them(lifecycle, tmp_path, model):  # noqa: F811
-    seeing, folder = tmp_path / "seeing", tmp_path / "rows"
+def seeing_and_pictures(root):
+    """Write a model that sees without weights, and a folder with eight pictures; return both folders."""
+    seeing, folder = root / "seeing", root / "rows"
     seeing.mkdir()
     folder.mkdir()
     write_processor(seeing)
     tiny_config("gemma3", **config_fields(seeing)).save_pretrained(seeing)
     for number in range(8):
         (folder / f"{number}.png").write_bytes(encoded(noise(seed=number)))
+    return seeing, folder
+
+
+def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them(lifecycle, tmp_path, model):  # noqa: F811
+    seeing, folder = seeing_and_pictures(tmp_path)
     rows = [{**chat(f"<image>What is {n}?", "It is noise."), "images": [f"{n % 8}.png"]} for n in range(40)]
     rows += [{**chat(f"<image>Describe {n}!", "Noise, and noise again. " * 9), "images": ["0.png"]} for n in range(9)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,13 +64,7 @@ def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them
 @pytest.fixture
 def seeing_rows(tmp_path):
     """Provide a model that sees, and a function that writes rows beside their pictures and surveys them for it."""
-    seeing, folder = tmp_path / "seeing", tmp_path / "rows"
-    seeing.mkdir()
-    folder.mkdir()
-    write_processor(seeing)
-    tiny_config("gemma3", **config_fields(seeing)).save_pretrained(seeing)
-    for number in range(8):
-        (folder / f"{number}.png").write_bytes(encoded(noise(seed=number)))
+    seeing, folder = seeing_and_pictures(tmp_path)
 
     def surveyed(rows):
         lines = (json.dumps({**row, "images": [f"{n % 8}.png"]}) + "\n" for n, row in enumerate(rows))
