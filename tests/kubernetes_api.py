@@ -1,7 +1,8 @@
 """Stand-in for a Kubernetes API server and its nodes: pods of Jobs run as processes on this machine.
 
-It speaks what the launcher uses: create, get and delete of namespaced objects, lists by label, over HTTP with a bearer
-token. No cluster can run beside these tests; the published schemas show which manifests a real one accepts.
+It speaks what the launcher uses: create, get and delete of namespaced objects, lists by label, Kueue's Workloads, over
+HTTP with a bearer token. No cluster can run beside these tests; the published schemas show which manifests a real one
+accepts.
 """
 
 import contextlib
@@ -32,14 +33,27 @@ class Cluster:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.conditions: dict[str, list[Tree]] = {}
         self.schedulable = True
+        self.queued: str | None = None
         self.lock = threading.Lock()
 
     def create(self, collection: str, manifest: Tree) -> Tree:
         with self.lock:
             self.objects[collection, manifest["metadata"]["name"]] = manifest
-            if manifest["kind"] == "Job" and self.schedulable:
+            if manifest["kind"] == "Job" and self.schedulable and not self.queued:
                 self._run_pods(manifest)
         return manifest
+
+    def admit(self) -> None:
+        """Resume the jobs that wait in the queue, as Kueue does when their quota is free."""
+        with self.lock:
+            self.queued = None
+            for name in self.jobs():
+                self._run_pods(next(job for (_, known), job in self.objects.items() if known == name))
+
+    def workloads(self) -> list[Tree]:
+        """Return Kueue's Workloads of the waiting jobs; `queued` is the message of their missing quota."""
+        missing = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": self.queued}
+        return [{"spec": {"queueName": "research"}, "status": {"conditions": [missing]}}] if self.queued else []
 
     def read(self, collection: str, name: str) -> Tree | None:
         with self.lock:
@@ -80,6 +94,8 @@ class Cluster:
     def _status(self, manifest: Tree) -> Tree:
         name = manifest["metadata"]["name"]
         codes = [process.poll() for pod, process in self.processes.items() if pod.startswith(name)]
+        if self.queued:
+            return {"conditions": [{"type": "Suspended", "status": "True", "message": "Job suspended"}]}
         if any(codes):
             return {"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]}
         if codes and all(code == 0 for code in codes):
@@ -147,6 +163,8 @@ def _handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
             if url.path.endswith("/pods"):
                 (selector,) = parse_qs(url.query)["labelSelector"]
                 return self._answer(200, {"kind": "PodList", "items": cluster.pods(selector.partition("=")[2])})
+            if url.path == "/apis/kueue.x-k8s.io/v1beta1/namespaces/ml/workloads":  # an older Kueue
+                return self._answer(200, {"kind": "WorkloadList", "items": cluster.workloads()})
             return self._answer_object(cluster.read(*self._place(url.path)))
 
         def do_DELETE(self) -> None:

@@ -223,8 +223,9 @@ def _type(name: str, field: Any, schema: dict[str, Any]) -> str:
         return " \\| ".join(f"`{value}`" for value in schema["enum"])
     bounds = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
     limits = ", ".join(f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema)
-    of = schema.get("items", schema.get("additionalProperties", {}))
-    words = {"array": f"list of {of.get('type', '')}s", "object": f"name → {of.get('type', '')}"}
+    of = schema.get("items") or next(iter(schema.get("patternProperties", {}).values()), None)
+    of = (of or schema.get("additionalProperties", {})).get("type", "value")
+    words = {"array": f"list of {of}s", "object": f"name → {of}"}
     return f"{words.get(schema['type'], schema['type'])} {limits}".strip() + words_beside
 
 

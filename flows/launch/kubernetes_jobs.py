@@ -36,6 +36,9 @@ COLLECTIONS = {
     "TrainJob": "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{namespace}/trainjobs",
     "Pod": "/api/v1/namespaces/{namespace}/pods",
 }
+QUEUED = "/apis/kueue.x-k8s.io/{version}/namespaces/{namespace}/workloads"
+QUEUE_VERSIONS = ("v1beta2", "v1beta1")
+"""Versions of Kueue's API, in which a suspended job's place in its queue is looked up; older clusters have the last."""
 
 
 class KubernetesJobs:
@@ -81,7 +84,9 @@ class KubernetesJobs:
         if job is None:
             event = f"{self.name_of(job_id)} of {self.order.stage} was deleted by somebody else"
             return Failed(StageCrashError(f"{event}; run again to continue from the last checkpoint"))
-        return outcome(job, pods, self.order)
+        state = outcome(job, pods, self.order)
+        reason = self._queued(job) if isinstance(state, Waiting) and _condition(job, "Suspended") else None
+        return Waiting(reason) if reason else state
 
     def name_of(self, job_id: str) -> str:
         return f"Kubernetes {self._kind} {self._namespace}/{job_id}"
@@ -118,6 +123,18 @@ class KubernetesJobs:
     def _pods(self) -> list[Manifest]:
         return self._ask("GET", "Pod", query={"labelSelector": f"{JOB_LABEL}={self._name}"})["items"]
 
+    def _queued(self, job: Manifest) -> str | None:
+        """Return why Kueue has not admitted a suspended job, in its words; None without Kueue or a right to ask."""
+        selector = {"labelSelector": f"kueue.x-k8s.io/job-uid={job['metadata'].get('uid', '')}"}
+        for version in QUEUE_VERSIONS:
+            path = QUEUED.format(version=version, namespace=self._namespace)
+            try:
+                workloads = self._request("GET", path, query=selector)["items"]
+            except (ApiException, HTTPError):  # the job's own state is known, and waits as well
+                continue
+            return next((reason for workload in workloads if (reason := _reason_in_queue(workload))), None)
+        return None
+
     def _ask(
         self,
         method: Literal["GET", "POST", "DELETE"],
@@ -129,6 +146,11 @@ class KubernetesJobs:
     ) -> Manifest:
         """Send a request about a kind of object, as trees instead of the client's classes; return the response."""
         path = COLLECTIONS[kind].format(namespace=self._namespace) + (f"/{name}" if name else "")
+        return self._request(method, path, query=query, body=body)
+
+    def _request(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Manifest | None = None
+    ) -> Manifest:
         request = self._api.param_serialize(
             method=method,
             resource_path=path,
@@ -152,6 +174,9 @@ def outcome(job: Manifest, pods: list[Manifest], order: JobOrder) -> JobOutcome 
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if failed:
         return _failure(failed, pods, order)
+    suspended = _condition(job, "Suspended")
+    if suspended:
+        return Waiting(f"suspended: {suspended.get('message') or suspended.get('reason', 'by its queue')}")
     reasons = [reason for pod in pods if (reason := _reason_to_wait(pod))]
     if reasons:
         return Waiting(reasons[0])
@@ -188,6 +213,14 @@ def _reason_to_wait(pod: Manifest) -> str | None:
         if waiting and waiting.get("reason") not in STARTING:
             return f"{waiting.get('reason')}: {waiting.get('message', '')}"
     return None
+
+
+def _reason_in_queue(workload: Manifest) -> str | None:
+    """Return the message of the first condition that a Workload of Kueue lacks: its quota, then its admission."""
+    missing = (_condition(workload, kind, status="False") for kind in ("QuotaReserved", "Admitted"))
+    found = next((condition for condition in missing if condition), None)
+    queue = workload.get("spec", {}).get("queueName", "?")
+    return f"in the queue {queue}: {found.get('message') or found.get('reason')}" if found else None
 
 
 def _terminations(pod: Manifest) -> Iterator[dict[str, Any]]:

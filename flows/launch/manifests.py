@@ -158,7 +158,7 @@ def pod_spec(order: JobOrder, environment: dict[str, str]) -> Manifest:
     }
     if asked.node_selector:
         spec["nodeSelector"] = asked.node_selector
-    return spec
+    return {**spec, **asked.pod}
 
 
 def resources(asked: KubernetesOptions, cores: int) -> Manifest:
@@ -205,7 +205,8 @@ def _metadata(order: JobOrder) -> Manifest:
 
 
 def _labels(order: JobOrder) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "llm-lifecycle", JOB_LABEL: order.job, STAGE_LABEL: order.stage}
+    own = {"app.kubernetes.io/name": "llm-lifecycle", JOB_LABEL: order.job, STAGE_LABEL: order.stage}
+    return {**order.block(KubernetesOptions).labels, **own}
 
 
 def _gib(amount: float) -> str:

@@ -93,9 +93,10 @@ def serving_manifests(
     Raises `RecipeError` when the recipe lacks what only Kubernetes needs, `ModelError` for what cannot be served.
     """
     asked = _checked_options(name, config)
-    metadata = {"name": name, "namespace": asked.namespace, "labels": {SERVE_LABEL: name}}
+    labels = {**asked.labels, SERVE_LABEL: name}
+    metadata = {"name": name, "namespace": asked.namespace, "labels": labels}
     pod = _pod(name, model, home, config, adapters, speculation=speculation)
-    template = {"metadata": {"labels": {SERVE_LABEL: name, "llm-lifecycle.io/version": version}}, "spec": pod}
+    template = {"metadata": {"labels": {**labels, "llm-lifecycle.io/version": version}}, "spec": pod}
     deployment = {
         "selector": {"matchLabels": {SERVE_LABEL: name}},
         # A new model takes over when it answers; until then the old one serves with all its replicas.
@@ -192,6 +193,7 @@ def _pod(
         "containers": [container, _proxy(asked, spec.max_images)],
         "nodeSelector": asked.node_selector,
         "volumes": [*volumes(asked), {"name": "engine", "emptyDir": {}}],
+        **asked.pod,
     }
 
 

@@ -240,7 +240,7 @@ def _launch_problems(stage: str, config: StageConfig) -> Iterator[str]:
             f"{path}.launcher: found {execution.launcher}, but a server answers on its own machine only; "
             "expected local (an evaluation on a cluster starts its own server)"
         )
-    for problem in execution.options.problems():
+    for problem in execution.options.problems(execution.nodes):
         yield f"{path}.{execution.launcher}.{problem}"
 
 

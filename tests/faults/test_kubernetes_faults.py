@@ -131,6 +131,18 @@ def test_why_a_pod_waits_is_told(cluster, store):
     assert outcome == ["told"]
 
 
+def test_a_job_waits_in_its_queue_with_kueues_reason_until_it_is_admitted(cluster: Cluster, store):
+    cluster.queued = "couldn't assign flavors to pod set main: insufficient unused quota for nvidia.com/gpu"
+    outcome, thread = in_the_background(store, "ok")
+    said = f"waits: in the queue research: {cluster.queued}"
+    tiny.eventually(
+        lambda: any(said in messages(file.parent) for file in store.root.glob(".work/*/*/events.jsonl")), "no reason"
+    )
+    cluster.admit()
+    thread.join()
+    assert outcome[0].metrics["rows"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("status", "said", "error", "remedy"),
     [

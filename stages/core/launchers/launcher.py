@@ -21,8 +21,8 @@ class LauncherOptions(StrictModel):
     IS_LOCAL: ClassVar[bool] = False
     DESCRIBES_SERVERS: ClassVar[bool] = False
 
-    def problems(self) -> Iterator[str]:
-        """Yield an error, which begins with the option's name, for each option that the launcher needs and lacks."""
+    def problems(self, nodes: int) -> Iterator[str]:
+        """Yield an error, which begins with the option's name, for each option missing or unfit for so many nodes."""
         return iter(())
 
     def gpu_problem(self, wanted: int) -> str | None:

@@ -161,6 +161,12 @@ def pod(*conditions, **state):
         ({}, [pod({"type": "PodScheduled", "status": "False", "message": "0/4 nodes"})], Waiting("0/4 nodes")),
         ({}, [], Waiting("it has no pods yet")),
         (
+            {"status": {"conditions": [{"type": "Suspended", "status": "True", "message": "Job suspended"}]}},
+            [pod(terminated={"exitCode": 143})],  # of its time before a preemption
+            Waiting("suspended: Job suspended"),
+        ),
+        ({"status": {"conditions": [{"type": "Suspended", "status": "False"}]}}, [pod(running={})], Running()),
+        (
             FAILED,
             [pod({"type": "DisruptionTarget", "status": "True", "reason": "Preempted"}, terminated={"exitCode": 143})],
             Interrupted("the loss of a pod (Preempted)"),

@@ -20,6 +20,7 @@ from flows.launch.cluster import order_of
 from flows.launch.kubernetes_jobs import COLLECTIONS
 from flows.launch.manifests import job_manifests
 from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_manifests
+from flows.recipe.recipe import load_stages
 from stages.core.errors import RecipeError
 from stages.kinds.registry import KINDS
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S
@@ -45,6 +46,16 @@ GPUS = {
     "node_selector": {"gpu": "h100"},
 }
 KEY = {"secrets": {"VLLM_API_KEY": "vllm/key"}}
+QUEUED = {
+    "labels": {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "high"},
+    "pod": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]},
+}
+PLACED = {
+    **QUEUED["pod"],
+    "priorityClassName": "batch",
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+}
 
 
 def manifests_of(nodes=1, environment=None, **kubernetes):
@@ -88,6 +99,8 @@ RENDERED = [
     *(pytest.param(tree, id=f"indexed-{tree['kind']}") for tree in manifests_of(nodes=2, job="indexed_job")),
     *(pytest.param(tree, id=f"serve-gpu-{tree['kind']}") for tree in served(gpus_per_node=1)),
     *(pytest.param(tree, id=f"serve-cpu-{tree['kind']}") for tree in served()),
+    pytest.param(manifests_of(labels=QUEUED["labels"], pod=PLACED)[-1], id="queued-Job"),
+    pytest.param(served(labels=QUEUED["labels"], pod=PLACED)[0], id="queued-Deployment"),
 ]
 
 
@@ -108,8 +121,40 @@ def test_kubeflow_keeps_every_field_of_a_train_job():
     # Here, since these are 390 modules, and every worker imports this file.
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
-    _, manifest = manifests_of(nodes=2)
+    _, manifest = manifests_of(nodes=2, **QUEUED)
     assert TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
+    assert QUEUED["pod"].items() <= pods_of(manifest)[0].items()
+    assert QUEUED["labels"].items() <= manifest["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("made", [manifests_of, served])
+def test_queue_and_place_of_the_recipe_reach_the_pods(made):
+    manifest = next(one for one in made(labels=QUEUED["labels"], pod=PLACED) if one["kind"] in ("Job", "Deployment"))
+    (template,) = templates_of(manifest)
+    for labelled in (manifest, template):
+        assert QUEUED["labels"].items() <= labelled["metadata"]["labels"].items()
+    assert PLACED.items() <= template["spec"].items()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pod": {"hostNetwork": True}}, "hostNetwork is set by the launcher, or not for recipes"),
+        ({"pod": {"containers": []}}, "containers is set by the launcher"),
+        ({"pod": {"tolerations": [{"kei": "gpu"}]}}, r"tolerations\.0\.kei: Extra inputs are not permitted"),
+        ({"pod": {"priority_class_name": "high"}}, "priority_class_name: expected the names"),
+        ({"pod": {"tolerations": [{"toleration_seconds": 3}]}}, "tolerations: expected the names"),
+        ({"pod": {"topologySpreadConstraints": [{"maxSkew": "1"}]}}, r"maxSkew: Input should be a valid integer"),
+        ({"labels": {"llm-lifecycle.io/job": "x"}}, "llm-lifecycle.io/job is set by the launcher"),
+        ({"labels": {"queue name": "x"}}, "String should match pattern"),
+        ({"pod": PLACED}, "pod: priorityClassName cannot be set in a TrainJob.*job: indexed_job"),
+    ],
+)
+def test_fields_of_pods_that_are_not_the_recipes_are_refused(options, said):
+    execution = {"launcher": "kubernetes", "nodes": 2, "kubernetes": {"image": "pipeline:1", **options}}
+    tree = {"mine": {**TRAINING, "model": "base", "layout": {"dp_shard": 16}, "execution": execution}}
+    with pytest.raises(RecipeError, match=f"(?s){said}"):
+        load_stages("one", Path("/"), tree)
 
 
 @pytest.mark.parametrize("manifest", [*RENDERED, *shipped(), pytest.param(manifests_of(nodes=2)[-1], id="TrainJob")])
@@ -152,6 +197,7 @@ def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
         _, prefix, group, *_, thing = address.split("/")
         verbs = may["" if prefix == "api" else group, thing]
         assert set(verbs) == ({"list"} if kind == "Pod" else {"create", "get", "delete"})
+    assert may["kueue.x-k8s.io", "workloads"] == ["list"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -146,7 +146,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
-MAPPINGS = ({"x": "y"}, {"x": "prompt"}, {"x": 0.5}, {"X": "x/y"})
+MAPPINGS = ({"x": "y"}, {"x": "prompt"}, {"x": 0.5}, {"X": "x/y"}, {"schedulerName": "x"})
 TEXTS = ("x", "1:30:00", "2026-02-03", "https://x/v1")
 VALUES = (
     None,
