@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stages.core.fields import NonNegativeFp32, PositiveFp32
+from stages.core.fields import AddedLater, NonNegativeFp32, PositiveFp32
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stages.engines.loss import Counts, Parts, Totals
 
 ScaleRewards = Literal["group", "batch", "none"]
+AdvantageKind = Literal["group", "leave_one_out", "batch_whitened"]
 ADDED_TO_DEVIATION = 1e-4
 """Number added to a standard deviation of rewards before dividing by it, as in TRL."""
 
@@ -48,17 +49,26 @@ class GrpoConfig(RolloutOptions):
     )
     epsilon_high: NonNegativeFp32 | None = Field(
         None,
-        description="Upper clip range: π/π_old is clipped at 1 + `epsilon_high`; default: `epsilon`. DAPO has 0.28.",
+        description="Upper clip range: π/π_old is clipped at 1 + `epsilon_high`; default: `epsilon`. DAPO has 0.28. "
+        "With `loss_type: cispo` the largest π/π_old itself; ScaleRL has 5.",
     )
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = Field(
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = Field(
         "dapo",
         description="Averaging of the loss. grpo: mean over completions of each one's mean over tokens; dapo and "
         "bnpo: mean over all tokens of the global batch (TRL's bnpo: of a micro-batch); dr_grpo: sum over "
-        "tokens divided by `max_completion_length`.",
+        "tokens divided by `max_completion_length`. cispo (MiniMax-M1): as dapo, but every token's log-probability is "
+        "learned, weighted by π/π_old up to `epsilon_high`.",
     )
-    importance_sampling_level: Literal["token", "sequence"] = Field(
+    importance_sampling_level: Literal["token", "sequence", "product"] = Field(
         "token",
-        description="Unit of the probability ratio π/π_old: each token, or a completion by its geometric mean (GSPO).",
+        description="Unit of the probability ratio π/π_old: each token, or a completion by its tokens' geometric mean "
+        "(sequence, GSPO) or product (RLOO).",
+    )
+    advantage: Annotated[AdvantageKind, AddedLater()] = Field(
+        "group",
+        description="Baseline of a completion's reward. group: mean of its prompt's rewards. leave_one_out: mean of "
+        "its prompt's other completions (RLOO). batch_whitened: mean of the whole sampling, divided by its standard "
+        "deviation (REINFORCE++).",
     )
     scale_rewards: ScaleRewards = Field(
         "group",
@@ -80,7 +90,11 @@ class GrpoConfig(RolloutOptions):
     )
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        return group_advantages(rewards, self.num_generations, self.scale_rewards)
+        if self.advantage == "group":
+            return group_advantages(rewards, self.num_generations, self.scale_rewards)
+        if self.advantage == "leave_one_out":
+            return leave_one_out_advantages(rewards, self.num_generations)
+        return group_advantages(rewards, len(rewards), "batch")
 
     @model_validator(mode="after")
     def _options_that_do_something(self) -> Self:
@@ -90,6 +104,21 @@ class GrpoConfig(RolloutOptions):
                     raise ValueError(f"`{name}` does nothing without `importance_sampling_correction`; remove it")
         if not self.beta and not self.use_bias_correction_kl:
             raise ValueError("`use_bias_correction_kl` does nothing while `beta` is 0; remove it")
+        if self.advantage != "group" and self.scale_rewards != "group":
+            raise ValueError(f"`scale_rewards` does nothing with `advantage: {self.advantage}`; remove it")
+        if self.advantage == "batch_whitened" and self.max_draws > 1:
+            raise ValueError(
+                "`max_draws` replaces groups of equal rewards, which do teach with `advantage: batch_whitened`; "
+                "remove it"
+            )
+        if self.loss_type == "cispo":
+            if self.epsilon != type(self).model_fields["epsilon"].default:
+                raise ValueError("`epsilon` does nothing with `loss_type: cispo`, which has no lower clip; remove it")
+            if self.epsilon_high is None or self.epsilon_high < 1:
+                raise ValueError(
+                    f"`loss_type: cispo` weighs tokens by π/π_old up to `epsilon_high`, which is {self.epsilon_high}; "
+                    "set it to 1 or more (ScaleRL: 5)"
+                )
         return self
 
 
@@ -109,6 +138,18 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: Scale
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
+def leave_one_out_advantages(rewards: Tensor, num_generations: int) -> Tensor:
+    """Return completions' advantages: reward minus the mean of the group's others; float32 [completions].
+
+    One without a reward (NaN) counts in no mean, and has advantage 0, as has one alone. Ahmadian et al. 2024, equation
+    8: r_i - Σ_{j≠i} r_j / (n - 1) = (r_i - mean) n / (n - 1).
+    """
+    groups = rewards.view(-1, num_generations)  # [groups, completions of a prompt]
+    numbers = (~groups.isnan()).sum(1, keepdim=True)
+    differences = groups - groups.nanmean(1, keepdim=True)
+    return (differences * numbers / (numbers - 1).clamp(min=1)).flatten().nan_to_num(nan=0.0)
+
+
 def _deviation(groups: Tensor) -> Tensor:
     """Return the unbiased standard deviation of each row, ignoring NaN, [groups, 1]; 0 for a row of one number."""
     numbers = (~groups.isnan()).sum(1, keepdim=True)
@@ -122,7 +163,8 @@ class GrpoLoss:
     """GRPO's loss -min(w A, clip(w, 1 - ε, 1 + ε_high) A) + β KL, with w = π/π_old and advantage A.
 
     Shao et al. 2024, equation 3. Averages: Yu et al. 2025 (dapo), Liu et al. 2025 (dr_grpo); w of sequences: Zheng et
-    al. 2025 (GSPO), equation 7; correction by the server's own probabilities: Yao et al. 2025.
+    al. 2025 (GSPO), equation 7; correction by the server's own probabilities: Yao et al. 2025. `loss_type: cispo` has
+    -sg(min(w, ε_high)) A log π instead (MiniMax 2025, equation 4; sg stops the gradient).
     """
 
     config: GrpoConfig
@@ -143,8 +185,11 @@ class GrpoLoss:
         ratios, advantages = self._ratios(token_log_probabilities, signal)
         lowest, highest = self._bounds
         clipped = ratios.clamp(lowest, highest)
-        # The worse of the two: clipping only takes gain away, and a ratio that moved the wrong way keeps its gradient.
-        losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), signal)
+        if self.config.loss_type == "cispo":
+            losses = -_on_tokens(clipped.detach() * advantages, signal) * token_log_probabilities
+        else:
+            # The worse of the two: clipping only takes gain away; a ratio that moved the wrong way keeps its gradient.
+            losses = _on_tokens(-(ratios * advantages).minimum(clipped * advantages), signal)
         weights, server_metrics = self._correction(signal, totals)
         if weights is not None:
             # before the divergence is added, which stays unweighted, as in TRL
@@ -164,7 +209,8 @@ class GrpoLoss:
     @property
     def _bounds(self) -> tuple[float, float]:
         config = self.config
-        return 1 - config.epsilon, 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+        highest = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        return (0.0, highest) if config.loss_type == "cispo" else (1 - config.epsilon, 1 + highest)
 
     def _ratios(self, token_log_probabilities: Tensor, signal: Signal) -> tuple[Tensor, Tensor]:
         """Return ratios π/π_old and advantages: of tokens, [rows, sequence], or of completions [num_documents]."""
@@ -174,8 +220,11 @@ class GrpoLoss:
         changes = (token_log_probabilities - signal.rollouts.old_log_probabilities).where(signal.has_target, 0.0)
         if self.config.importance_sampling_level == "token":
             return changes.exp(), signal.documents.of_tokens(advantages)
-        # [documents]: geometric mean of the tokens' ratios; their product would leave any clip range with the length.
-        return (signal.documents.sums(changes) / _num_tokens(signal)).exp(), advantages
+        of_completions = signal.documents.sums(changes)  # [documents]
+        if self.config.importance_sampling_level == "sequence":
+            # geometric mean of the tokens' ratios; their product leaves any clip range with the length
+            of_completions = of_completions / _num_tokens(signal)
+        return of_completions.exp(), advantages
 
     def _divergences(self, token_log_probabilities: Tensor, ratios: Tensor, signal: Signal) -> Tensor:
         """Return tokens' KL estimate π_ref/π - log π_ref/π - 1 (Schulman 2020), [rows, sequence]; else NaN."""

@@ -89,6 +89,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft", "part_learning_rates": {"vision_tower": 1e-6}},
         {**TRAINING, "method": "sft", "media": {"min_pixels": 4096, "max_pixels": 65536}},
         {**TRAINING, "method": "sft", "freeze": ["audio_tower"]},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "loss_type": "cispo", "epsilon_high": 5.0}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},

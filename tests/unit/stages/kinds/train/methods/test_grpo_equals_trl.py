@@ -34,9 +34,11 @@ NAMES_OF_TRL = {
 }
 TRL_DEFAULT = {"importance_sampling_mode": "sequence_mask"}
 NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "server", "serving", "stop", "system"} | {
+    "advantage",
     "data_parallel_size",
     "placement",
 }
+RLOO = {"advantage": "leave_one_out", "importance_sampling_level": "product", "loss_type": "grpo"}
 COMBINATIONS = [
     {},
     TRL_DEFAULT,
@@ -54,6 +56,8 @@ COMBINATIONS = [
         for how in ("truncate", "mask")
     ),
     {"importance_sampling_correction": False, "loss_type": "dr_grpo", "num_iterations": 2},
+    {"loss_type": "cispo", "epsilon_high": 1.01, "scale_rewards": "batch"},
+    {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04, "mask_truncated_completions": True},
 ]
 
 
@@ -190,13 +194,59 @@ def test_grpo_and_its_relatives(tmp_path, fields):
         assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
         metrics = {name: sum(metrics[name].item() for _, metrics in results) for name in loss.metric_names}
         logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        if config.loss_type == "cispo":
+            logged["clip_ratio/high_mean"] = logged["cispo_clip_ratio"]
         ours = {NAMES_OF_TRL[name]: value for name, value in metrics.items() if name in NAMES_OF_TRL}
         shared = {name for name in ours if name in logged}
         assert {name: ours[name] for name in shared} == pytest.approx(
             {name: logged[name] for name in shared}, rel=1e-5, abs=1e-6
         )
-    if config.epsilon < 0.2:
+    if config.epsilon < 0.2 or config.epsilon_high == 1.01:
         assert metrics["clipped_low_fraction"] + metrics["clipped_high_fraction"] > 0, "or nothing is compared"
+
+
+def test_rloo(tmp_path, monkeypatch):
+    """TRL has a trainer of its own for it, which samples by itself: here it gets the recorded completions instead."""
+    from trl import RLOOConfig, RLOOTrainer
+
+    arguments = {**ARGUMENTS, "per_device_train_batch_size": len(COMPLETIONS), "num_generations": NUM_GENERATIONS}
+    trainer = RLOOTrainer(
+        make_model(0),
+        lambda completion_ids, **_: REWARDS,
+        RLOOConfig(output_dir=str(tmp_path), beta=0.0, epsilon=0.02, **arguments),
+        train_dataset=Dataset.from_dict({"prompt": ["t1", "t2"]}),
+        processing_class=make_tokenizer(),
+    )
+    prompts = [prompt for prompt in PROMPTS for _ in range(NUM_GENERATIONS)]
+    monkeypatch.setattr(trainer, "_generate", lambda _: (prompts, COMPLETIONS, [""] * len(COMPLETIONS)))
+    recorded = trainer._generate_and_score_completions([{"prompt": "t1"}] * len(COMPLETIONS))
+    config = GrpoConfig(**RLOO, epsilon=0.02, importance_sampling_correction=False)
+    rewards = torch.tensor([float("nan") if reward is None else reward for reward in REWARDS])
+    advantages = config.model_copy(update={"num_generations": NUM_GENERATIONS}).advantages(rewards)
+    torch.testing.assert_close(advantages, recorded["advantages"], rtol=1e-5, atol=1e-6)
+
+    batch = make_batch(config)
+    batch = batch.with_signal(rollouts=make_rollouts(config, batch, trainer.model, None, advantages))
+    torch.manual_seed(7)
+    for weight in trainer.model.parameters():
+        weight.data += DRIFT * torch.randn(weight.shape)
+    expected = trainer.compute_loss(trainer.model, recorded)
+    expected_gradient = gradient(trainer.model, expected)
+    loss = GrpoLoss(config)
+    found, metrics = loss(log_probabilities(trainer.model, batch), batch.signal, loss.counts(batch.signal))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (gradient(trainer.model, found) - expected_gradient).norm() <= 1e-5 * expected_gradient.norm()
+    logged = {name: trainer._metrics["train"][f"clip_ratio/{name}_mean"][-1] for name in ("low", "high")}
+    assert {name: metrics[f"clipped_{name}_fraction"].item() for name in logged} == pytest.approx(logged)
+    assert sum(logged.values()) > 0, "or nothing is compared"
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_round():
+    """REINFORCE++ (Hu et al. 2025, equation 7): (A - mean(A)) / std(A) of the batch, without a group's baseline."""
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    advantages = GrpoConfig(advantage="batch_whitened", num_generations=4).advantages(rewards)
+    torch.testing.assert_close(advantages, (rewards - rewards.mean()) / rewards.std(), rtol=1e-3, atol=0)
+    assert advantages[4:].lt(0).all(), "a group of equal rewards is worse than the other"
 
 
 def test_weights_above_the_cap_are_counted():
@@ -259,6 +309,11 @@ def test_defaults_are_those_of_trl(tmp_path):
             {"importance_sampling_correction": False, "importance_sampling_clip_max": 2.0},
             "`importance_sampling_clip_max` does",
         ),
+        ({"loss_type": "cispo"}, "`epsilon_high`, which is None; set it to 1 or more"),
+        ({"loss_type": "cispo", "epsilon_high": 0.28}, "`epsilon_high`, which is 0.28"),
+        ({"loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "`epsilon` does nothing with `loss_type: cispo`"),
+        ({"advantage": "leave_one_out", "scale_rewards": "none"}, "`scale_rewards` does nothing with `advantage: le"),
+        ({"advantage": "batch_whitened", "max_draws": 3}, "groups of equal rewards, which do teach"),
         ({"use_bias_correction_kl": False}, "`use_bias_correction_kl` does nothing while `beta` is 0"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"epsilon": 1.5}, "less than 1"),
