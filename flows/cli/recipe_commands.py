@@ -197,12 +197,19 @@ def layouts(
 )
 @SET_OPTION
 @click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
-def render(recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int]) -> None:
+@click.option(
+    "--monitored-from",
+    metavar="NAMESPACE",
+    help="Also print a PodMonitor, and let Prometheus of that namespace in; for clusters with Prometheus Operator.",
+)
+def render(
+    recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int], monitored_from: str | None
+) -> None:
     """Print Kubernetes manifests of a stage, for `kubectl apply --filename -`."""
     import yaml
 
     from flows.cli.render import stage_manifests
     from flows.launch.serving_manifests import Replicas
 
-    manifests = stage_manifests(recipe, stage, tuple(overrides), Replicas(*replicas))
+    manifests = stage_manifests(recipe, stage, tuple(overrides), Replicas(*replicas, monitored_from))
     click.echo(yaml.safe_dump_all(manifests, sort_keys=False), nl=False)

@@ -1,4 +1,4 @@
-"""Kubernetes manifests that serve a model: Deployment, Service, NetworkPolicy and HorizontalPodAutoscaler. Pure.
+"""Kubernetes manifests that serve a model: Deployment, Service, NetworkPolicy, budget, autoscaler, monitor. Pure.
 
 A pod has two containers: an engine that listens on a Unix socket, and the proxy, which checks the API key and is the
 only one with a port.
@@ -24,7 +24,7 @@ from stages.kinds.serve.config import ServeConfig
 from stages.serving.backend import EngineAddress
 from stages.serving.config import Speculation
 from stages.serving.engine import LaunchSpec
-from stages.serving.proxy import API_KEY_VARIABLE
+from stages.serving.proxy import API_KEY_VARIABLE, METRICS
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S, LOCK_NAME
 from stages.serving.registry import chosen_engine
 
@@ -68,10 +68,14 @@ CORE_UTILIZATION_PERCENT = 80
 
 @dataclass(frozen=True)
 class Replicas:
-    """Smallest and largest number of replicas that the autoscaler may run."""
+    """Smallest and largest number of replicas that the autoscaler may run.
+
+    monitored_from: namespace of the Prometheus that is to scrape them, where Prometheus Operator runs; None for none.
+    """
 
     least: int
     most: int
+    monitored_from: str | None = None
 
 
 def serving_manifests(
@@ -107,9 +111,11 @@ def serving_manifests(
         "podSelector": {"matchLabels": {SERVE_LABEL: name}},
         "policyTypes": ["Ingress", "Egress"],
         # Pods of the namespace may reach the proxy's port. A server sends no requests itself: no egress.
-        "ingress": [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": "http"}]}],
+        "ingress": [{"from": _callers(replicas), "ports": [{"protocol": "TCP", "port": "http"}]}],
         "egress": [],
     }
+    # Nodes are drained one replica at a time, and a single replica does not keep its node from that.
+    budget = {"maxUnavailable": 1, "selector": {"matchLabels": {SERVE_LABEL: name}}}
     service = {"selector": {SERVE_LABEL: name}, "ports": [{"name": "http", "port": PORT, "targetPort": "http"}]}
     return [
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
@@ -121,7 +127,28 @@ def serving_manifests(
             "metadata": metadata,
             "spec": _autoscaler(name, asked, chosen_engine(config.serving).waiting_requests_metric, replicas),
         },
+        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": budget},
+        *([_pod_monitor(metadata, asked)] if replicas.monitored_from else []),
     ]
+
+
+def _callers(replicas: Replicas) -> list[Manifest]:
+    """Return who may reach the proxy: pods of the server's namespace, and the Prometheus of another one."""
+    other = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": replicas.monitored_from}}}
+    return [{"podSelector": {}}, *([other] if replicas.monitored_from else [])]
+
+
+def _pod_monitor(metadata: Manifest, asked: KubernetesOptions) -> Manifest:
+    """Return a PodMonitor of Prometheus Operator, by which Prometheus scrapes the proxies with the server's own key."""
+    secret, _, key = asked.secrets[API_KEY_VARIABLE].partition("/")
+    endpoint = {
+        "port": "http",
+        "path": METRICS,
+        "authorization": {"type": "Bearer", "credentials": {"name": secret, "key": key}},
+    }
+    selector = {"matchLabels": {SERVE_LABEL: metadata["name"]}}
+    spec = {"selector": selector, "podMetricsEndpoints": [endpoint], "podTargetLabels": ["llm-lifecycle.io/version"]}
+    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": metadata, "spec": spec}
 
 
 def _checked_options(name: str, config: ServeConfig) -> KubernetesOptions:

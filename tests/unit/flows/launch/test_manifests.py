@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +30,7 @@ from tests.serving import wait_for
 from tests.slurm_cluster import free_ports
 
 ROOT = Path(__file__).parents[4]
+SHIPPED = ROOT / "deploy" / "kubernetes"
 KUBERNETES_VERSION = kubernetes_validate.latest_version()
 TRAINING = {
     "kind": "train",
@@ -50,6 +53,7 @@ QUEUED = {
     "labels": {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "high"},
     "pod": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}], "imagePullSecrets": [{"name": "hub"}]},
 }
+WITH_PODS = ("Job", "Deployment", "StatefulSet")
 PLACED = {
     **QUEUED["pod"],
     "priorityClassName": "batch",
@@ -66,10 +70,12 @@ def manifests_of(nodes=1, environment=None, **kubernetes):
     return job_manifests(order_of("SFT_night", Path("/home/store/.work/sft"), config, ["-m", "stages"], 60.0))
 
 
-def served(**kubernetes):
+def served(monitored_from=None, **kubernetes):
     tree = {"kind": "serve", "model": "sft", "execution": {"kubernetes": {"image": "vllm:1", **KEY, **kubernetes}}}
     config = KINDS["serve"].model_validate(tree)
-    return serving_manifests("chat", Path("/home/store/model"), "0" * 12, Path("/home"), config, Replicas(1, 4))
+    return serving_manifests(
+        "chat", Path("/home/store/model"), "0" * 12, Path("/home"), config, Replicas(1, 4, monitored_from)
+    )
 
 
 def templates_of(manifest):
@@ -80,7 +86,7 @@ def templates_of(manifest):
         return [replicated["template"]["spec"]["template"]]
     if manifest["kind"] == "CronJob":
         return [manifest["spec"]["jobTemplate"]["spec"]["template"]]
-    return [manifest["spec"]["template"]] if manifest["kind"] in ("Job", "Deployment") else []
+    return [manifest["spec"]["template"]] if manifest["kind"] in WITH_PODS else []
 
 
 def pods_of(manifest):
@@ -88,9 +94,10 @@ def pods_of(manifest):
 
 
 def shipped():
-    for file in sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml")):
+    for file in sorted({*SHIPPED.glob("*.yaml")} - {SHIPPED / "kustomization.yaml"}):
         yield from (
-            pytest.param(tree, id=f"{file.name}-{tree['kind']}") for tree in yaml.safe_load_all(file.read_text())
+            pytest.param(tree, id=f"{file.name}-{tree['kind']}-{tree['metadata']['name']}")
+            for tree in yaml.safe_load_all(file.read_text())
         )
 
 
@@ -188,7 +195,7 @@ def test_pods_of_several_nodes_are_reached_by_one_another_alone(kind):
 
 def test_a_refresh_may_make_and_remove_all_that_its_jobs_consist_of():
     """A refresh's Kubernetes role may create and delete its jobs' resources, named by the API path's last part."""
-    roles = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "rbac.yaml").read_text())
+    roles = yaml.safe_load_all((SHIPPED / "rbac.yaml").read_text())
     (rules,) = [role["rules"] for role in roles if role["kind"] == "Role"]
     may = {
         (group, thing): rule["verbs"] for rule in rules for group in rule["apiGroups"] for thing in rule["resources"]
@@ -206,7 +213,7 @@ def test_no_pod_takes_the_place_of_one_that_has_not_ended(nodes):
 
 
 def test_nor_does_a_nightly_refresh():
-    nightly = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "refresh.yaml").read_text())
+    nightly = yaml.safe_load((SHIPPED / "refresh.yaml").read_text())
     kubernetes_validate.validate(nightly, KUBERNETES_VERSION, strict=True)
     assert nightly["spec"]["concurrencyPolicy"] == "Forbid"
     assert nightly["spec"]["jobTemplate"]["spec"]["podReplacementPolicy"] == "Failed"
@@ -233,7 +240,8 @@ def test_pods_of_an_indexed_job_find_the_first_of_them():
 
 
 def test_a_server_rolls_over_without_a_gap_and_has_a_key():
-    deployment, service, _, autoscaler = served(gpus_per_node=1)
+    deployment, service, _, autoscaler, budget = served(gpus_per_node=1)
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
     engine, proxy = deployment["spec"]["template"]["spec"]["containers"]
     assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     for container in (engine, proxy):
@@ -265,7 +273,7 @@ def test_a_server_of_adapters_has_them_and_their_base_by_path_and_name(tmp_path)
 
 
 def test_the_proxy_alone_is_reached_and_a_server_reaches_nobody():
-    deployment, service, policy, _ = served()
+    deployment, service, policy, *_ = served()
     engine, proxy = deployment["spec"]["template"]["spec"]["containers"]
     assert "ports" not in engine
     assert not {"--host", "--port"} & set(engine["command"])
@@ -384,6 +392,51 @@ def test_an_engine_that_is_started_again_finds_no_socket_of_the_one_before(tmp_p
     command = [sys.executable, *start[1:5], address, sys.executable, "-c", engine, address, "--and", "more"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{address} --and more\n"), done.stderr
+
+
+def test_prometheus_of_another_namespace_may_scrape_a_server_with_its_key():
+    _, _, policy, *_, monitor = served("monitoring")
+    assert policy["spec"]["ingress"][0]["from"][1] == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "vllm", "key": "key"}
+    assert monitor["spec"]["selector"] == policy["spec"]["podSelector"]
+
+
+def test_shipped_manifests_are_one_kustomization_and_its_servers_are_those_of_the_compose_file():
+    asked = yaml.safe_load((SHIPPED / "kustomization.yaml").read_text())
+    assert {*asked["resources"], "kustomization.yaml"} == {file.name for file in SHIPPED.iterdir()}
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+    servers = [*yaml.safe_load_all((SHIPPED / "servers.yaml").read_text())]
+    for server in (tree for tree in servers if tree["kind"] in WITH_PODS):
+        name, (container,) = server["metadata"]["name"], pods_of(server)[0]["containers"]
+        theirs = compose[name]
+        assert container.get("command") == without_loopback(theirs.get("command"))
+        assert container["image"].removesuffix(":latest") == theirs["image"]
+        settings = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        for variable, value in theirs["environment"].items():
+            if not variable.endswith("_FILE"):
+                assert settings[variable].replace(":$(DATABASE_PASSWORD)@", "@") == value
+        for probe in ("startupProbe", "readinessProbe") if "startupProbe" in container else ():
+            asked_as = container[probe]["httpGet"]
+            assert asked_as["httpHeaders"][0]["value"] in container["command"]
+            assert asked_as["path"] in str(theirs["healthcheck"]["test"])
+
+
+def without_loopback(command):
+    """Return a server's command without the name 127.0.0.1, by which Docker's published ports are asked."""
+    return command and re.sub(r" --host 127\.0\.0\.1:\d+", "", " ".join(command)).split()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is missing")
+def test_kustomize_builds_what_is_shipped():
+    command = ["kubectl", "kustomize", str(SHIPPED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    built = [*yaml.safe_load_all(done.stdout)]
+    assert len(built) == len([*shipped()])
+    assert {tree["metadata"]["namespace"] for tree in built} == {"default"}
 
 
 def test_a_server_without_a_key_is_refused():
