@@ -37,8 +37,7 @@ class Layout(StrictModel):
     )
     cp: PositiveInt = Field(1, description="Context parallelism: processes that share the tokens of a sequence.")
     ep: PositiveInt = Field(
-        1,
-        description="Expert parallelism: processes that share experts, within data and context parallelism (megatron).",
+        1, description="Expert parallelism: processes that share experts, within data and context parallelism."
     )
     etp: PositiveInt = Field(
         1, description="Tensor parallelism of experts: processes that split the matrices of each expert (megatron)."

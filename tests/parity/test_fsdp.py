@@ -60,6 +60,8 @@ LAYOUTS = {
         "split-sliced": {"cp": 2, "tp": 2},
     },
 }
+SPREAD = {"dp_shard": 2, "ep": 2, "micro_batch_size": 1, "recompute": "full"}
+"""Layout that spreads experts, of models that have some."""
 RESHARDED = (("split", "sharded"), ("sharded", "sliced"), ("sliced", "split"))
 """Names of layouts of two processes that write a checkpoint, and of those that go on from it."""
 ACCUMULATED = ("accumulated", "accumulated-sharded")
@@ -213,6 +215,11 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
             others[f"{model}-split"] = model
         cases["balanced-sliced"] = {**cases["balanced"], "config": {**make_config({"cp": 2}), "moe": MOE["balanced"]}}
         others["balanced-sliced"] = "balanced"
+        spread = {"model": str(models / "balanced"), "config": {**make_config(SPREAD), "moe": MOE["balanced"]}}
+        checkpoint = [1, str(output / "checkpoint-spread")]
+        cases |= {"balanced-spread": {**spread, "save": checkpoint}, "resumed-spread": {**spread, "resume": checkpoint}}
+        cases["resumed-balanced"] = {**cases["balanced"], "resume": checkpoint}
+        others["balanced-spread"] = "balanced"
         # Written by processes that split matrices or tokens, read by such as shard rows, and the other way round.
         for writer, reader in RESHARDED:
             checkpoint = [1, str(output / f"checkpoint-{writer}")]
@@ -281,6 +288,17 @@ def test_checkpoints_go_on_with_split_matrices_or_tokens_or_with_shards(trained,
         found = json.loads((trained[0] / f"resumed-{reader}.json").read_text())
         assert found["losses"] == pytest.approx(plain["qwen3"][0][1:], rel=2e-6)
         assert found["grad_norms"] == pytest.approx(plain["qwen3"][1][1:], rel=1e-5)
+
+
+@pytest.mark.parametrize("trained", [2], indirect=True)
+def test_checkpoints_go_on_with_spread_experts_to_the_bit_and_with_shards(trained, plain):
+    names = "resumed-spread", "resumed-balanced", "balanced-spread"
+    found, sharded, saved = (json.loads((trained[0] / f"{name}.json").read_text()) for name in names)
+    for metric in ("losses", "grad_norms", "aux_losses"):
+        assert found[metric] == saved[metric][-2:]
+        assert sharded[metric] == pytest.approx(found[metric], rel=1e-5)
+    resumed, whole = (load_file(trained[0] / name / "model.safetensors") for name in names[::2])
+    assert all(torch.equal(resumed[name], one) for name, one in whole.items())
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)

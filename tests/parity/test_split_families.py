@@ -27,13 +27,33 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp of four": {"cp": 4, "micro_batch_size": 1},
     "cp, dp": {"dp_shard": 2, "cp": 2, "micro_batch_size": 1},
     "cp, tp": {"cp": 2, "tp": 2, "micro_batch_size": 2},
+    "ep": {"dp_shard": 2, "ep": 2, "micro_batch_size": 2},
+    "ep, dp": {"dp_shard": 4, "ep": 2, "micro_batch_size": 1},
+    "ep, replicas": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1},
+    "ep, tp": {"dp_shard": 2, "ep": 2, "tp": 2, "micro_batch_size": 2},
+    "ep, cp": {"cp": 2, "ep": 2, "micro_batch_size": 2},
 }
+SPREAD = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3",
+    "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "dots1", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h",
+    "minimax",
+)  # fmt: skip
+"""Mixtures of experts: with biases, shared experts, groups of experts, without a gate, beside states."""
 STATEFUL = {"qwen3_5_text": "Qwen3_5GatedDeltaNet", "lfm2": "Lfm2ShortConv", "falcon_h1": "FalconH1Mixer"}
 """Modules that carry a state along the tokens, by family."""
 CASES = [
-    *((family, name) for family in SPLIT for name in LAYOUTS if "cp" not in name or family not in STATEFUL),
-    *(("gpt_oss", name) for name in LAYOUTS if "cp" in name and "tp" not in name),  # sinks, and no plan
+    *(
+        (family, name)
+        for family in SPLIT
+        for name in LAYOUTS
+        if "cp" not in name or family not in STATEFUL
+        if "ep" not in name
+    ),
+    *(("gpt_oss", name) for name in ("cp", "cp of four", "cp, dp")),  # sinks, and no plan
     *(("deepseek_v2", "cp"), ("llama", "cp of four")),
+    *((family, name) for family in SPREAD for name in ("ep", "ep, dp")),
+    *(("qwen3_moe", name) for name in ("ep, replicas", "ep, tp", "ep, cp")),
+    *(("deepseek_v3", "ep, tp"), ("gpt_oss", "ep, replicas")),
 ]
 
 
@@ -75,7 +95,7 @@ def test_a_state_along_the_tokens_is_refused_by_name(family: str, fsdp_ranks: Ra
 
 
 def test_the_zoo_has_the_families() -> None:
-    assert {*SPLIT, *STATEFUL} <= set(FAMILIES)
+    assert {*SPLIT, *SPREAD, *STATEFUL} <= set(FAMILIES)
 
 
 def _train(
@@ -91,7 +111,7 @@ def _train(
         json.dumps({"data": data, "cases": {family: case}, "output": str(folder / "out")})
     )
     (folder / "out").mkdir(exist_ok=True)
-    processes = math.prod(layout.get(name, 1) for name in ("dp_shard", "cp", "tp"))
+    processes = math.prod(layout.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp", "tp"))
     ranks.run(program, processes, folder / "spec.json", log=folder / "log.txt")
     (folder / "out" / f"{family}.gradients.safetensors").rename(folder / f"{family}.gradients.safetensors")
     return json.loads((folder / "out" / f"{family}.json").read_text())

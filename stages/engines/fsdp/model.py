@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.batch import Batch
@@ -68,6 +69,8 @@ class TargetLogProbabilities(nn.Module):
         self.is_compiled = False
         self.vocabulary_group: dist.ProcessGroup | None = None
         """Processes over which the head's entries are split, where they are."""
+        self.expert_mesh: DeviceMesh | None = None
+        """Processes with the dimensions over which experts are spread and sharded, where they are."""
         self.context_group: dist.ProcessGroup | None = None
         """Processes over which a micro-batch's tokens are split, where they are."""
         rotate_by_document(decoder_of(causal_lm))

@@ -1,6 +1,7 @@
 """Application of a parallel layout to an FSDP2 model: recomputation, compilation, sharding, loading of weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stages.core.errors import ModelError
 from stages.engines import attention_kernels  # noqa: F401  # its operations are in the table below
+from stages.engines.fsdp.experts import DIMENSION, OTHERS, exchange_tokens, shard_of, spread_experts, spread_in
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
 from stages.engines.fsdp.tensor_parallel import split_matrices
@@ -87,10 +89,10 @@ def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def sharding_mesh(mesh: DeviceMesh, names: Sequence[str] = ("dp_replicate", "dp_shard")) -> DeviceMesh:
     """Return the part of a mesh over which parameters are sharded by FSDP2."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
-    return mesh if names == mesh.mesh_dim_names else mesh[names]
+    named = tuple(name for name in mesh.mesh_dim_names or () if name in names)
+    return mesh if named == mesh.mesh_dim_names else mesh[named]
 
 
 def batch_groups(layout: Layout, device: torch.device) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -133,8 +135,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
     if is_spread and dist.get_rank() == 0:  # kept here, since shards replace the parameters
         weights = {name: value.detach() for name, value in model.state_dict().items()}
     # Before sharding, whose hooks then lie outside of the compiled code.
-    if layout.tp > 1:
-        split_model(model, mesh)
+    split_model(model, layout, mesh)
     if layout.compile:
         # Towers are not compiled: each picture has another size, which would compile them again.
         seen = [] if model.drawn is None else [one for one in layers if one not in text_layers(model.causal_lm)]
@@ -157,10 +158,19 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         _spread_weights(model, weights, layout)
 
 
-def split_model(model: TargetLogProbabilities, mesh: DeviceMesh) -> None:
-    """Split a model's matrices and vocabulary over the mesh's `tp` processes, in place."""
-    split_matrices(model.causal_lm, mesh["tp"])
-    model.vocabulary_group = mesh.get_group("tp")
+def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh) -> None:
+    """Split a model's matrices and vocabulary over the mesh's `tp` processes, and its experts over `ep`, in place."""
+    experts: Sequence[nn.Module] = ()
+    if layout.ep > 1:
+        degrees = layout.optimizer_shards // layout.ep, layout.ep
+        model.expert_mesh = mesh._unflatten("dp_shard", degrees, (OTHERS, DIMENSION))
+        # Tokens travel within what `tp` adds up: a sum of results is smaller than one of what each expert gave.
+        experts = exchange_tokens(model.causal_lm, model.expert_mesh.get_group(DIMENSION))
+    if layout.tp > 1:
+        split_matrices(model.causal_lm, mesh["tp"])
+        model.vocabulary_group = mesh.get_group("tp")
+    if model.expert_mesh:
+        spread_experts(experts, model.expert_mesh)
 
 
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
@@ -231,6 +241,8 @@ def apply_fsdp(
     # A vision tower that text leaves alone is never gathered. With a dtype of reductions, accumulating whole gradients
     # would ask for its gathered weights (torch 2.13: `FSDPParam` has no `_unsharded_param`).
     frozen = {**options, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
+    if model.expert_mesh:
+        shard_experts(model.causal_lm, layout, model.expert_mesh, options)
     for module in [*separate, *layers]:
         learns = any(one.requires_grad for one in module.parameters())
         fully_shard(module, reshard_after_forward=layout.reshard_after_forward, **(options if learns else frozen))
@@ -244,6 +256,19 @@ def apply_fsdp(
         if mesh.device_type == "cpu":
             module.set_custom_reduce_scatter(AllToAllReduceScatter())
     reduce_unused(model)
+
+
+def shard_experts(causal_lm: nn.Module, layout: Layout, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Shard the stacks of experts that a process has over the processes that have the same ones."""
+    # The router's weights stay in its dtype, as where a layer's experts are in the layer's group.
+    policy = replace(options["mp_policy"], cast_forward_inputs=False)
+    own = {"mesh": sharding_mesh(mesh, ("dp_replicate", OTHERS)), "mp_policy": policy}
+    placed = {
+        "shard_placement_fn": shard_of(mesh[OTHERS].size()),
+        "reshard_after_forward": layout.reshard_after_forward,
+    }
+    for module in spread_in(causal_lm):
+        fully_shard(module, **{**options, **own, **placed})
 
 
 def used_as_they_are(model: nn.Module, compute_dtype: torch.dtype) -> set[nn.Parameter]:

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from stages.adapters.files import INNER
 from stages.adapters.quantized import QuantizedLinear
@@ -20,7 +21,6 @@ from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.parallelize import apply_fsdp, device_mesh, fsdp_modules, split_model
 from stages.engines.fsdp.probe import LENGTHS
 from stages.engines.fsdp.sources import ModelFiles
-from stages.engines.fsdp.tensor_parallel import is_split
 from stages.models.layers import keep_kinds_of_layers, transformer_layers
 from stages.models.loaded_weights import check_all_finite
 from stages.parallel.layout import Layout
@@ -72,9 +72,8 @@ def check_sharded(
     keep_kinds_of_layers(twin.causal_lm)
     # In fp32, whatever training computes in: bf16 alone would differ by more than the tolerance.
     is_sharded = mesh.size() > 1
-    if layout.tp > 1:
-        split_model(twin, mesh)
     if is_sharded:
+        split_model(twin, layout, mesh)
         apply_fsdp(twin, transformer_layers(twin.causal_lm), layout, mesh, torch.float32)
     in_fp32: dict[int, Tensor] = {}  # by identity, so that tied weights stay one
     for prefix, module in twin.named_modules():
@@ -94,23 +93,23 @@ def check_split(
     split: TargetLogProbabilities,
     whole: TargetLogProbabilities,
     files: ModelFiles,
-    mesh: DeviceMesh,
+    layout: Layout,
     device: torch.device,
 ) -> None:
-    """Check that a model whose matrices are split gives the log-probabilities and gradients of the whole one.
+    """Check that a model whose matrices or experts are split gives the whole one's log-probabilities and gradients.
 
     A plan may lack a sum over processes, which no comparison of the split model with itself would show. Collective.
     split, whole: copies on `meta` from before sharding; they are cut to layers of every kind. Raises ModelError.
     """
-    layouts = Layout(dp_shard=mesh.size() // mesh["tp"].size(), tp=mesh["tp"].size()), Layout(dp_shard=mesh.size())
+    num_shares = layout.data_parallel_size * layout.cp
+    layouts = Layout(dp_shard=num_shares, tp=layout.tp, ep=layout.ep), Layout(dp_shard=num_shares * layout.tp)
     meshes = device_mesh(layouts[0], device), device_mesh(layouts[1], device)
     measured = []
     for model, layout, own in zip((split, whole), layouts, meshes, strict=True):
         keep_kinds_of_layers(model.causal_lm)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        if layout.tp > 1:
-            split_model(model, own)
+        split_model(model, layout, own)
         apply_fsdp(model, transformer_layers(model.causal_lm), layout, own, torch.float32)
         read_shards(model.causal_lm, files, device)
         measured.append(_values_and_norms(model, layout.dp_shard, device))
@@ -124,9 +123,11 @@ def check_split(
     if not difference < LARGEST_DIFFERENCE:
         wrong.insert(0, f"log-probabilities by {difference:.2g} nats")
     if wrong:
+        experts = f", and its experts over ep {layout.ep} processes" if layout.ep > 1 else ""
+        degrees = "`tp: 1`" if layout.ep == 1 else "`tp: 1` and `ep: 1`"
         raise ModelError(
-            f"split over tp {layouts[0].tp} processes by Transformers' plan, {type(whole.causal_lm).__name__} differs "
-            f"from the whole model: {', '.join(wrong[:3])}; set `tp: 1`, and spread the model by `dp_shard`"
+            f"split over tp {layout.tp} processes by Transformers' plan{experts}, {type(whole.causal_lm).__name__} "
+            f"differs from the whole model: {', '.join(wrong[:3])}; set {degrees}, and spread the model by `dp_shard`"
         )
 
 
@@ -228,7 +229,7 @@ def _in_fp32(weight: Tensor, device: torch.device) -> Tensor:
 def _rows(parameter: Tensor) -> slice:
     if not parameter.ndim:
         return slice(None)
-    if not isinstance(parameter, DTensor) or is_split(parameter):
+    if not isinstance(parameter, DTensor) or _splits_rows(parameter):
         return slice(0, len(parameter))
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return slice(offset[0], offset[0] + shape[0])
@@ -236,8 +237,20 @@ def _rows(parameter: Tensor) -> slice:
 
 def _own_part(parameter: Tensor, rows: Tensor) -> Tensor:
     """Return this process's part of a parameter's rows: a plan may split columns, or rows in turns."""
-    if not is_split(parameter) or tuple(rows.shape) != tuple(parameter.shape):
+    if not isinstance(parameter, DTensor) or rows.shape == parameter.to_local().shape:
         return rows
-    assert isinstance(parameter, DTensor)
-    whole = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return whole.to_local()
+    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    if not _splits_rows(parameter):
+        placed = {name: one for name, one in placed.items() if not _is_of_rows(one)}
+    mesh = parameter.device_mesh[tuple(placed)]
+    return distribute_tensor(rows, mesh, list(placed.values()), src_data_rank=None).to_local()
+
+
+def _splits_rows(parameter: DTensor) -> bool:
+    """Return whether a plan splits the parameter's rows, perhaps in turns."""
+    placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+    return "tp" in placed and _is_of_rows(placed["tp"])
+
+
+def _is_of_rows(placement: Placement) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == 0

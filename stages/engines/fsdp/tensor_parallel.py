@@ -72,7 +72,7 @@ class _SplitVocabulary(TensorParallelLayer):
         def forward(tokens: Tensor) -> Tensor:
             places = tokens - first
             is_here = (places >= 0) & (places < size)
-            with _changed(module, lambda one: one.to_local()):
+            with changed(module, lambda one: one.to_local()):
                 found = look_up(places.clamp(0, size - 1))
             return _Sum.apply(found * is_here[..., None], group)
 
@@ -88,7 +88,7 @@ class _SummedGradients(TensorParallelLayer):
 
         def with_sums(*args: Any, **kwargs: Any) -> Any:
             # In the graph: Transformers' hook would sum again what earlier micro-batches have added up.
-            with _changed(module, lambda one: _SumGradients.apply(one, group)):
+            with changed(module, lambda one: _SumGradients.apply(one, group)):
                 return forward(*args, **kwargs)
 
         module.forward = with_sums
@@ -99,7 +99,7 @@ OWN_STYLES = {"vocabulary": _SplitVocabulary(), "replicated_with_grad_allreduce"
 
 
 @contextmanager
-def _changed(module: nn.Module, change: Any) -> Iterator[None]:
+def changed(module: nn.Module, change: Any) -> Iterator[None]:
     """Let a module compute with a function of its parameters."""
     own = dict(module._parameters)
     module._parameters.update({name: change(one) for name, one in own.items() if one is not None})

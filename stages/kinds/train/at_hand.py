@@ -52,9 +52,8 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
     if model.folder:
         yield from check_model_folder(ModelFacts(model.folder))
     rules = RULES[config.engine]
-    if (
-        rules.builds_from_shape or config.layout.tp * config.layout.cp > 1
-    ):  # else any model fits, and none has to be walked
+    degrees = config.layout.tp * config.layout.cp * config.layout.ep
+    if rules.builds_from_shape or degrees > 1:  # else any model fits, and none has to be walked
         shape = rules.shape_of(facts)
         errors = [*rules.model_errors(config.layout, shape)]
         if gpu_type:

@@ -266,6 +266,7 @@ def _split_errors(config: TrainFields) -> Iterator[str]:
     options = {
         "tp": {**of_tp, **both, **dict.fromkeys(low, True)},
         "cp": {"layout.compile": config.layout.compile, **both},
+        "ep": {"layout.compile": config.layout.compile, **both},
     }
     for degree, of_degree in options.items():
         size: int = getattr(config.layout, degree)
@@ -320,6 +321,7 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
     options = {
         f"layout.tp: {config.layout.tp}": config.layout.tp > 1,
         f"layout.cp: {config.layout.cp}": config.layout.cp > 1,
+        f"layout.ep: {config.layout.ep}": config.layout.ep > 1,
         "precision: fp8": config.precision == "fp8",
         f"optimizer: {config.optimizer.name}": config.optimizer.name != "adamw",
     }

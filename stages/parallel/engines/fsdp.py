@@ -17,13 +17,22 @@ class FsdpRules(EngineRules):
 
     name = "fsdp"
     factors = ("dp_replicate", "dp_shard")
-    own_fields = ("tp", "cp", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
+    own_fields = ("tp", "cp", "ep", "reshard_after_forward", "cpu_offload", "prefetch_layers", "compile", "accumulate")
 
     lacks: ClassVar[Mapping[Feature, str]] = {"splits_all": ""}
+
+    def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
+        if layout.optimizer_shards % layout.ep:
+            yield (
+                f"layout: ep {layout.ep} does not divide dp_shard {layout.dp_shard} × cp {layout.cp} = "
+                f"{layout.optimizer_shards} processes, over which experts are spread; the nearest that does: "
+                f"ep {_nearest(layout.ep, layout.optimizer_shards)}"
+            )
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield from _split_errors(layout, shape) if layout.tp > 1 else ()
         yield from _slice_errors(layout, shape) if layout.cp > 1 else ()
+        yield from _expert_errors(layout, shape) if layout.ep > 1 else ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
         # Of one process: those that `tp` has left.
@@ -58,10 +67,9 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
         (shape.vocab_size, "entries of the vocabulary"),
     ]
     if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
-        divides = next(tp for tp in range(layout.tp, 0, -1) if not any(number % tp for number, _ in sizes))
         yield (
             f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}; the nearest that does: "
-            f"tp {divides}"
+            f"tp {_nearest(layout.tp, *(number for number, _ in sizes))}"
         )
 
 
@@ -73,3 +81,27 @@ def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
             f"layout: cp {layout.cp} shares the tokens of a document, but layers of {shape.family} ({layers}) carry "
             f"a state along them; set `cp: 1`, and `dp_shard: {layout.optimizer_shards}`"
         )
+
+
+def _expert_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """Yield why the model's experts cannot be spread over `ep` processes."""
+    if not shape.num_experts:
+        yield (
+            f"layout: ep {layout.ep} spreads experts, but {shape.family} has none; set `ep: 1`, and keep dp_shard "
+            f"{layout.dp_shard}"
+        )
+    elif any(kind.experts_computed > kind.experts_per_token for kind in shape.kinds):
+        yield (
+            f"layout: ep {layout.ep} sends tokens to the experts that they chose, but {shape.family} computes all "
+            f"experts for each token; set `ep: 1`, and keep dp_shard {layout.dp_shard}"
+        )
+    elif shape.num_experts % layout.ep:
+        yield (
+            f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts; the nearest that does: "
+            f"ep {_nearest(layout.ep, math.gcd(shape.num_experts, layout.optimizer_shards))}"
+        )
+
+
+def _nearest(degree: int, *numbers: int) -> int:
+    """Return the largest degree, up to the given one, that divides the numbers."""
+    return next(one for one in range(degree, 0, -1) if not any(number % one for number in numbers))

@@ -89,7 +89,16 @@ ILLEGAL = [
         {"engine": "fsdp", "tp": 3, "dp_shard": 1},
         ["tp 3 does not divide the model's", "key/value heads", "the nearest that does: tp "],
     ),
-    ({"engine": "fsdp", "tp": 2, "ep": 2}, ["ep 2", "`engine: megatron`", "the engine is fsdp"]),
+    ({"engine": "fsdp", "tp": 2, "etp": 2}, ["etp 2", "`engine: megatron`", "the engine is fsdp"]),
+    ({"engine": "fsdp", "ep": 2, "dp_shard": 2}, ["ep 2", "llama has none", "set `ep: 1`, and keep dp_shard 2"]),
+    (
+        {"engine": "fsdp", "ep": 4, "dp_shard": 4, "shape": MIXTURE},
+        ["ep 4", "6 experts", "the nearest that does: ep 2"],
+    ),
+    (
+        {"engine": "fsdp", "ep": 3, "dp_shard": 2, "cp": 2, "shape": MIXTURE},
+        ["ep 3 does not divide dp_shard 2 × cp 2 = 4 processes", "the nearest that does: ep 2"],
+    ),
     (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
         ["cp 2", "layers of lfm2 (0) carry a state", "set `cp: 1`, and `dp_shard: 4`"],
