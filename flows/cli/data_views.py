@@ -108,9 +108,13 @@ def document_heading(document: ShownDocument) -> str:
 
 def caption(picture: ShownPicture) -> str:
     """Return the place of a document's medium in one line, with its size and the tokens that stand for it."""
-    pixels, seconds = f"{picture.width:,} × {picture.height:,} pixels", picture.seconds
-    size = pixels if seconds is None else f"{seconds:,.1f} seconds"
-    return f"{picture.path}: {size}, {counted(picture.num_tokens, 'token')}"
+    sizes = [
+        f"{picture.width:,} × {picture.height:,} pixels" if picture.width else "",
+        "" if picture.seconds is None else f"{picture.seconds:,.1f} seconds",
+        "" if picture.num_frames is None else counted(picture.num_frames, "frame"),
+        counted(picture.num_tokens, "token"),
+    ]
+    return f"{picture.path}: {', '.join(filter(None, sizes))}"
 
 
 def _text(document: ShownDocument, *, coloured: bool) -> Text:

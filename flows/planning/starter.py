@@ -35,7 +35,7 @@ ADAPTERS = {
 }
 METHOD_FOR = {method.rows: method for method in METHODS.values() if method.usual_learning_rates}
 """Training method that a first recipe uses, by kind of rows (`prompts`, `pairs`, …)."""
-MEDIA = "    media: true                    # the pictures that its rows name, too\n"
+MEDIA = "    media: true                    # the files that its rows name, too\n"
 SHOWN_ROW = {"prompts": "prompt", "pairs": "pair"}
 """Word for one row in a first recipe's comments, by kind of rows; for other kinds the word is `row`."""
 DEFAULT_MODEL = "hf://Qwen/Qwen3-0.6B"
@@ -333,6 +333,8 @@ def _recipe(plan: _Plan) -> str:
             lines.append(f"max_bad_row_fraction: {rows.bad_fraction}   # {rows.num_bad_rows:,} rows are bad")
     why_adapter = f"all {_size(plan.billions)} weights with their optimizer do not fit this machine's memory"
     adapter = f"    adapter: {ADAPTERS[plan.adapter]}   # {why_adapter}\n" if plan.adapter else ""
+    options = _grpo(plan) if plan.samples else ""
+    options += f"    media: {json.dumps(rows.bounds.named)}   # of videos\n" if rows.bounds.named else ""
     what_learns = "of the adapter" if plan.adapter else "all of them trained"
     text = f"""\
 # {rows.num_rows:,} rows of {plan.data.name}, learned by {plan.model.source}.
@@ -347,13 +349,13 @@ stages:
   rows:
     kind: download
     dataset: {json.dumps(f"file://{plan.data}")}
-{MEDIA if rows.has_media else ""}
+{MEDIA if rows.media_kinds else ""}
   {method}:
     kind: train
     method: {method}
     model: base
 {adapter}    data:
-{"".join(f"      {line}" + chr(10) for line in lines)}{_grpo(plan) if plan.samples else ""}    epochs: {plan.epochs}
+{"".join(f"      {line}" + chr(10) for line in lines)}{options}    epochs: {plan.epochs}
     global_batch_size: {_batch(plan)}
     layout: auto                   # the fastest that fits this machine; `lifecycle layouts {plan.name}.yaml --gpus 8`
     learning_rate: {plan.learning_rate:.1e}         # usual for {_size(plan.billions)} parameters, {what_learns}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from flows.ledger.home import store_root
 from flows.planning.model_shape import ModelConfigs, measured_shape, published_shape
+from flows.planning.most_tokens import BYTES_PER_TOKEN, most_tokens, num_bytes
 from flows.planning.outside import resolve_outside
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_stages
@@ -42,12 +43,15 @@ from stages.data.media.folder import MediaFolder
 from stages.data.media.images import from_data_address
 from stages.data.media.rows import TAG
 from stages.data.media_reference import MediaReference
-from stages.data.messages import Conversation, Document, PlainText, RowError, listed, num_media, texts_of
+from stages.data.messages import Conversation, Document, PlainText, RowError, listed, num_media
 from stages.harnesses.question_sets import question_text
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
+from stages.kinds.train.blocks import PictureBounds
+from stages.kinds.train.picture_bounds import usual_sampling, with_picture_bounds
 from stages.models.facts import CONFIG_FILE, ModelFacts
+from stages.models.media import MediaKind
 from stages.models.processor import reads_media
 from stages.models.shape import ModelShape
 
@@ -71,11 +75,6 @@ SECONDS = 20.0
 """Processor seconds allowed for tokenizing rows; if they do not suffice, tokens are estimated from bytes instead."""
 NUM_RENDERED = 200
 """Number of documents that are rendered in order to choose a chat template."""
-TEMPLATE_TOKENS, TOOLS_TOKENS, MESSAGE_TOKENS = 128, 256, 16
-PIXELS_PER_TOKEN, TOKENS_PER_SECOND = 28 * 28, 25
-"""Most tokens that a chat template adds: for a system prompt, for tool instructions, and around each message."""
-BYTES_PER_TOKEN = 3
-"""Bytes per token, for estimates; deliberately low, since English text has 4 or more."""
 NO_LIMIT = 1 << 40
 TOKENIZER_FILES = (
     CONFIG_FILE,
@@ -132,8 +131,10 @@ class Survey:
     """True if the model has a chat template of its own, or if it is not known whether it has one."""
     labels: set[bool | None] = field(default_factory=set)
     """Distinct labels (good or bad answer) of the training rows."""
-    has_media: bool = False
-    """True if some rows have pictures."""
+    media_kinds: set[MediaKind] = field(default_factory=set)
+    """Kinds of the rows' media."""
+    bounds: PictureBounds = field(default_factory=PictureBounds)
+    """Rate of a video's frames, where the rows have videos, and the model does not say one."""
     questions: list[dict[str, Any]] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
     references: list[str] = field(default_factory=list)
@@ -226,16 +227,15 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
             f"{data}: all rows to learn from have the same `label`; expected good and bad answers, to learn "
             "the difference"
         )
-    if facts.has_media:
+    if facts.media_kinds:
         _check_media(data, model)
     # The tokens of pictures are counted by a processor, of which no copy is fetched.
-    if model.folder and (reads_media(model.folder) or not facts.has_media):
-        if not facts.is_plain:
-            facts.template, facts.has_template = _template_of(model.folder, documents)
-        if facts.kind == "prompts":
-            facts.longest = _longest_prompt(facts, documents, model.folder)
-        else:
-            _count_tokens(facts, folder, [files, held_out], model.folder)
+    if model.folder and (reads_media(model.folder) or not facts.media_kinds):
+        if "video" in facts.media_kinds:
+            facts.bounds = usual_sampling(model.folder)
+        with tempfile.TemporaryDirectory() as room:
+            bounded = with_picture_bounds(ModelFacts(model.folder), facts.bounds, Path(room), trust_remote_code=False)
+            _read_with(bounded, facts, documents, folder, [files, held_out])
     if facts.num_bad_rows > facts.all_rows.total() / 2:
         raise DataError(
             f"{data} has {facts.num_bad_rows:,} bad rows of {facts.all_rows.total():,}; the first is "
@@ -244,17 +244,28 @@ def survey(data: Path, columns: Mapping[str, str], model: KnownModel) -> Survey:
     return facts
 
 
+def _read_with(
+    model: ModelFacts, facts: Survey, documents: Sequence[Document], folder: Path, splits: Sequence[list[Path]]
+) -> None:
+    """Choose the chat template, and count the tokens of rows."""
+    if not facts.is_plain:
+        facts.template, facts.has_template = _template_of(model.folder, documents)
+    if facts.kind == "prompts":
+        facts.longest = _longest_prompt(facts, documents, model.folder)
+    else:
+        _count_tokens(facts, folder, splits, model)
+
+
 def _check_media(data: Path, model: KnownModel) -> None:
-    """Raise DataError for rows with pictures that a first recipe could not download, or the model not read."""
+    """Raise DataError for rows with media that a first recipe could not download, or the model not read."""
     if data.is_file():
         raise DataError(
-            f"{data} has rows with pictures; expected the folder that holds both, so that they are downloaded together "
+            f"{data} has rows with media; expected the folder that holds both, so that they are downloaded together "
             f"(`--data {data.parent}`)"
         )
     if model.folder and (model.folder / CONFIG_FILE).is_file() and not reads_media(model.folder):
         raise DataError(
-            f"{data} has rows with pictures, and {model.source} has no processor of pictures; name a model that reads "
-            "them (`--model`)"
+            f"{data} has rows with media, and {model.source} has no processor; name a model that reads them (`--model`)"
         )
 
 
@@ -416,9 +427,9 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
             continue
         facts.num_rows += 1
         facts.is_plain = isinstance(documents[0], PlainText)
-        facts.has_media |= any(map(_pictures, documents))
+        facts.media_kinds |= {medium.kind for document in documents for medium in _media(document)}
         # An estimate, until `_count_tokens` replaces it; the longest row is a bound instead.
-        facts.num_tokens += sum(map(_num_bytes, documents)) // BYTES_PER_TOKEN
+        facts.num_tokens += sum(map(num_bytes, documents)) // BYTES_PER_TOKEN
         facts.longest = max(facts.longest, sum(map(most_tokens, documents)))
         if len(first) < FIRST_ROWS:
             first += documents
@@ -438,7 +449,7 @@ def _read(facts: Survey, folder: Path, files: list[Path], *, all_held_out: bool 
     return first
 
 
-def _pictures(document: Document) -> Sequence[MediaReference]:
+def _media(document: Document) -> Sequence[MediaReference]:
     return document.media if isinstance(document, Conversation) else ()
 
 
@@ -487,31 +498,6 @@ def _with_pictures(
     return {**question, IMAGES: paths}
 
 
-def most_tokens(document: Document) -> int:
-    """Return an upper bound of a document's number of tokens for any byte-level tokenizer and usual chat template."""
-    if isinstance(document, PlainText):
-        return _num_bytes(document) + 2  # the special tokens around it
-    framed = TEMPLATE_TOKENS + MESSAGE_TOKENS * len(document.messages) + TOOLS_TOKENS * bool(document.tools)
-    return framed + _num_bytes(document) + sum(map(_picture_tokens, document.media))
-
-
-def _picture_tokens(picture: MediaReference) -> int:
-    """Return an estimate of a medium's tokens, as of Qwen's models: one for 28 × 28 pixels or 1 / 25 s, and borders."""
-    seconds = picture.length / picture.rate if picture.kind == "audio" else 0
-    return picture.width * picture.height // PIXELS_PER_TOKEN + int(TOKENS_PER_SECOND * seconds) + MESSAGE_TOKENS
-
-
-def _num_bytes(document: Document) -> int:
-    """Count a document's bytes in UTF-8, with tool definitions indented as JSON, as some templates write them."""
-    if isinstance(document, PlainText):
-        return len((document.prompt + document.completion).encode())
-    texts = [text for message in document.messages for text in message.values() if isinstance(text, str)]
-    texts += [text for one in document.messages if isinstance(one["content"], list) for text in texts_of(one)]
-    objects = [*document.tools, *(message["tool_calls"] for message in document.messages if "tool_calls" in message)]
-    texts += [json.dumps(value, ensure_ascii=False, indent=4) for value in objects]
-    return sum(len(text.encode()) for text in texts)
-
-
 def _template_of(model: Path, documents: Sequence[Document]) -> tuple[Path | None, bool]:
     """Return the chat template that renders most documents (None: the model's), and whether the model has one."""
     from stages.data.tokenizer import DocumentTokenizer
@@ -555,7 +541,7 @@ def _longest_prompt(facts: Survey, documents: Sequence[Document], model: Path) -
     return max(len(tokenizer.encode_prompt(document)[1]) for document in documents)
 
 
-def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: Path) -> None:
+def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], model: ModelFacts) -> None:
     """Tokenize rows as training does; record bad rows and tokens in `facts`, or after `SECONDS` keep estimates."""
     from stages.data.tokenizing import PartTokenizer, Tokenizing, first_rows_read
 
@@ -578,10 +564,10 @@ def _count_tokens(facts: Survey, folder: Path, splits: Sequence[list[Path]], mod
     ends_s = time.process_time() + SECONDS
     # Held-out rows come from files of their own, or are a share of the same files.
     for portion, files in zip(portions(config), [splits[0], splits[1] or splits[0]], strict=False):
-        media = MediaFolder.of(folder, files, by_header=True) if facts.has_media else None
+        media = MediaFolder.of(folder, files, by_header=True) if facts.media_kinds else None
         reader = RowReader(facts.form, facts.kind, facts.columns, media)
         first_rows_read(reader, portion, read_rows(folder, files))
-        tokenizer = PartTokenizer(Tokenizing(portion, config, ModelFacts(model), facts.kind, reader, media))
+        tokenizer = PartTokenizer(Tokenizing(portion, config, model, facts.kind, reader, media))
         for path in files:
             part = FilePart(path, name_of(path, folder))
             # Stops in the middle of a file when the time is over.

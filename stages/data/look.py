@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,8 +54,6 @@ from stages.models.media import Sound, Video
 from stages.remote.pointers import size_bytes
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from stages.models.media import Medium
 
 CHECK_SECONDS = 20.0
@@ -303,12 +301,18 @@ def shown_picture(reference: MediaReference, medium: Medium, tokenizer: Document
         width=reference.width,
         height=reference.height,
         num_tokens=tokenizer.processor.num_tokens(reference.size),
-        **({"seconds": medium.size.seconds} if isinstance(medium, Sound) else {"thumbnail": _thumbnail(medium)}),
+        **_of_kind(medium),
     )
 
 
-def _thumbnail(medium: Video | Image) -> str:
-    return thumbnail(first_frame(medium) if isinstance(medium, Video) else medium)
+def _of_kind(medium: Medium) -> dict[str, Any]:
+    """Return the fields of a shown medium that differ by its kind."""
+    if isinstance(medium, Sound):
+        return {"seconds": medium.size.seconds}
+    if isinstance(medium, Video):
+        frames = {"seconds": medium.size.seconds, "num_frames": len(medium.frames)}
+        return {**frames, "thumbnail": thumbnail(first_frame(medium))}
+    return {"thumbnail": thumbnail(medium)}
 
 
 def shown_document(

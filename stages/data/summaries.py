@@ -29,7 +29,8 @@ class TokenSpan(StrictModel):
 class ShownPicture(StrictModel):
     """Medium of a document as the data preview shows it.
 
-    width, height: in pixels; 0 for a sound, which has seconds. thumbnail: a small copy as a `data:` address.
+    width, height: in pixels; 0 for a sound. seconds: of a sound or video, of which the model takes `num_frames`.
+    thumbnail: a small copy, of a video's first frame, as a `data:` address.
     """
 
     path: str
@@ -38,6 +39,7 @@ class ShownPicture(StrictModel):
     num_tokens: int
     thumbnail: str | None = None
     seconds: float | None = None
+    num_frames: int | None = None
 
 
 class ShownDocument(StrictModel):

@@ -15,7 +15,8 @@ from stages.engines.logits_transform import logits_transform
 from stages.engines.recorded import pictures_of
 from stages.engines.rotary import rotates_by_document_length
 from stages.models.layers import decoder_of
-from stages.models.loading import head_of, load_config, load_model
+from stages.models.loading import build_model, head_of, load_config, load_model
+from stages.models.parts import towers_of
 from stages.models.processor import MediaProcessor
 from stages.models.recorded import Predicted, RecordedDocument
 
@@ -26,15 +27,24 @@ CHUNK_LOGITS = 2**25
 class StreamedModel:
     """Causal language model whose weights stay on disk and are read module by module in a forward pass."""
 
-    def __init__(self, folder: Path, scratch: Path, *, trust_remote_code: bool, from_disk: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        scratch: Path,
+        *,
+        trust_remote_code: bool,
+        from_disk: bool = True,
+        processor: Path | None = None,
+    ) -> None:
         """Open the model in `folder` without its weights; ModelError. scratch: for weights in unusable stored form.
 
-        from_disk: False for a small model, whose weights are loaded at once.
+        from_disk: False for a small model, whose weights are loaded at once. processor: folder of the one that reads
+        documents with media, and may bound pictures otherwise; by default the model's own.
         """
         scratch.mkdir(parents=True, exist_ok=True)
-        places = {"device_map": {"": "disk"}, "offload_folder": scratch} if from_disk else {}
         try:
             config = load_config(folder, trust_remote_code=trust_remote_code)
+            places = _on_disk(config, trust_remote_code) | {"offload_folder": scratch} if from_disk else {}
             self.causal_lm: Any = load_model(
                 folder,
                 head=head_of(config),
@@ -44,7 +54,7 @@ class StreamedModel:
             ).eval()
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"loading {folder}, to compare it with what training recorded: {error}") from error
-        self._folder = folder
+        self._processor_folder = processor or folder
         self._trust_remote_code = trust_remote_code
         self._transform = logits_transform(self.causal_lm)
 
@@ -80,7 +90,7 @@ class StreamedModel:
         # One batch for all documents reads the weights from disk once. Padding follows each document, and causal
         # attention never sees it; but angles that depend on the longest text must be computed for each alone.
         if sees:
-            processor = MediaProcessor(self._folder, trust_remote_code=self._trust_remote_code)
+            processor = MediaProcessor(self._processor_folder, trust_remote_code=self._trust_remote_code)
             given = [processor.inputs(document.input_ids, pictures_of(document, processor)) for document in documents]
         elif rotates_by_document_length(decoder):
             given = [{"input_ids": row[None]} for row in rows]
@@ -108,6 +118,27 @@ class StreamedModel:
         """Return log-probabilities of the whole vocabulary from hidden states: fp32 [tokens, vocabulary]."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
         return self._transform(logits).log_softmax(1)
+
+
+def _on_disk(config: Any, trust_remote_code: bool) -> dict[str, Any]:
+    """Return Transformers' argument that leaves a model's modules on disk, but for a tower of sounds.
+
+    Such towers take their inputs to the device of their weights by themselves, which on disk is none.
+    """
+    if head_of(config) == "tokens":
+        return {"device_map": {"": "disk"}}
+    model = build_model(config, head="pictures", trust_remote_code=trust_remote_code)
+    hearing = towers_of(model).get("audio_tower")
+    return {"device_map": _places(model, hearing) if hearing else {"": "disk"}}
+
+
+def _places(module: nn.Module, in_memory: nn.Module, name: str = "") -> dict[str, str]:
+    """Return the place of each part of a module, by name, where one of its modules is in memory."""
+    if module is in_memory or in_memory not in {*module.modules()}:
+        return {name: "cpu" if module is in_memory else "disk"}
+    children = {f"{name}.{child}".lstrip("."): one for child, one in module.named_children()}
+    own = {f"{name}.{one}".lstrip("."): "disk" for one, _ in module.named_parameters(recurse=False)}
+    return own | {at: place for child, one in children.items() for at, place in _places(one, in_memory, child).items()}
 
 
 def targets_of(documents: Sequence[RecordedDocument]) -> Tensor:

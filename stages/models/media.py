@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -19,6 +19,12 @@ DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}
 """Metrics of the artifact of a training: number of different media of each kind that the model learned from."""
 MEDIA_TAG, MEDIA_FILE = "media_sha256", "media.sha256"
 """Tag of that artifact with one digest over the contents of these media, and its file that lists them."""
+
+
+def in_words(kinds: Collection[MediaKind]) -> str:
+    """Return the names of kinds of media in messages: "pictures and videos"."""
+    *firsts, last = (f"{NOUNS[kind]}s" for kind in KINDS if kind in kinds)
+    return f"{', '.join(firsts)} and {last}" if firsts else last
 
 
 class MediaError(ValueError):

@@ -30,6 +30,7 @@ from stages.models.media import (
     SoundSize,
     Video,
     VideoSize,
+    in_words,
     kind_of,
 )
 from stages.models.tower import num_patches, patch_side
@@ -99,7 +100,7 @@ class MediaProcessor:
         self._without_pixels: dict[MediaKind, bool] = {}
         self._taken_whole = 0
         if not self.placeholders:
-            raise ModelError(f"the processor in {folder} takes no pictures; remove its files, or take another")
+            raise ModelError(f"the processor in {folder} takes no media; remove its files, or take another")
         if "image" in self.placeholders.values():
             self._try("image")
 
@@ -145,6 +146,12 @@ class MediaProcessor:
         if part is None:
             raise ModelError(f"the processor in {self.folder} takes no sounds; take a model that hears")
         return int(part.sampling_rate)
+
+    @property
+    def says_frames(self) -> bool:
+        """Return whether the processor's files say which frames of a video the model takes."""
+        part = self._processor.video_processor
+        return part.fps is not None or part.num_frames is not None
 
     def num_patches(self, size: MediaSize) -> int:
         """Return the number of patches that a tower of pictures makes of a medium of this size; of sounds, none."""
@@ -263,8 +270,8 @@ class MediaProcessor:
         other = MediaProcessor.of(folder, trust_remote_code=self._trust_remote_code)
         if other is None:
             raise ModelError(
-                f"the rows have pictures, and the model in {folder} cannot see them: it has no processor; take one of "
-                "text and images"
+                f"the rows have {in_words(kinds)}, and the model in {folder} cannot read them: it has no processor; "
+                "take one that does"
             )
         images, of_other = (getattr(one._processor, PARTS["image"], None) for one in (self, other))
         if images and of_other and scales_to_pixels(images) and scales_to_pixels(of_other):
@@ -400,7 +407,7 @@ class MediaProcessor:
 
     def _sampled(self, size: VideoSize) -> tuple[int, ...]:
         part = self._processor.video_processor
-        if part.fps is None and part.num_frames is None:
+        if not self.says_frames:
             raise ModelError(
                 f"the processor in {self.folder} does not say how many frames of a video its model takes; set, for "
                 "example, `media: {fps: 2, max_frames: 32}` in the training stage"

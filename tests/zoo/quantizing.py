@@ -47,7 +47,7 @@ def quantizes(method: str, folder: Path) -> str:
         inputs = {"model": root / "model", "rows": root / "rows"}
         context = StageContext(root / "work", "quantized", "0" * 12, inputs, leases={}, cache=root / "cache")
         metrics = _run(config, context).metrics
-        if reads_media(folder) and not metrics["calibration_pictures"] * metrics["vision_tower_tensors_kept"]:
+        if reads_media(folder) and not {"calibration_pictures", "vision_tower_tensors_kept"} <= metrics.keys():
             return "not calibrated with pictures, or without a tower"
         return YES if metrics["kl_nats_per_token"] > SMALLEST_KL else "nothing was changed"
 

@@ -194,7 +194,7 @@ class MediaFolder:
             )
         raise RowError(
             f"has the path {quoted(path, MAX_QUOTED)}, where there is no file; expected one in the dataset's folder, "
-            "or beside the data file (a download fetches pictures with `media: true`)"
+            "or beside the data file (a download fetches them with `media: true`)"
         )
 
 

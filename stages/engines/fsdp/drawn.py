@@ -19,7 +19,7 @@ from stages.data.batch import Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_features
 from stages.models import loading
-from stages.models.media import MediaKind, MediaSize, SoundSize, VideoSize
+from stages.models.media import MediaKind, MediaSize, SoundSize, VideoSize, in_words
 from stages.models.parts import TOWERS, parts_of, towers_of
 from stages.models.processor import DRAWN_SIZES, MediaProcessor
 
@@ -121,8 +121,8 @@ def drawn_documents(
     if processor is None or loading.class_with_head(config, "pictures") is None:
         lacks = "no processor" if processor is None else "no class in Transformers' AutoModelForMultimodalLM"
         raise ModelError(
-            f"the rows have pictures, and the model in {folder} cannot see them: it has {lacks}; take a model of text "
-            "and images with its processor files, or rows without pictures"
+            f"the rows have {in_words(kinds)}, and the model in {folder} cannot read them: it has {lacks}; take a "
+            f"model that does, with its processor files, or rows without {in_words(kinds)}"
         )
     return DrawnDocuments(processor, kinds)
 

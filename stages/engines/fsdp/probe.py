@@ -34,6 +34,7 @@ from stages.engines.mixers import mix_by_document
 from stages.engines.rotary import long_from, rotate_by_document
 from stages.models import loading
 from stages.models.layers import decoder_of, keep_kinds_of_layers, parts_for_text, text_layers
+from stages.models.media import NOUNS, in_words
 
 LENGTHS = (12, 10)
 """Lengths in tokens of the two documents of a probe: of one bucket, so that the shorter is padded."""
@@ -101,7 +102,8 @@ def probe(config: Any, *, trust_remote_code: bool, drawn: DrawnDocuments | None 
             else:
                 return _choose(slices, expected)
     if drawn:
-        raise ModelError(f"this architecture cannot be trained on rows with pictures: no slice of it runs ({reason})")
+        media = in_words(drawn.kinds)
+        raise ModelError(f"this architecture cannot be trained on rows with {media}: no slice of it runs ({reason})")
     return Verdict(None, f"documents train as rows of their own: no slice of this architecture runs ({reason})")
 
 
@@ -120,7 +122,7 @@ def _choose(slices: _Slices, expected: Tensor) -> Verdict:
             continue
         own, leak = (part.abs().max().item() for part in (usual - changed).tensor_split([slices.begins_second]))
         difference = (usual - expected).abs().max().item()
-        other = "another picture" if slices.drawn else "other tokens"
+        other = f"another {NOUNS[slices.drawn.kinds[0]]}" if slices.drawn else "other tokens"
         measured = (
             f"{way}: {other} in one document change{'s' if slices.drawn else ''} the next by {leak:.1g} nats, and "
             f"Transformers' own log-probabilities differ by {difference:.1g}"
@@ -134,8 +136,9 @@ def _choose(slices: _Slices, expected: Tensor) -> Verdict:
             return Verdict(attention, "; ".join([f"documents train {measured}{kinds}", *wrong]), mixers, blocks)
         else:
             wrong.append(measured)
+    media = in_words(slices.drawn.kinds) if slices.drawn else ""
     raise ModelError(
-        f"this architecture cannot be trained{' on rows with pictures' if slices.drawn else ''}: tried on a slice of "
+        f"this architecture cannot be trained{f' on rows with {media}' if media else ''}: tried on a slice of "
         f"it with random weights, {'; '.join(wrong)}; take another model"
     )
 

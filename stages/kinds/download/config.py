@@ -39,7 +39,9 @@ class DownloadConfig(FetchedConfig):
         description="Do not copy a dataset from hf://, s3://, gs:// or az://; later stages stream it from there.",
     )
     media: Annotated[bool, AddedLater()] = Field(
-        False, description="Fetch a dataset's pictures too, which its rows name; default: files of rows alone."
+        False,
+        description="Fetch a dataset's pictures, videos and sounds too, which its rows name; default: files of rows "
+        "alone.",
     )
     trust_remote_code: bool = Field(
         False, description="Keep Python files that come with a model; by default they are left out."

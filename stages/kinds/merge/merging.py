@@ -53,7 +53,12 @@ def merge(config: MergeConfig, context: StageContext) -> StageResult:
     check_model_folder(ModelFacts(base))
     documents = read_record(trained[0])  # recorded with the first adapter; a mixture uses their tokens alone
     adapters = {name: _read(context.inputs[name], base.parent.name) for name in config.weighted}
-    beside = StreamedModel(base, context.scratch / "base", trust_remote_code=config.trust_remote_code)
+    beside = StreamedModel(
+        base,
+        context.scratch / "base",
+        trust_remote_code=config.trust_remote_code,
+        processor=context.work / "model",  # with the bounds of pictures that training had
+    )
     layers = beside.ordered({layer for artifact in adapters.values() for layer in artifact.layers})
     if config.is_plain:
         (adapter,) = adapters.values()

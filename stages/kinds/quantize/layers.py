@@ -39,8 +39,8 @@ def build_without_weights(folder: Path, *, trust_remote_code: bool) -> PreTraine
     except Exception as error:
         raise ModelError(
             f"Transformers cannot build the model that {folder / 'config.json'} describes: "
-            f"{type(error).__name__}: {error}; expected a language model that it knows, of text alone or "
-            "of text and pictures"
+            f"{type(error).__name__}: {error}; expected a language model that it knows, of text alone or of text and "
+            "media"
         ) from error
     return model
 

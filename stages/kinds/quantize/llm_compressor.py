@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors import ModelCompressor
@@ -33,9 +34,11 @@ from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantMapping
 from llmcompressor.pipelines.cache import IntermediatesCache
+from llmcompressor.pipelines.sequential.helpers import SequentialTracer
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from stages.core.errors import ModelError
 from stages.core.files import write_atomically
@@ -85,6 +88,7 @@ def quantize(job: QuantizationJob) -> list[ModelError]:
     with (
         _report_layers(model, job.report),
         _without_pinned_memory(),
+        _outputs_as_they_are(),
         _experts_as_they_are(),
         _fast_search(quantization),
     ):
@@ -213,6 +217,21 @@ def _without_pinned_memory() -> Iterator[None]:
         yield
         return
     with patch_attr(IntermediatesCache, "pin_memory", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def _outputs_as_they_are() -> Iterator[None]:
+    """Keep llm-compressor 0.14 from making plain dicts of outputs between a model's parts, which read their fields."""
+    create = SequentialTracer.create_arg
+
+    def create_arg(tracer: Any, value: Any) -> Any:
+        if isinstance(value, ModelOutput):
+            fields = {name: create_arg(tracer, one) for name, one in value.items()}
+            return tracer.create_node("call_function", type(value), (), fields)
+        return create(tracer, value)
+
+    with patch_attr(SequentialTracer, "create_arg", create_arg):
         yield
 
 

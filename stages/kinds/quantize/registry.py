@@ -14,19 +14,24 @@ from stages.serving.engine import Quantization, WeightFormat
 if TYPE_CHECKING:
     from stages.data.media.folder import MediaFolder
     from stages.data.media_reference import MediaReference
+    from stages.models.media import MediaKind
     from stages.models.processor import MediaProcessor
 
 
 @dataclass(frozen=True)
 class RowPictures:
-    """Pictures of rows, decoded when a row is asked for. media: of each row that has pictures, by its number."""
+    """Media of rows, decoded when a row is asked for. media: of each row that has some, by its number."""
 
     media: Mapping[int, Sequence[MediaReference]]
     folder: MediaFolder
     processor: MediaProcessor
 
+    @property
+    def kinds(self) -> set[MediaKind]:
+        return {medium.kind for media in self.media.values() for medium in media}
+
     def inputs(self, number: int, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the model's arguments (tensors) for a row; raise DataError for a picture that has changed."""
+        """Return the model's arguments (tensors) for a row; raise DataError for a medium that has changed."""
         return self.processor.inputs(token_ids, [self.folder.load(one, self.processor) for one in self.media[number]])
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from stages.kinds.quantize.config import QuantizeConfig
 from stages.kinds.quantize.registry import QuantizationJob, quantizer_of
 from stages.kinds.quantize.samples import Samples, read_samples
 from stages.kinds.quantize.written import problems_beside_text, problems_of_carried
+from stages.models.media import KINDS, NOUNS, in_words
 from stages.models.model_folder import GGUF_FILE, files_with_weights
 from stages.models.recorded import RECORD, read_record
 
@@ -86,31 +88,33 @@ def quantized(config: QuantizeConfig, context: StageContext) -> StageResult:
 
 
 def _rows_in_words(samples: Samples, *, sees: bool) -> str:
-    """Return the number of calibration rows in words, and of a model that sees, whether they have pictures."""
+    """Return the number of calibration rows in words, and of a model that sees or hears, which media they have."""
     rows = counted(len(samples.calibration), "row")
     if not sees:
         return rows
     if not samples.calibration_pictures:
-        return f"{rows} of text alone, as none has pictures"
-    left_out = f" ({samples.num_without} without are left out)" if samples.num_without else ""
-    return f"{rows} with pictures{left_out}"
+        return f"{rows} of text alone, as none has media"
+    left_out = f" ({samples.num_left_out} with other media, or none, are left out)" if samples.num_left_out else ""
+    return f"{rows} with {in_words(samples.calibration_pictures.kinds)}{left_out}"
 
 
 def _untouched(layers: QuantizedLayers, samples: Samples, context: StageContext) -> dict[str, float]:
     """Return the numbers of tensors and parameters that stayed as they were, by part of a model that sees."""
     metrics: dict[str, float] = {}
-    for part, numbers in layers.beside_text.items():
+    beside_text = {part: numbers for part, numbers in layers.beside_text.items() if numbers}
+    for part, numbers in beside_text.items():
         metrics |= {
             f"{part}_tensors_kept": float(len(numbers)),
             f"{part}_parameters_kept": float(sum(numbers.values())),
         }
-    pictures = samples.calibration_pictures
-    metrics["calibration_pictures"] = float(sum(map(len, pictures.media.values())) if pictures else 0)
+    of_rows = samples.calibration_pictures
+    found = Counter(medium.kind for media in (of_rows.media.values() if of_rows else ()) for medium in media)
+    metrics |= {f"calibration_{NOUNS[kind]}s": float(found[kind]) for kind in KINDS if found[kind]}
     context.milestone(
         "as they were: "
         + ", ".join(
             f"{counted(len(numbers), 'weight')} of the {part.replace('_', ' ')} ({sum(numbers.values()):,} parameters)"
-            for part, numbers in layers.beside_text.items()
+            for part, numbers in beside_text.items()
         )
     )
     return metrics

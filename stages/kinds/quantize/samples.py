@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -26,8 +26,8 @@ class Samples:
     """Token ids of the calibration and evaluation rows, a list a row of at least two tokens, and their pictures.
 
     evaluated: whether the prediction of each token of `evaluation` counts; never that of a row's first. pictures: of
-    the calibration rows, either of each or None; of the evaluation rows, of those that have any. num_without: rows that
-    do not calibrate since they have no pictures, and others do.
+    the calibration rows, either of each or None; of the evaluation rows, of those that have any. num_left_out: number
+    of rows that do not calibrate, since they have media of other kinds, or none.
     """
 
     calibration: list[list[int]]
@@ -35,15 +35,15 @@ class Samples:
     evaluated: list[list[bool]]
     calibration_pictures: RowPictures | None = None
     evaluation_pictures: RowPictures | None = None
-    num_without: int = 0
+    num_left_out: int = 0
 
 
 def read_samples(data: Path, model_folder: Path, config: CalibrationConfig, warn: Callable[[str], None]) -> Samples:
     """Read and tokenize the calibration and evaluation rows of a quantization as training would.
 
-    Without `evaluation_split`, the rows after the calibration rows are evaluated. If some calibration rows have
-    pictures, those without are left out: a quantizer follows one path through a model. warn: gets the number of bad
-    rows that were left out, and the first of them. Raises DataError if either kind has no usable rows.
+    Without `evaluation_split`, the rows after the calibration rows are evaluated. A quantizer follows one path through
+    a model: of calibration rows with media, those with the commonest kinds are taken, and no others. warn: gets the
+    number of bad rows that were left out, and the first of them. Raises DataError if either kind has no usable rows.
     """
     from stages.data.calibration import calibration_samples, media_folder
 
@@ -80,15 +80,22 @@ def read_samples(data: Path, model_folder: Path, config: CalibrationConfig, warn
             f"(evaluate_on: {config.evaluate_on}); raise sequence_length or take other rows"
         )
     calibrating = _predictable(calibration, config.split)
-    with_pictures = [sample for sample in calibrating if sample.media] or calibrating
+    alike = _alike(calibrating)
     return Samples(
-        [sample.ids.tolist() for sample in with_pictures],
+        [sample.ids.tolist() for sample in alike],
         [sample.ids.tolist() for sample in predicted],
         [sample.loss.tolist() for sample in predicted],
-        _pictures(with_pictures, folders[0], model_folder),
+        _pictures(alike, folders[0], model_folder),
         _pictures(predicted, folders[1], model_folder),
-        len(calibrating) - len(with_pictures),
+        len(calibrating) - len(alike),
     )
+
+
+def _alike(rows: list[TokenizedDocument]) -> list[TokenizedDocument]:
+    """Return the rows with media of the commonest kinds; all rows if none has media."""
+    kinds = [frozenset(medium.kind for medium in row.media) for row in rows]
+    commonest = Counter(filter(None, kinds)).most_common(1)
+    return [row for row, found in zip(rows, kinds, strict=True) if not commonest or found == commonest[0][0]]
 
 
 def batches(

@@ -310,9 +310,9 @@ def _part_errors(config: TrainFields) -> Iterator[str]:
             )
 
 
-def picture_errors(config: TrainFields) -> Iterator[str]:
-    """Yield a sentence for each option with which no model is trained on rows with pictures."""
-    yield from lacked_feature(config.engine, "pictures", "rows with pictures")
+def media_errors(config: TrainFields, media: str = "media") -> Iterator[str]:
+    """Yield a sentence for each option with which no model is trained on rows with media. media: kinds, in words."""
+    yield from lacked_feature(config.engine, "pictures", f"rows with {media}")
     adapter, untried = config.adapter, []
     if adapter and adapter.base_precision in ("nf4", "int8"):
         untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
@@ -328,9 +328,9 @@ def picture_errors(config: TrainFields) -> Iterator[str]:
     untried += [f"`{name}`, which towers have not been tried with" for name, is_used in options.items() if is_used]
     untried += _readers_of_text(config)
     if config.mtp_loss_weight:
-        untried.append("`mtp_loss_weight`, which has not been tried with pictures")
+        untried.append(f"`mtp_loss_weight`, which has not been tried with {media}")
     if untried:
-        yield f"rows with pictures do not go with {'; nor with '.join(untried)}; remove it, or the rows' pictures"
+        yield f"rows with {media} do not go with {'; nor with '.join(untried)}; remove it, or the rows' {media}"
 
 
 def _readers_of_text(config: TrainFields) -> Iterator[str]:
@@ -406,9 +406,9 @@ def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> It
 
 
 def media_problems(config: TrainFields, field: str) -> Iterator[str]:
-    """Yield why a recipe cannot train on rows with pictures, of which the data's field is known to have some."""
-    if problems := "; ".join(picture_errors(config)):
-        yield f"data.{field}: the rows have pictures: {problems}"
+    """Yield why a recipe cannot train on rows with media, of which the data's field is known to have some."""
+    if problems := "; ".join(media_errors(config)):
+        yield f"data.{field}: the rows have media: {problems}"
 
 
 def start_problems(

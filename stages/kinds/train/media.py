@@ -8,29 +8,29 @@ from pathlib import Path
 from stages.core.errors import DataError
 from stages.core.files import write_atomically
 from stages.data.media_reference import MediaReference
-from stages.kinds.train.checks import picture_errors
+from stages.kinds.train.checks import media_errors
 from stages.kinds.train.config import TrainConfig
-from stages.models.media import DIFFERENT, KINDS, MEDIA_FILE, MEDIA_TAG, NOUNS, MediaKind
+from stages.models.media import DIFFERENT, KINDS, MEDIA_FILE, MEDIA_TAG, NOUNS, MediaKind, in_words
 
 ESCAPED = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r"})
 """Characters of a path that would end its line; `sha256sum` writes and reads such a line with a backslash before it."""
 
 
 def check_media(config: TrainConfig, kinds: Collection[MediaKind]) -> None:
-    """Raise DataError for options of pictures without pictures, and for media that the recipe cannot train on.
+    """Raise DataError for options of media without such media, and for media that the recipe cannot train on.
 
     kinds: of the rows' media. Raises ServerError if the sampling server that the recipe names takes none.
     """
     if (config.freeze or config.part_learning_rates.named) and not kinds:
         field = "freeze" if config.freeze else "part_learning_rates"
         raise DataError(
-            f"`{field}` names parts of a model that sees, and the rows have no pictures, so that only its language "
-            f"model learns; remove `{field}`, or add rows with pictures"
+            f"`{field}` names parts of a model that sees or hears, and the rows have no media, so that only its "
+            f"language model learns; remove `{field}`, or add rows with media"
         )
-    if config.media.named and not kinds:
+    if config.media.scaling and {*kinds} <= {"audio"}:
         raise DataError("`media` bounds pictures, and the rows have none; remove it, or add rows with pictures")
-    if kinds and (problems := "; ".join(picture_errors(config))):
-        raise DataError(f"the rows have pictures: {problems}")
+    if kinds and (problems := "; ".join(media_errors(config, in_words(kinds)))):
+        raise DataError(f"the rows have {in_words(kinds)}: {problems}")
     if config.media.sampling and "video" not in kinds:
         named = " and ".join(f"`media.{name}`" for name in config.media.sampling)
         raise DataError(f"{named}: the rows have no videos; remove it, or add rows with videos")

@@ -17,7 +17,7 @@ from stages.core.files import read_json_object, write_atomically
 from stages.kinds.train.blocks import PictureBounds
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
-from stages.models.processor import reads_media, scales_to_pixels
+from stages.models.processor import MediaProcessor, reads_media, scales_to_pixels
 
 NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Names in a processor's `size` of the bounds of a picture's pixels, which say edges but are areas."""
@@ -28,6 +28,13 @@ INNER, INNER_VIDEOS = "image_processor", "video_processor"
 """Names of the parts for pictures and videos in `processor_config.json`; the other files are such a part alone."""
 
 
+def usual_sampling(folder: Path) -> PictureBounds:
+    """Return a usual rate of a video's frames for a model whose processor says none; else no bounds."""
+    processor = MediaProcessor(folder)
+    reads_videos = "video" in processor.placeholders.values()
+    return PictureBounds(fps=2, max_frames=32) if reads_videos and not processor.says_frames else PictureBounds()
+
+
 def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *, trust_remote_code: bool) -> ModelFacts:
     """Return the start model with a processor of these bounds, in a folder of `room`; itself if there are none.
 
@@ -36,7 +43,7 @@ def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *,
     if not bounds.named:
         return start
     if not reads_media(start.folder):
-        raise ModelError(f"`media` bounds pictures, and {start.folder} has no processor of pictures; remove `media`")
+        raise ModelError(f"`media` is for rows with media, and {start.folder} has no processor; remove `media`")
     processor = load_processor(start.folder, trust_remote_code=trust_remote_code)
     size = _size(start.folder, processor, bounds) if bounds.scaling else {}
     sampling = _sampling(start.folder, processor, bounds) if bounds.sampling else {}
@@ -54,7 +61,9 @@ def with_picture_bounds(start: ModelFacts, bounds: PictureBounds, room: Path, *,
             # Of older files, which say in one what holds for both.
             write_atomically(videos, json.dumps({**read_json_object(pictures), **sampling}, indent=2))
 
-    bounded = ModelFacts(cached_folder(room, "model-with-picture-bounds", Path.is_dir, make))
+    # Beside it stands the artifact's name, as the base by which an adapter is known.
+    named = room / "with-picture-bounds" / start.folder.parent.name
+    bounded = ModelFacts(cached_folder(named, start.folder.name, Path.is_dir, make))
     written = load_processor(bounded.folder, trust_remote_code=trust_remote_code)
     read: dict[str, Any] = {name: dict(written.image_processor.size)[name] for name in size}
     read |= {name: getattr(written.video_processor, name) for name in sampling}

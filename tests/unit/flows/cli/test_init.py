@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from flows.cli.main import main
-from flows.planning.survey import TEMPLATES, most_tokens
+from flows.planning.most_tokens import most_tokens
+from flows.planning.survey import TEMPLATES
 from flows.recipe.recipe import load_recipe
 from stages.core.contract import StageInput
 from stages.core.errors import DataError, ModelError, RecipeError

@@ -55,7 +55,7 @@ def test_rows_with_pictures_get_a_recipe_that_downloads_them_and_asks_about_them
     rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, seeing)
     code, output = lifecycle("init", "--folder", "other", "--data", folder, "--model", model)
     assert code
-    assert "has no processor of pictures; name a model that reads them" in output
+    assert "has no processor; name a model that reads them" in output
     code, output = lifecycle("init", "--folder", "third", "--data", folder / "train.jsonl", "--model", seeing)
     assert code
     assert f"expected the folder that holds both, so that they are downloaded together (`--data {folder}`)" in output
@@ -89,7 +89,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_all_kinds_are_surveyed_with_their_pictures(seeing_rows, kind):
     facts = seeing_rows(KINDS[kind])
-    assert (facts.kind, facts.has_media, facts.num_rows, facts.num_bad_rows) == (kind, True, 40, 0), facts.first_bad
+    assert (facts.kind, facts.media_kinds, facts.num_rows, facts.num_bad_rows) == (kind, {"image"}, 40, 0), (
+        facts.first_bad
+    )
     assert facts.is_counted and facts.longest > NUM_TOKENS * (2 if kind == "pairs" else 1)
     assert facts.questions and all(one["question"].startswith("<image>What is") for one in facts.questions)
     assert {name for one in facts.questions for name in one["images"]} == facts.pictures.keys()

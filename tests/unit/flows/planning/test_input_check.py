@@ -105,11 +105,11 @@ def test_what_is_sound_is_planned_without_a_word(planned) -> None:
         ({"method": "kto", **of_rows("pairs")}, "These are preference pairs: `method: dpo`"),
         (
             {**of_rows("seen"), "engine": "megatron"},
-            "stages.sft.data.dataset: the rows have pictures: `rows with pictures` needs `engine: fsdp`",
+            "stages.sft.data.dataset: the rows have media: `rows with media` needs `engine: fsdp`",
         ),
         (
             {**of_rows("seen"), "optimizer": {"name": "muon"}},
-            "stages.sft.data.dataset: the rows have pictures: rows with pictures do not go with `optimizer: muon`",
+            "stages.sft.data.dataset: the rows have media: rows with media do not go with `optimizer: muon`",
         ),
         (of_rows("chats", evaluation_split="test"), "stages.sft.data.evaluation_split: no files of the split 'test'"),
         (
@@ -126,7 +126,7 @@ def test_a_training_that_cannot_work_is_refused_by_the_plan(planned, changes: di
 
 def test_pictures_that_the_recipe_alone_names_are_refused_where_nothing_is_at_hand(planned) -> None:
     hub = {"kind": "download", "dataset": "hf://datasets/org/name", "media": True}
-    with pytest.raises(RecipeError, match=r"stages\.sft\.data\.dataset: the rows have pictures: .* `engine: fsdp`"):
+    with pytest.raises(RecipeError, match=r"stages\.sft\.data\.dataset: the rows have media: .* `engine: fsdp`"):
         planned(hub=hub, sft={**TRAIN, **of_rows("hub"), "engine": "megatron"})
 
 

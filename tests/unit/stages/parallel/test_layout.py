@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from flows.recipe.recipe import load_stages
 from stages.core.errors import LayoutError, RecipeError
-from stages.kinds.train.checks import picture_errors
+from stages.kinds.train.checks import media_errors
 from stages.parallel.layout import Layout
 from tests.train_stage import make_config
 
@@ -76,8 +76,8 @@ def test_what_shared_tokens_have_not_been_tried_with_is_refused_by_name(fields, 
 
 
 def test_pictures_are_refused_where_tokens_are_shared():
-    (problem,) = picture_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
-    assert "rows with pictures do not go with `layout.cp: 2`" in problem
+    (problem,) = media_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
+    assert "rows with media do not go with `layout.cp: 2`" in problem
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():

@@ -21,7 +21,7 @@ from stages.engines.export import weight_shapes
 from stages.hubs.builtin import qwen3_vl
 from stages.kinds.train import run as training
 from stages.kinds.train.check_model import InputModels
-from stages.kinds.train.checks import picture_errors
+from stages.kinds.train.checks import media_errors
 from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
 from tests.train_stage import make_config, make_context
@@ -169,10 +169,10 @@ def test_a_teacher_that_sees_otherwise_and_a_teacher_on_a_server_are_refused(tmp
     with pytest.raises(ModelError, match=r"takes a picture of the size \(64, 40\) in another way than the one in"):
         first_losses(tmp_path, inputs, "distill", teacher="teacher")
     path.unlink()
-    with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* cannot see them"):
+    with pytest.raises(ModelError, match=r"rows have pictures, and the model in .* cannot read them"):
         first_losses(tmp_path, inputs, "distill", teacher="teacher")
     server = {"teacher_server": {"url": "http://127.0.0.1:9/v1", "served_model": "x"}}
-    problems = "; ".join(picture_errors(make_config("distill", data=DATA, distill=server)))
+    problems = "; ".join(media_errors(make_config("distill", data=DATA, distill=server)))
     assert "`distill.teacher_server`, which is asked about text alone" in problems
 
 

@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import math
-import shutil
 import sys
 
 import numpy as np
@@ -17,15 +16,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from flows.cli.data_views import caption, data_page
 from stages.core.errors import DataError, ModelError
-from stages.data import look
-from stages.data.config import DataConfig
 from stages.engines.fsdp.parts import parts_of
-from stages.kinds.train import run as training
-from stages.models.facts import ModelFacts
-from tests.train_stage import make_config, make_context
 from tests.unit.stages.data.media.conftest import byte_tokenizer, sound
+from tests.unit.stages.kinds.train.media_training import (
+    first_losses,
+    losses_of,
+    mean_loss,
+    merged_and_quantized,
+    shown,
+    write_rows,
+)
 from tests.zoo.models import tiny_model
 
 SPECIAL = ["<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>"]
@@ -86,24 +87,6 @@ def published(weights):
     return {name.replace("language_model.model.model.", "language_model.model."): one for name, one in weights.items()}
 
 
-def write_rows(data, *columns):
-    rows = (
-        {"prompt": [{"role": "user", "content": asked}], **media}
-        | {column: [{"role": "assistant", "content": f"{column} {number}"}] for column in columns}
-        for number, (asked, media) in enumerate(ASKED)
-    )
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def losses_of(tmp_path, inputs, method="sft", **fields):
-    batches = {"global_batch_size": 2, "layout": {"micro_batch_size": 1}}
-    data = {"dataset": "rows", "sequence_length": 320}
-    config = make_config(method, **{"data": data, "steps": 3, "learning_rate": 3e-4, **batches, **fields})
-    training.run(config, make_context(tmp_path / "work", inputs, config))
-    lines = map(json.loads, (tmp_path / "work" / "metrics.jsonl").read_text().splitlines())
-    return [line["metrics"]["loss"] if "metrics" in line else line["loss"] for line in lines if "loss" in str(line)]
-
-
 def heard(content):
     """Return a sound's samples as librosa loads them for a rate of 16000: float32 [samples]."""
     samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
@@ -112,29 +95,21 @@ def heard(content):
     return np.pad(found, (0, max(0, length - len(found))))[:length]
 
 
-def loss_of_transformers(folder, exported, column="completion", quieter=1.0):
+def loss_of_transformers(folder, exported, quieter=1.0):
     """Return the mean negative log-likelihood of the answers' tokens, each row alone. exported: with the processor."""
-    processor = transformers.AutoProcessor.from_pretrained(exported)
-    model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    total, num_tokens = 0.0, 0
+    documents = []
     for number, (asked, media) in enumerate(ASKED):
         names = [name for names in media.values() for name in ([names] if isinstance(names, str) else names)]
         options = {"audio": [heard(FILES[name]) * quieter for name in names], "sampling_rate": 16000} if names else {}
         written = asked.replace("<audio>", f"{BEGIN}{SOUND}{END}")
         prompt = f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
-        texts = (prompt, f"{prompt}{column} {number}<|im_end|>")
-        before, whole = (processor(text=[text], return_tensors="pt", **options) for text in texts)
-        first = before["input_ids"].shape[1]
-        with torch.no_grad():
-            logits = model(**whole).logits[0].log_softmax(-1)
-        learned = whole["input_ids"][0, first:]
-        total -= float(logits[first - 1 : -1].gather(1, learned[:, None]).sum())
-        num_tokens += len(learned)
-    return total / num_tokens
+        documents.append((prompt, f"completion {number}<|im_end|>", options))
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return mean_loss(model, transformers.AutoProcessor.from_pretrained(exported), documents)
 
 
 def test_supervised_training_begins_with_the_loss_of_transformers_and_its_export_hears(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     losses = losses_of(tmp_path, inputs, global_batch_size=4)
     exported = tmp_path / "work" / "model"
     expected = loss_of_transformers(inputs["base"] / "model", exported)
@@ -148,21 +123,25 @@ def test_supervised_training_begins_with_the_loss_of_transformers_and_its_export
 
 @pytest.mark.nightly
 def test_other_methods_begin_as_they_do_with_text(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "chosen", "rejected")
-    assert losses_of(tmp_path / "dpo", inputs, "dpo", steps=1)[0] == pytest.approx(math.log(2), abs=1e-6)
-    write_rows(inputs["rows"] / "data", "completion")
-    start = {"base": tmp_path / "start", "teacher": tmp_path / "start", "rows": inputs["rows"]}
-    shutil.copytree(tmp_path / "dpo" / "work" / "model", tmp_path / "start" / "model")
-    assert losses_of(tmp_path / "distill", start, "distill", teacher="teacher", steps=1)[0] < 1e-6
-    rows = map(json.loads, (inputs["rows"] / "data" / "train.jsonl").read_text().splitlines())
-    labelled = [{**row, "label": number % 2 == 0} for number, row in enumerate(rows)]
-    (inputs["rows"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
-    assert losses_of(tmp_path / "kto", inputs, "kto", steps=1)[0] == pytest.approx(0.5, abs=1e-6)
+    dpo, distilled, kto = first_losses(tmp_path, inputs, ASKED)
+    assert dpo == pytest.approx(math.log(2), abs=1e-6)
+    assert distilled < 1e-6
+    assert kto == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_an_adapter_is_merged_and_quantized_with_sounds_and_the_tower_of_sounds_stays(tmp_path, inputs):
+    metrics = merged_and_quantized(tmp_path, inputs, ASKED)
+    assert metrics.pop("merged")["max_abs_logprob_difference"] < 1e-5
+    for method, found in metrics.items():
+        assert 0 < found["kl_nats_per_token"] < 0.01, method
+        assert (found["audio_tower_tensors_kept"], found["projector_tensors_kept"]) == (37, 2), method
+        assert found["calibration_sounds"] == 4, "rows without sounds are left out"
 
 
 @pytest.mark.nightly
 def test_every_parameter_is_in_one_part_and_frozen_parts_stay(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     load = transformers.AutoModelForMultimodalLM.from_pretrained
     before = load(inputs["base"] / "model")
     parts = parts_of(before)
@@ -205,19 +184,14 @@ def test_sounds_inside_of_rows_are_those_of_files(tmp_path, inputs, how, monkeyp
 
 
 def test_data_are_shown_with_the_seconds_and_tokens_of_their_sounds(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "completion")
-    config = DataConfig(dataset="rows", sequence_length=320)
-    folders, model = {"rows": inputs["rows"]}, ModelFacts(inputs["base"] / "model")
-    options = {"rows": "examples", "visits": lambda _: look.Visits([0]), "cache": tmp_path, "scratch": tmp_path}
-    shown = look.look_at(folders, config, model, **options)
-    found = [caption(one) for row in shown.rows for document in row.documents for one in document.pictures]
-    assert sorted(found) == [
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
+    captions, page = shown(tmp_path, inputs, inputs["base"] / "model")
+    assert captions == [
         "a.wav: 1.0 seconds, 25 tokens",
         "b.flac: 0.6 seconds, 15 tokens",
         "c.ogg: 1.5 seconds, 37 tokens",
         "d.mp3: 0.5 seconds, 12 tokens",
     ]
-    page = data_page(shown, "data")
     assert "1.5 seconds" in page and "<img" not in page
 
 
@@ -244,14 +218,14 @@ def cut(kind, **options):
     ids=["text", "AIFF", "WAV", "FLAC", "OGG", "MP3", "short", "fast", "channels", "long", "longer-than-the-model"],
 )
 def test_what_is_wrong_with_a_sound_is_said_by_row(tmp_path, inputs, content, message):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     (inputs["rows"] / "data" / "a.wav").write_bytes(content)
     with pytest.raises(DataError, match=r"train.jsonl:1 has .*" + message):
         losses_of(tmp_path, inputs)
 
 
 def test_without_soundfile_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(DataError, match="soundfile decodes, and that is not installed: run `make media`"):
         losses_of(tmp_path, inputs)

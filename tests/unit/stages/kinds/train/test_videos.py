@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shutil
 import sys
 import time
 
@@ -17,10 +16,16 @@ from transformers.video_utils import VideoMetadata
 from stages.core.errors import DataError, ModelError
 from stages.data.media import videos
 from stages.hubs.builtin import qwen3_vl
-from stages.kinds.train import run as training
 from stages.models.media import MediaError
-from tests.train_stage import make_config, make_context
 from tests.unit.stages.data.media.conftest import byte_tokenizer, encoded, noise, repeated_frame, video
+from tests.unit.stages.kinds.train.media_training import (
+    first_losses,
+    losses_of,
+    mean_loss,
+    merged_and_quantized,
+    shown,
+    write_rows,
+)
 from tests.zoo.models import tiny_model
 from tests.zoo.processors import QWEN_SIZE
 
@@ -66,26 +71,6 @@ def inputs(tmp_path):
     return {"base": tmp_path / "base", "rows": tmp_path / "rows"}
 
 
-def write_rows(data, *columns):
-    rows = (
-        {"prompt": [{"role": "user", "content": asked}], **media}
-        | {column: [{"role": "assistant", "content": f"{column} {number}"}] for column in columns}
-        for number, (asked, media) in enumerate(ASKED)
-    )
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def losses_of(tmp_path, inputs, method, **fields):
-    batches = {"global_batch_size": 2, "layout": {"micro_batch_size": 1}}
-    data = {"dataset": "rows", "sequence_length": 320}
-    config = make_config(
-        method, **{"data": data, "steps": 3, "learning_rate": 3e-4, "media": SAMPLING, **batches, **fields}
-    )
-    training.run(config, make_context(tmp_path / "work", inputs, config))
-    lines = map(json.loads, (tmp_path / "work" / "metrics.jsonl").read_text().splitlines())
-    return [line["metrics"]["loss"] if "metrics" in line else line["loss"] for line in lines if "loss" in str(line)]
-
-
 def whole_video(content):
     """Return all frames of a video, uint8 [frames, height, width, 3], and what Transformers asks about it."""
     with av.open(io.BytesIO(content)) as container:
@@ -94,11 +79,9 @@ def whole_video(content):
     return frames, VideoMetadata(total_num_frames=len(frames), fps=float(stream.average_rate))
 
 
-def loss_of_transformers(folder, exported, column, files=FILES):
+def loss_of_transformers(folder, exported, files=FILES):
     """Return the mean negative log-likelihood of the answers' tokens, each row alone. exported: with the processor."""
-    processor = transformers.AutoProcessor.from_pretrained(exported)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    total, num_tokens = 0.0, 0
+    documents = []
     for number, (asked, media) in enumerate(ASKED):
         options = {"images": [[noise((40, 24))]]} if "images" in media else {}
         if "videos" in media:
@@ -107,52 +90,54 @@ def loss_of_transformers(folder, exported, column, files=FILES):
         written = asked.replace("<image>", f"<|vision_start|>{IMAGE}<|vision_end|>")
         written = written.replace("<video>", f"<|vision_start|>{VIDEO}<|vision_end|>")
         prompt = f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
-        texts = (prompt, f"{prompt}{column} {number}<|im_end|>")
-        before, whole = (processor(text=[text], return_tensors="pt", **options) for text in texts)
-        first = before["input_ids"].shape[1]
-        with torch.no_grad():
-            logits = model(**whole).logits[0].log_softmax(-1)
-        learned = whole["input_ids"][0, first:]
-        total -= float(logits[first - 1 : -1].gather(1, learned[:, None]).sum())
-        num_tokens += len(learned)
-    return total / num_tokens
+        documents.append((prompt, f"completion {number}<|im_end|>", options))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return mean_loss(model, transformers.AutoProcessor.from_pretrained(exported), documents)
 
 
 def test_supervised_training_begins_with_the_loss_of_transformers_and_its_export_samples_alike(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "completion")
-    losses = losses_of(tmp_path, inputs, "sft", global_batch_size=4)
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
+    losses = losses_of(tmp_path, inputs, global_batch_size=4, media=SAMPLING)
     exported = tmp_path / "work" / "model"
-    expected = loss_of_transformers(inputs["base"] / "model", exported, "completion")
+    expected = loss_of_transformers(inputs["base"] / "model", exported)
     assert losses[0] == pytest.approx(expected, abs=1e-5)
-    other = loss_of_transformers(inputs["base"] / "model", exported, "completion", OTHER_FILES)
+    other = loss_of_transformers(inputs["base"] / "model", exported, OTHER_FILES)
     assert abs(other - expected) > 1e-3, "other frames have another loss"
     assert losses[-1] < losses[0]
     videos = transformers.AutoProcessor.from_pretrained(exported).video_processor
     assert (videos.fps, videos.max_frames, videos.do_sample_frames) == (4.0, 8, True)
+    captions, page = shown(tmp_path, inputs, exported)
+    assert "a.mp4: 64 × 48 pixels, 2.0 seconds, 8 frames, 48 tokens" in captions
+    assert "c.webm: 40 × 40 pixels, 3.0 seconds, 8 frames, 16 tokens" in captions
+    assert page.count("<img") == len(captions)
 
 
 @pytest.mark.nightly
 def test_other_methods_begin_as_they_do_with_text(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "chosen", "rejected")
-    assert losses_of(tmp_path / "dpo", inputs, "dpo", steps=1)[0] == pytest.approx(math.log(2), abs=1e-6)
-    write_rows(inputs["rows"] / "data", "completion")
-    shutil.copytree(tmp_path / "dpo" / "work" / "model", tmp_path / "start" / "model")
-    start = {"base": tmp_path / "start", "teacher": tmp_path / "start", "rows": inputs["rows"]}
-    assert losses_of(tmp_path / "distill", start, "distill", teacher="teacher", steps=1, media={})[0] < 1e-6
-    rows = map(json.loads, (inputs["rows"] / "data" / "train.jsonl").read_text().splitlines())
-    labelled = [{**row, "label": number % 2 == 0} for number, row in enumerate(rows)]
-    (inputs["rows"] / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
-    assert losses_of(tmp_path / "kto", inputs, "kto", steps=1)[0] == pytest.approx(0.5, abs=1e-6)
+    dpo, distilled, kto = first_losses(tmp_path, inputs, ASKED, media=SAMPLING)
+    assert dpo == pytest.approx(math.log(2), abs=1e-6)
+    assert distilled < 1e-6
+    assert kto == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_an_adapter_is_merged_and_quantized_with_videos_and_the_tower_stays(tmp_path, inputs):
+    metrics = merged_and_quantized(tmp_path, inputs, ASKED, media=SAMPLING)
+    assert metrics.pop("merged")["max_abs_logprob_difference"] < 1e-5
+    for method, found in metrics.items():
+        assert 0 < found["kl_nats_per_token"] < 0.01, method
+        assert (found["vision_tower_tensors_kept"], found["projector_tensors_kept"]) == (25, 5), method
+        assert found["calibration_videos"] == 3, "rows with other media, or none, are left out"
 
 
 def test_a_rate_is_asked_for_and_needs_videos(tmp_path, inputs):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     with pytest.raises(ModelError, match=r"does not say how many frames of a video .* set, for example, `media: \{fps"):
-        losses_of(tmp_path, inputs, "sft", media={})
+        losses_of(tmp_path, inputs)
     row = json.dumps({"prompt": [{"role": "user", "content": "?"}], "completion": "b", "images": "a.png"})
     (inputs["rows"] / "data" / "train.jsonl").write_text(row + "\n")
     with pytest.raises(DataError, match=r"`media.fps` and `media.max_frames`: the rows have no videos"):
-        losses_of(tmp_path, inputs, "sft")
+        losses_of(tmp_path, inputs, media=SAMPLING)
 
 
 def with_frames_cut(kind):
@@ -175,11 +160,11 @@ def with_frames_cut(kind):
     ids=["text", "a list of addresses", "mp4 cut", "avi cut", "a strip", "too large", "too long", "too short"],
 )
 def test_what_is_wrong_with_a_video_is_said_by_row(tmp_path, inputs, content, message):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     (inputs["rows"] / "data" / "a.mp4").write_bytes(content)
     begin_s = time.process_time()
     with pytest.raises(DataError, match=r"train.jsonl:1 has .*" + message):
-        losses_of(tmp_path, inputs, "sft")
+        losses_of(tmp_path, inputs, media=SAMPLING)
     assert time.process_time() - begin_s < 10
 
 
@@ -193,7 +178,7 @@ def test_frames_that_grow_after_those_that_are_looked_at_end_the_decoding():
 
 
 def test_without_pyav_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
-    write_rows(inputs["rows"] / "data", "completion")
+    write_rows(inputs["rows"] / "data", ASKED, "completion")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DataError, match="PyAV decodes, and that is not installed: run `make media`"):
-        losses_of(tmp_path, inputs, "sft")
+        losses_of(tmp_path, inputs, media=SAMPLING)
