@@ -80,18 +80,18 @@ def read_samples(data: Path, model_folder: Path, config: CalibrationConfig, warn
             f"(evaluate_on: {config.evaluate_on}); raise sequence_length or take other rows"
         )
     calibrating = _predictable(calibration, config.split)
-    alike = _alike(calibrating)
+    calibrates = _of_one_path(calibrating)
     return Samples(
-        [sample.ids.tolist() for sample in alike],
+        [sample.ids.tolist() for sample in calibrates],
         [sample.ids.tolist() for sample in predicted],
         [sample.loss.tolist() for sample in predicted],
-        _pictures(alike, folders[0], model_folder),
+        _pictures(calibrates, folders[0], model_folder),
         _pictures(predicted, folders[1], model_folder),
-        len(calibrating) - len(alike),
+        len(calibrating) - len(calibrates),
     )
 
 
-def _alike(rows: list[TokenizedDocument]) -> list[TokenizedDocument]:
+def _of_one_path(rows: list[TokenizedDocument]) -> list[TokenizedDocument]:
     """Return the rows with media of the commonest kinds; all rows if none has media."""
     kinds = [frozenset(medium.kind for medium in row.media) for row in rows]
     commonest = Counter(filter(None, kinds)).most_common(1)
