@@ -7,6 +7,7 @@ optional, and imported by the functions.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ MAX_BYTES = 64 << 20
 MIN_SECONDS, MAX_SECONDS = 0.1, 1800
 MAX_RATE = 48_000
 MAX_CHANNELS = 8
+MAX_DECODING_S = 60
+"""Largest number of seconds of one core that decoding takes; half an hour of MP3 takes a few."""
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 """libsndfile's names of the files that are read."""
 BLOCK = 1 << 16
@@ -61,10 +64,12 @@ def _decoded(file: Any) -> NDArray[np.float32]:
     """Return the samples of an open sound, float32 [samples]: the mean of its channels."""
     import numpy as np
 
-    blocks = [np.empty(0, np.float32)]
+    blocks, begin_s = [np.empty(0, np.float32)], time.thread_time()
     # `file.blocks` would fill the end of a file that is cut off with whatever is in memory.
     while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
         blocks.append(block.mean(axis=1))
+        if time.thread_time() - begin_s > MAX_DECODING_S:
+            raise MediaError(f"takes more than {MAX_DECODING_S} seconds to decode; cut it, or save it in another way")
     samples = np.concatenate(blocks)
     if len(samples) != file.frames:
         raise MediaError(f"is cut off: it has {len(samples):,} of {file.frames:,} samples; fetch or save it again")
