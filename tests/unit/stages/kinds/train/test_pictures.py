@@ -128,7 +128,7 @@ def test_labelled_answers_begin_with_a_half(tmp_path, inputs):
 def test_parts_that_do_not_learn_get_neither_frozen_nor_a_rate(tmp_path, inputs):
     (inputs["rows"] / "data" / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for fields in ({"freeze": ["projector"]}, {"part_learning_rates": {"projector": 1e-4}}):
-        with pytest.raises(DataError, match=rf"`{next(iter(fields))}` names parts of a model that sees or hears, and the rows"):
+        with pytest.raises(DataError, match=rf"`{next(iter(fields))}` names parts of a model that sees or hears"):
             first_losses(tmp_path, inputs, "sft", **fields)
         with pytest.raises(ValidationError, match=rf"`{next(iter(fields))}` has no effect with `adapter`"):
             make_config(adapter={"rank": 2}, **fields)
