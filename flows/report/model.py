@@ -185,11 +185,12 @@ class Cost(StrictModel):
 
     device_hours: of all attempts and trials with a known number of devices. energy_kwh: of attempts whose GPUs were
     counted; None for none. price_per_device_hour: from the hardware file, if it has one. unknown: stages with attempts
-    of unknown devices.
+    of unknown devices. damage: error of a hardware file that cannot be read, which hides no other part of a report.
     """
 
     device_hours: float
     price_per_device_hour: float | None
+    damage: str = ""
     hardware_file: Path
     energy_kwh: float | None
     unknown: tuple[str, ...]

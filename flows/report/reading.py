@@ -14,6 +14,7 @@ from flows.report.trainings import data_of_trainings, training_curves
 from flows.store.content import LOG_FILE
 from flows.store.record import Index
 from flows.tracking.pages import page_of
+from stages.core.errors import RecipeError
 from stages.core.files import read_end
 from stages.core.redaction import redact
 from stages.planner.hardware import from_yaml
@@ -105,7 +106,11 @@ def _spans(record: RefreshRecord) -> Iterator[Span]:
 
 def _cost(record: RefreshRecord) -> Cost:
     attempts = record.attempts.values()
-    file = hardware_file()
+    file, price, damage = hardware_file(), None, ""
+    try:
+        price = from_yaml(file).price_per_device_hour if file.is_file() else None
+    except RecipeError as error:
+        damage = str(error)
     ends = [attempt.ended for attempt in attempts if attempt.ended]
     energies_j = [end.energy_j for end in ends if end.energy_j is not None]
     device_seconds = sum((attempt.began.num_devices or 0) * (attempt.seconds or 0.0) for attempt in attempts)
@@ -114,7 +119,8 @@ def _cost(record: RefreshRecord) -> Cost:
         device_seconds += sum(layouts[trial.layout].num_devices * trial.seconds for trial in record.trials)
     return Cost(
         device_hours=device_seconds / SECONDS_PER_HOUR,
-        price_per_device_hour=from_yaml(file).price_per_device_hour if file.is_file() else None,
+        price_per_device_hour=price,
+        damage=damage,
         hardware_file=file,
         energy_kwh=sum(energies_j) / JOULES_PER_KWH if energies_j else None,
         unknown=tuple(dict.fromkeys(attempt.began.stage for attempt in attempts if attempt.began.num_devices is None)),

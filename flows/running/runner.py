@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from flows.launch import hook, stage_process
 from flows.launch.stage_process import Process, watch
 from flows.ledger.record import final_result
+from flows.ledger.trace import traced
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
 from flows.store.content import LOG_FILE, is_pending
@@ -170,7 +171,7 @@ def _build(
     process: Process | None = None
     try:
         with store.explained(f"start {planned.name}"):
-            process = launch(work, planned.config)
+            process = launch(work, traced(planned.config, key))
             # From here on another process can find and end this attempt's processes.
             note_attempt(work, resolved_inputs, process.token)
         result = watch(process, planned, work, observer.tick, stop, log_begin)

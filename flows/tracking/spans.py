@@ -1,12 +1,11 @@
 """OpenTelemetry spans of refreshes (refresh → stage → attempt), read from their ledgers and sent by OTLP/HTTP as JSON.
 
 Sent if OTEL_EXPORTER_OTLP_ENDPOINT names a receiver; OTEL_EXPORTER_OTLP_HEADERS and OTEL_SERVICE_NAME count as usual.
-Ids are hashes of names, so what is sent twice is the same span. <ledger>/traces.json: how much has been sent.
+What is sent twice is the same span, by its id (`flows/ledger/trace.py`). <ledger>/traces.json: how much has been sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 import urllib.parse
@@ -16,12 +15,13 @@ from typing import Any
 
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import Ledger, ledgers
+from flows.ledger.trace import ENDPOINT, span_id, trace_id
 from stages.core.contract import StrictModel
 from stages.core.errors import LifecycleError, ServerError
 from stages.core.files import write_atomically
 from stages.core.redaction import redact
 
-ENDPOINT, HEADERS, SERVICE = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_SERVICE_NAME"
+HEADERS, SERVICE = "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_SERVICE_NAME"
 LATEST = 30
 """Number of latest refreshes whose spans are sent if they are missing, such as while the receiver was away."""
 TIMEOUT_S = 5.0
@@ -79,7 +79,7 @@ def spans_of(record: RefreshRecord) -> Iterator[dict[str, Any]]:
     attempts = [attempt for attempt in record.attempts.values() if attempt.ended]
     began_ms = min([record.started_ms, *(attempt.began.time_ms for attempt in attempts)])
     ended_ms = max([record.started_ms + round(1000 * record.seconds), *(_ended_ms(attempt) for attempt in attempts)])
-    root = _span_id(record.refresh)
+    root = span_id(record.refresh)
 
     def span(name: str, identity: str, parent: str, times_ms: tuple[int, int], **fields: Any) -> dict[str, Any]:
         state = fields.pop("state")
@@ -106,7 +106,7 @@ def spans_of(record: RefreshRecord) -> Iterator[dict[str, Any]]:
         own = [attempt for attempt in attempts if attempt.began.stage == stage]
         # Kind and version: in the tags of an attempt, since a retry may plan other stages.
         fields = {"stage": stage, "kind": own[-1].tags.get("kind", ""), "version": own[-1].tags.get("version", "")}
-        identity = _span_id(f"{record.refresh}/{stage}")
+        identity = span_id(f"{record.refresh}/{stage}")
         times_ms = (own[0].began.time_ms, max(map(_ended_ms, own)))
         assert own[-1].ended
         yield span(stage, identity, root, times_ms, state=own[-1].outcome, error=own[-1].ended.error, **fields)
@@ -114,7 +114,7 @@ def spans_of(record: RefreshRecord) -> Iterator[dict[str, Any]]:
             assert attempt.ended
             yield span(
                 attempt.name,
-                _span_id(record.key_of(stage, attempt.began.number)),
+                span_id(record.key_of(stage, attempt.began.number)),
                 identity,
                 (attempt.began.time_ms, attempt.ended.time_ms),
                 state=attempt.outcome,
@@ -122,15 +122,6 @@ def spans_of(record: RefreshRecord) -> Iterator[dict[str, Any]]:
                 **fields,
                 num_devices=attempt.began.num_devices or 0,
             )
-
-
-def trace_id(refresh: str) -> str:
-    """Return the id of a refresh's trace: 32 hexadecimal digits."""
-    return hashlib.sha256(refresh.encode()).hexdigest()[:32]
-
-
-def _span_id(name: str) -> str:
-    return hashlib.sha256(f"span {name}".encode()).hexdigest()[:16]
 
 
 def _ended_ms(attempt: AttemptRecord) -> int:

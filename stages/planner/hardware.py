@@ -237,12 +237,14 @@ def from_yaml(path: Path) -> Hardware:
 
     try:
         given = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise RecipeError(f"reading hardware from {path}: {error}") from error
     if not isinstance(given, dict):
         raise RecipeError(f"reading hardware from {path}: expected fields with values, as in `bf16_tflops: 989`")
     # The three blocks are taken out first, so that the rest are fields of `Hardware`.
     base = given.pop("like", None)
+    if not isinstance(base, str | None):
+        raise RecipeError(f"reading hardware from {path}: like is {base!r}; expected the name of a device, h100-80gb")
     start = {f.name: getattr(built_in(base), f.name) for f in fields(Hardware)} if base else {}
     efficiency = _checked(path, Efficiency, given.pop("efficiency", None) or {})
     software = _software(path, given.pop("software", None) or {})

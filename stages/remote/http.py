@@ -56,6 +56,9 @@ HEADER_CHARACTERS = 100
 # At most 18 digits, so that each number is below 2**63.
 _PART = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]{1,18}")
+TRACE_VARIABLE = "TRACEPARENT"
+"""Environment variable with the OpenTelemetry span in which this process works, in the form of W3C's `traceparent`."""
+_SPAN = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 Shape = TypeVar("Shape")
 
@@ -81,6 +84,12 @@ class AnswerModel(BaseModel):
     """Base of pydantic models for JSON answers: types are strict, numbers finite, and unknown fields ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+def server_headers(key: str) -> dict[str, str]:
+    """Return the headers of a request to a model server: its key, and the span in which this process works, if any."""
+    span = os.environ.get(TRACE_VARIABLE, "")
+    return {"Authorization": f"Bearer {key}", **({"traceparent": span} if _SPAN.fullmatch(span) else {})}
 
 
 @dataclass(frozen=True)

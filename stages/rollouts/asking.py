@@ -22,7 +22,15 @@ from stages.core.errors import ServerError, TransientError
 from stages.core.fields import StrictModel
 from stages.core.files import remove_cut_off_line
 from stages.remote import http
-from stages.remote.http import AnswerModel, Expected, RetryBackoff, ask_aiohttp, busy_from_status, busy_from_transport
+from stages.remote.http import (
+    AnswerModel,
+    Expected,
+    RetryBackoff,
+    ask_aiohttp,
+    busy_from_status,
+    busy_from_transport,
+    server_headers,
+)
 from stages.rollouts.options import SamplingOptions
 from stages.rollouts.pictures import PromptPictures
 from stages.serving.client import CHAT, COMPLETIONS, ChatAnswer, Choice, Choices, Client, answer_bytes
@@ -97,7 +105,7 @@ async def _ask_all(
     # one iterator for all workers: each takes the next request when it is free
     remaining = iter(requests)
     num_answers = 0
-    headers = {"Authorization": f"Bearer {client.api_key}"}
+    headers = server_headers(client.api_key)
     connections = aiohttp.TCPConnector(limit=concurrent)  # aiohttp's own limit is 100
     async with aiohttp.ClientSession(headers=headers, connector=connections) as session:
 
@@ -137,7 +145,7 @@ async def _seeing_answer(server: AskedServer | None, expected: Expected, request
     # in a thread: pictures are read from disk meanwhile
     document = await asyncio.to_thread(pictures.seen, request["prompt"])
     route, body = server.engine.seeing_request(request, document)
-    headers = {"Authorization": f"Bearer {expected.key}"}
+    headers = server_headers(expected.key)
     async with aiohttp.ClientSession(headers=headers, connector=server.address.connector()) as session:
         answer = await _answer(session, replace(expected, server=route), server.address.url / route, body)
     return server.engine.seeing_answer(answer, document)

@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from stages.remote.http import Answer, Expected, ask_aiohttp
+from stages.remote.http import Answer, Expected, ask_aiohttp, server_headers
 from stages.serving.tally import ServedVersion
 
 SESSION_HEADER = "X-Session-Id"
@@ -52,7 +52,7 @@ def post_to_engine(
     """Post requests to an engine itself, not its proxy; return the answers in order; raises as `ask_aiohttp`."""
 
     async def post() -> list[Answer]:
-        headers = {"Authorization": f"Bearer {expected.key}"}
+        headers = server_headers(expected.key)
         async with aiohttp.ClientSession(connector=address.connector(), headers=headers) as session:
             url = (address.url / route).with_query(query)
             return [await ask_aiohttp(session, expected, "POST", url, json=body) for body in bodies]

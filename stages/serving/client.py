@@ -25,6 +25,7 @@ from stages.remote.http import (
     number_in,
     opened_directly,
     read_directly,
+    server_headers,
 )
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -165,7 +166,7 @@ class Client:
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request to the server, and provide the HTTP response for reading."""
-        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        headers = {**server_headers(self.api_key), "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:
             with opened_directly(expected, self.url + path, headers, body, self.timeout_s) as response:

@@ -47,6 +47,7 @@ from stages.harnesses.lm_eval.task_files import strings_in
 from stages.harnesses.lm_eval.tasks import TaskSelection
 from stages.harnesses.pictures import QuestionPictures
 from stages.models.recorded import noted_date
+from stages.remote.http import server_headers
 from stages.rollouts.asking import ask_chats
 from stages.serving.client import ChatAnswer
 from stages.serving.served_models import ServedModel
@@ -81,7 +82,7 @@ class LmEvalModel(LocalCompletionsAPI):
         self.context_tokens = model.context_tokens
         super().__init__(
             base_url=f"{client.url}/v1/completions",
-            header={"Authorization": f"Bearer {client.api_key}"},
+            header=server_headers(client.api_key),
             model=client.model,
             tokenizer=str(model.folder),
             tokenizer_backend="huggingface",

@@ -202,6 +202,19 @@ def test_the_price_is_that_of_the_hardware_file(night, read, tmp_path):
     assert cost.price == pytest.approx(2.5 * 7 * 4 * 10 / 3600)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [b"like: [h200", b"like: 3", b"\xff\xfe", b"price_per_device_hour: -1", b"- x", b"software: 3", b"[" * 9999],
+)
+def test_a_damaged_hardware_file_costs_a_report_its_price_alone(night, read, tmp_path, damaged):
+    record = night.refresh(devices=4)
+    (tmp_path / "hardware.yaml").write_bytes(damaged)
+    report = read(record)
+    assert report.cost.price is None
+    assert report.cost.device_hours > 0
+    assert str(tmp_path / "hardware.yaml") in report.cost.damage
+
+
 def test_energy_is_the_sum_of_what_was_counted_or_unknown(night, read):
     assert read(night.refresh()).cost.energy_kwh is None
     assert read(night.refresh(energy_j=900_000.0)).cost.energy_kwh == pytest.approx(4 * 0.25)

@@ -6,7 +6,9 @@ from http.server import BaseHTTPRequestHandler
 from google.protobuf.json_format import Parse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from flows.tracking.spans import send_missing_spans
+from flows.ledger.trace import ENDPOINT, traced
+from flows.tracking.spans import send_missing_spans, spans_of
+from stages.kinds.registry import KINDS
 from tests.http_server import serving
 
 
@@ -61,3 +63,15 @@ def test_spans_of_refresh_stages_and_attempts_are_nested_and_sent_once(night, mo
         assert int(span["endTimeUnixNano"]) <= int(outer["endTimeUnixNano"])
     failed = {span["name"]: span["status"].get("message") for span in spans if span["status"]["code"] == 2}
     assert failed == {"refresh nightly": "failed: sft", "sft": "no memory", "sft-1": "no memory"}
+
+
+def test_a_stage_knows_the_span_of_its_attempt_before_it_is_sent(night, monkeypatch):
+    config = KINDS["download"].model_validate({"kind": "download", "dataset": "builtin/addition"})
+    record = night.refresh()
+    key = record.key_of("sft", 1)
+    monkeypatch.delenv(ENDPOINT, raising=False)
+    assert traced(config, key) is config
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    (span,) = [span for span in spans_of(record) if span["name"] == "sft-1"]
+    known = {"TRACEPARENT": f"00-{span['traceId']}-{span['spanId']}-01"}
+    assert traced(config, key).execution.environment == known

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from stages.core.errors import ServerError, TransientError
+from stages.rollouts.asking import ask_all
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServingConfig
 from stages.serving.engine import LaunchSpec
@@ -22,10 +23,12 @@ class Handler(BaseHTTPRequestHandler):
     """HTTP server that answers each path with the content that the test has set."""
 
     answers: ClassVar[dict[str, Any]] = {}
+    spans: ClassVar[list[str | None]] = []
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         content = self.answers.get(self.path)
+        self.spans.append(self.headers["traceparent"])
         allowed = self.headers["Authorization"] == "Bearer right"
         self.send_response(404 if content is None else 200 if allowed else 401)
         self.end_headers()
@@ -102,3 +105,13 @@ def test_counters_are_summed_over_their_labels(client: Client) -> None:
 
 def test_the_key_is_not_in_what_a_client_prints(client: Client) -> None:
     assert "right" not in repr(client)
+
+
+def test_requests_carry_the_span_of_their_stage(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = f"00-{'a' * 32}-{'b' * 16}-01"
+    Handler.spans.clear()
+    for known in (span, "00-a-b-01", ""):
+        monkeypatch.setenv("TRACEPARENT", known)
+        client.model_names()
+        ask_all(client, [(0, {"prompt": "1", "max_tokens": 1})], 1, lambda *_: None)
+    assert Handler.spans == [span, span, *[None] * 4]
