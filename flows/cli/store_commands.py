@@ -98,7 +98,7 @@ def backup(folder: Path, as_json: bool) -> None:
     mib, new_mib = (number / 2**20 for number in (saved.num_bytes, saved.new_bytes))
     click.echo(f"backup {saved.name}: {saved.num_files:,} files, {mib:,.1f} MiB, of which {new_mib:,.1f} are new")
     for variable in saved.left_out:
-        click.echo(f"not in it: the database that {variable} names; save that with pg_dump", err=True)
+        click.echo(f"not in it: the database that {variable} names, which is no PostgreSQL; save it yourself", err=True)
 
 
 @click.command()

@@ -29,11 +29,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flows.servers.guard import AccessControl, origins
 from flows.servers.keyed import KEY_FILE_VARIABLE, USER, read_named_key
-from flows.servers.programs import BACKLOG, KEY_VARIABLE, LOOPBACK, MLFLOW_ARTIFACTS, MLFLOW_DATABASE, PREFECT_DATABASE
+from flows.servers.programs import (
+    BACKLOG,
+    DATABASE_PASSWORD_FILE,
+    KEY_VARIABLE,
+    LOOPBACK,
+    MLFLOW_ARTIFACTS,
+    MLFLOW_DATABASE,
+    PREFECT_DATABASE,
+)
 from flows.servers.records import server_heartbeat
 from stages.core.errors import LifecycleError, ServerError
 
-DATABASE_PASSWORD_FILE = "LIFECYCLE_DATABASE_PASSWORD_FILE"  # noqa: S105 (a variable's name)
 MAX_CONNECTIONS = 512
 """Largest number of client connections, half of the files that a process may usually open."""
 HEAD_TIMEOUT_S = 15.0

@@ -1,7 +1,7 @@
 """Backups of a lifecycle home, taken while it runs, incremental by content, and their restoration.
 
 <folder>/blobs/<2>/<sha256>      contents of files, each once for all backups
-<folder>/backups/<time>.json     a backup: path, sha256, size, mode and time of each file; written last
+<folder>/backups/<time>.json     a backup: path, sha256, size, mode and time of each file; dumps; written last
 
 Ledgers and databases are read before the artifacts that they name. What is being built is
 not part of a backup, nor is the key of the servers: a restored home makes its own, as a copied home does.
@@ -19,13 +19,14 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
+from urllib.parse import SplitResult
 
 from filelock import FileLock
 from pydantic import Field, ValidationError
 
 from flows.ledger.home import home, store_root
-from flows.servers.programs import MLFLOW_DATABASE, PREFECT_DATABASE
 from flows.servers.records import mark_as_copy
+from flows.service.database_dumps import VARIABLES, dump, named_databases, restore_dump
 from flows.store.content import RECORD_FILE
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError, full_disk_named
@@ -37,6 +38,7 @@ LEFT_OUT = ("servers.key", "servers.json", "servers.heartbeat", "reserve", "work
 LEFT_OUT_ANYWHERE = ("*.lock", "*-wal", "*-shm", "*-journal", "heartbeat", ".*.[0-9]*")
 """Patterns of names of locks, of SQLite's logs, which its backup contains, and of files that are being written."""
 SQLITE = b"SQLite format 3\0"
+DUMPED = ".database-dump"
 PIECE_BYTES = 1 << 20
 PRIVATE = 0o700
 
@@ -52,10 +54,11 @@ class SavedFile(StrictModel):
 
 
 class Backup(StrictModel):
-    """Contents of `backups/<time>.json`: the saved files by their path in the home."""
+    """Contents of `backups/<time>.json`: saved files by their path in the home, and dumps of databases by server."""
 
     home: str
     files: dict[str, SavedFile]
+    databases: dict[str, SavedFile] = Field(default_factory=dict)
 
 
 class BackupResult(StrictModel):
@@ -82,7 +85,7 @@ def back_up(folder: Path) -> BackupResult:
             names = backup_names(folder)
             before = read_backup(folder, names[-1]).files if names else {}
             files: dict[str, SavedFile] = {}
-            new_bytes = 0
+            databases, new_bytes = _dump_databases(folder)
             for path in _files(source):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     name = path.relative_to(source).as_posix()
@@ -91,18 +94,35 @@ def back_up(folder: Path) -> BackupResult:
             name = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
             if names and name <= names[-1]:  # within a second, or after the clock was set back
                 name = f"{names[-1]}-next"
-            backup = Backup(home=str(source), files=files)
+            backup = Backup(home=str(source), files=files, databases=databases)
             write_atomically(folder / BACKUPS / f"{name}.json", backup.model_dump_json())
-    named = tuple(variable for variable in (PREFECT_DATABASE, MLFLOW_DATABASE) if os.environ.get(variable))
-    total = sum(saved.size for saved in files.values())
+    named = tuple(
+        variable for server, variable in VARIABLES.items() if os.environ.get(variable) and server not in databases
+    )
+    total = sum(saved.size for saved in (*files.values(), *databases.values()))
     return BackupResult(name=name, num_files=len(files), num_bytes=total, new_bytes=new_bytes, left_out=named)
+
+
+def _dump_databases(folder: Path) -> tuple[dict[str, SavedFile], int]:
+    """Save dumps of the databases that the environment names; return their entries and the number of new bytes."""
+    dumps, new_bytes = {}, 0
+    for server, url in named_databases().items():
+        dumped = folder / BLOBS / f".dump-{os.getpid()}"
+        try:
+            dumped.touch(mode=0o600)
+            dump(server, url, dumped)
+            dumps[server], added = _save(dumped, None, folder)
+            new_bytes += added
+        finally:
+            dumped.unlink(missing_ok=True)
+    return dumps, new_bytes
 
 
 def restore(folder: Path, name: str | None = None) -> BackupResult:
     """Restore a backup (default: the latest) as this lifecycle home, which must not exist; every hash is checked.
 
-    It counts as a copy: its servers start with a key of their own and paused schedules. Raises
-    `StoreError` for a damaged backup, of which nothing is restored.
+    It counts as a copy: its servers start with a key of their own and paused schedules. Dumps go into the databases
+    that the environment names here. Raises `StoreError` for a damaged backup, of which nothing is restored.
     """
     target = home()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -114,6 +134,7 @@ def restore(folder: Path, name: str | None = None) -> BackupResult:
         )
     name = name or names[-1]
     backup = read_backup(folder, name)
+    databases = _databases_for(backup)
     partial = target.with_name(f".{target.name}.restoring-{os.getpid()}")
     try:
         with full_disk_named("restoring", target):
@@ -121,13 +142,30 @@ def restore(folder: Path, name: str | None = None) -> BackupResult:
             for path, saved in backup.files.items():
                 _restore_file(folder, partial, path, saved)
             mark_as_copy(partial)
+            for server, saved in backup.databases.items():
+                _restore_file(folder, partial, DUMPED, saved)
+                restore_dump(server, databases[server], partial / DUMPED)
+                (partial / DUMPED).unlink()
             if target.exists():
                 target.rmdir()
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    total = sum(saved.size for saved in backup.files.values())
+    total = sum(saved.size for saved in (*backup.files.values(), *backup.databases.values()))
     return BackupResult(name=name, num_files=len(backup.files), num_bytes=total, new_bytes=total)
+
+
+def _databases_for(backup: Backup) -> dict[str, SplitResult]:
+    """Return the databases into which a backup is restored. Raises `StoreError` if it has others than are named."""
+    named = named_databases()
+    for server in backup.databases.keys() ^ named.keys():
+        variable = VARIABLES.get(server, server)
+        if server in named:
+            raise StoreError(f"restoring: {variable} names a database, of which the backup has no dump; unset it")
+        raise StoreError(
+            f"restoring: the backup has a dump of {server}'s database; name a new, empty one in {variable}"
+        )
+    return named
 
 
 def backup_names(folder: Path) -> list[str]:

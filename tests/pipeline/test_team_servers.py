@@ -1,6 +1,7 @@
 """A team's servers work: Prefect and MLflow store their data in PostgreSQL, and MLflow may require a login."""
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -14,6 +15,9 @@ from postgresql import MISSING, database_environment, postgresql
 from refreshes import ForkedHome, after, eventually, model, stage, states
 
 from flows.servers.local import is_answering
+from flows.service.backup import back_up, backup_names, restore
+from flows.service.database_dumps import VARIABLES
+from stages.core.errors import StoreError
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 TREE = {"rows": stage("steps"), "base": model("transient_once"), "scores": after("base")}
@@ -70,6 +74,86 @@ def test_a_refresh_is_kept_in_postgresql(home, database):
     assert list(home.folder.rglob("*.db")) == []
     assert files_with(home.folder, password) == []
     assert command_lines_with(password) == []
+
+
+def test_a_backup_of_tables_is_restored_into_databases_of_another_owner(database, tmp_path, monkeypatch):
+    database.create(["held_prefect", "held_mlflow", "other_prefect", "other_mlflow", "used"])
+    execute(database, "CREATE ROLE heir LOGIN PASSWORD 'an inheritance'", "postgres")
+    for name in ("other_prefect", "other_mlflow"):
+        execute(database, f"ALTER DATABASE {name} OWNER TO heir", "postgres")
+        execute(database, "GRANT ALL ON SCHEMA public TO heir", name)
+    for name in ("held_prefect", "held_mlflow", "used"):
+        execute(database, f"CREATE TABLE night (name text); INSERT INTO night VALUES ('{name}')", name)
+    (tmp_path / "home" / "ledger").mkdir(parents=True)
+    held = {variable: url.replace("postgresql", "postgresql+asyncpg", 1) for variable, url in urls(database, "held")}
+    set_all(monkeypatch, {**held, "LIFECYCLE_HOME": str(tmp_path / "home")})
+    saved = back_up(tmp_path / "backups")
+    assert (saved.left_out, backup_names(tmp_path / "backups")) == ((), [saved.name])
+    assert files_with(tmp_path / "backups", database.password) == []
+
+    set_all(monkeypatch, {"LIFECYCLE_HOME": str(tmp_path / "heirs")})
+    heir = {variable: re.sub("//.*@", "//heir:an%20inheritance@", url) for variable, url in urls(database, "other")}
+    used = {variable: url.replace("held_prefect", "used") for variable, url in urls(database, "held")}
+    for named, said in (
+        (dict.fromkeys(heir, ""), "name a new, empty one in"),
+        (used, 'relation "night" already exists.*; it must be a new database without tables'),
+        ({variable: url.replace("heir:", "heir:not%20") for variable, url in heir.items()}, "authentication failed"),
+    ):
+        set_all(monkeypatch, named)
+        with pytest.raises(StoreError, match=said):
+            restore(tmp_path / "backups")
+        assert not (tmp_path / "heirs").exists()
+    set_all(monkeypatch, heir)
+    restore(tmp_path / "backups")
+    for name in ("prefect", "mlflow"):
+        assert rows(f"heir:an%20inheritance@127.0.0.1:{database.port}", f"other_{name}", "SELECT name FROM night") == [
+            (f"held_{name}",)
+        ]
+    assert [path.name for path in (tmp_path / "heirs").iterdir()] == ["servers.json"]
+
+
+def urls(database, prefix):
+    """Return the variables of Prefect's and MLflow's databases with URLs of those that begin with a prefix."""
+    return [(variable, f"postgresql://{database.address}/{prefix}_{server}") for server, variable in VARIABLES.items()]
+
+
+def set_all(monkeypatch, variables):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+
+
+def execute(database, statement, name):
+    connection = psycopg2.connect(f"postgresql://{database.address}/{name}")
+    connection.autocommit = True
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+    connection.close()
+
+
+@pytest.mark.nightly
+def test_a_home_restored_from_another_path_has_everything_and_its_schedules_pause(home, database, tmp_path):
+    """All is cached in a home restored from a backup, under another path, with other databases and their owner."""
+    database.create(["late_prefect", "late_mlflow"])
+    recipe = home.recipe("kept", **TREE)
+    assert home.run(recipe)[0] == 0
+    assert home.lifecycle("schedule", str(recipe), "--cron", "0 3 * * *").returncode == 0
+    saved = home.lifecycle("backup", str(tmp_path / "backups"))
+    assert (saved.returncode, saved.stderr) == (0, "")
+    heir = ForkedHome(tmp_path / "another" / "place")
+    heir.environment |= dict(urls(database, "late"))
+    try:
+        done = heir.lifecycle("restore", str(tmp_path / "backups"))
+        assert done.returncode == 0, done.stderr
+        assert "paused: kept;" in heir.lifecycle("up").stderr
+        code, refresh = heir.run(recipe)
+        assert (code, set(states(refresh).values())) == (0, {"cached"})
+        names = rows(database.address, "late_prefect", "SELECT name FROM flow_run")
+        assert {name for (name,) in rows(database.address, "prefect", "SELECT name FROM flow_run")} < {
+            name for (name,) in names
+        }
+        assert list(heir.folder.rglob("*.db")) == []
+    finally:
+        assert heir.lifecycle("down").returncode == 0
 
 
 def rows(address, database, query):
