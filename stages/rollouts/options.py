@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
+from stages.data.files import Portion
 from stages.rewards.reward import Reward
 
 
@@ -12,12 +13,13 @@ from stages.rewards.reward import Reward
 class PromptOptions:
     """Options of making prompts from a dataset's rows.
 
-    None: taken from the row or the model's folder. limit: number of rows, from the first on. reference: column of the
-    right answer. reference_field: the recipe's field that names this column, for messages. system: message for chats
-    that have none. rewards: by name; some need the right answer. columns: name in the rows → name that formats have.
+    None: taken from the row or the model's folder. portion: rows of a split. limit: their number, from the first on.
+    reference: column of the right answer. reference_field: the recipe's field that names this column, for messages.
+    system: message for chats that have none. rewards: by name; some need the right answer. columns: name in the rows →
+    name that formats have.
     """
 
-    split: str
+    portion: Portion
     limit: int | None
     reference: str | None
     reference_field: str

@@ -68,14 +68,14 @@ def read_prompts(
         tokenizer_folder, options.chat_template, "assistant", template_date=own_date, processor_folder=model_folder
     )
     as_chat = options.apply_chat_template
-    files = find_files(folder, options.split)
+    files = find_files(folder, options.portion.split)
     prompts: list[RenderedPrompt] = []
     bad: list[str] = []
     with ExitStack() as stack:
         checks = {name: stack.enter_context(reward.row_checks()) for name, reward in options.rewards.items()}
         as_chat = is_asked_as_chat(tokenizer_folder) if as_chat is None else as_chat
         rows = _Rows(options, tokenizer, as_chat, checks, media)
-        for row in islice(read_rows(folder, files), options.limit):
+        for row in islice(options.portion.select(read_rows(folder, files)), options.limit):
             try:
                 if isinstance(row, BadRow):
                     raise RowError(row.reason)
@@ -89,7 +89,8 @@ def read_prompts(
         more = f"\n  … and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
         raise DataError(f"{len(bad)} of {len(bad) + len(prompts)} rows are no prompts:\n{named}{more}\nFix these rows.")
     if not prompts:
-        raise DataError(f"no prompts: there are no rows in {', '.join(path.name for path in files)} of {folder}")
+        held_out = f" for {options.portion.name}" if options.portion.fraction else ""
+        raise DataError(f"no prompts{held_out}: no rows of {', '.join(path.name for path in files)} of {folder}")
     return prompts
 
 

@@ -22,9 +22,8 @@ from stages.data.batch import Batch, Candidates, Rollouts
 from stages.data.dataset import PackedDataset
 from stages.engines.engine import Engine
 from stages.engines.fsdp.engine import FsdpEngine
-from stages.kinds.train.batches import BatchSource
+from stages.kinds.train.batches import BatchSource, with_divergence
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.loop import with_divergence
 from stages.kinds.train.methods.grpo import GrpoConfig, GrpoLoss
 from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes

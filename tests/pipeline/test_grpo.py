@@ -4,6 +4,7 @@ One vLLM is started here as a recipe's author starts one that stages name; sever
 """
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from stages.core.contract import StageResult
 from stages.core.errors import ServerError, TrainingError
 from stages.core.supervised import SupervisedProcess
+from stages.data.files import portions
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.rollouts.documents import checked_prompts
 from stages.kinds.train.rollouts.rounds import Round
@@ -213,9 +215,10 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     """
     rare = {"rewards": {"rare": {"type": "regex", "pattern": "[02]"}}, "num_iterations": 1}
     options = {**UNSERVED, **rare, "max_draws": 3, "temperature": 0.8, "top_p": top_p, "server": named_server}
-    config = make(3, grpo=options, execution={"checkpoint_every_steps": 3})
+    data, often = {**TEXTS, "evaluation_split": "validation"}, {"checkpoint_every_steps": 3, "evaluate_every_steps": 2}
+    config = make(3, grpo=options, data=data, execution=often)
     context = make_context(tmp_path / "work", artifacts, config)
-    run(config, context)
+    result = run(config, context)
     rows = logged(context.work)
     assert max(row["num_draws"] for row in rows) > 1
     for row in rows:
@@ -230,6 +233,25 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     assert signals == sorted(signals, reverse=True), "those that teach something come first"
     assert 1 - sum(signals) / NUM_PROMPTS == pytest.approx(rows[0]["no_signal_share"])
     _check_sampled(artifacts, config, first, top_p)
+    _check_held_out(artifacts, config, context.work, result)
+
+
+def _check_held_out(artifacts: dict[str, Path], config: TrainConfig, work: Path, result: StageResult) -> None:
+    """Check that the prompts that are not trained on are answered after step 2 and at the end, and count in nothing."""
+    assert config.rollouts
+    folder, model = artifacts["problems"] / "data", ModelFacts(artifacts["base"] / "model")
+    trained, held_out = (
+        {str(one.place) for one in checked_prompts(config, config.rollouts, folder, model, portion=portion)}
+        for portion in portions(config.data)
+    )
+    assert set().union(*asked(work).values()) <= trained
+    assert [result.metrics[name] for name in ("num_prompts", "num_held_out_prompts")] == [len(trained), len(held_out)]
+    last = Round.read(work / "scratch" / "rollouts" / "evaluation.json")
+    assert [group.prompt for group in last.groups] == list(range(len(held_out)))
+    shares = [float(bool(re.search("[02]", one.text))) for one in last.completions]
+    assert result.metrics["evaluation_reward"] == pytest.approx(sum(shares) / len(held_out))
+    assert result.metrics["evaluation_reward_rare"] == -result.metrics["evaluation_loss"]
+    assert ["evaluation_reward" in row for row in logged(work)] == [False, True, False], "then at the end"
 
 
 def test_a_named_server_is_refused_where_it_does_not_do(
@@ -320,7 +342,7 @@ def test_a_server_that_keeps_its_weights_is_an_error(
     """GRPO fails if vLLM goes on with old weights, whatever its routes answer."""
     monkeypatch.setattr(MemoryConnection, "give", lambda *_: None)
     config = make(4, learning_rate=1e-2)
-    with pytest.raises(TrainingError, match=r"given the weights of step 2, the server gives .* at most 0\.001"):
+    with pytest.raises(TrainingError, match=r"given the weights for step 3, the server gives .* at most 0\.001"):
         run(config, make_context(tmp_path / "work", artifacts, config))
 
 

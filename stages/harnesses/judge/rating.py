@@ -13,7 +13,7 @@ from typing import Any
 from stages.core.contract import StageContext
 from stages.core.errors import DataError, EvaluationError
 from stages.core.files import remove_cut_off_line
-from stages.data.files import find_files
+from stages.data.files import Portion, find_files
 from stages.data.media.requests import openai_messages
 from stages.data.messages import PlainText
 from stages.harnesses.harness import Evaluation, Results
@@ -80,7 +80,7 @@ def _judge(evaluation: Evaluation) -> RatingConfig:
 
 def _answered(task: str, evaluation: Evaluation, context: StageContext, model: ServedModel) -> AnsweredTask:
     as_asked = PromptOptions(
-        split=task,
+        portion=Portion("evaluation", task),
         limit=evaluation.limit,
         reference=None,
         reference_field="reference",

@@ -7,6 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import SplitName, StrictModel
+from stages.data.files import Portion
 from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.config import StopTexts
@@ -85,7 +86,7 @@ class GenerateConfig(AskedModelConfig):
     def prompt_options(self) -> PromptOptions:
         prompts = self.prompts
         return PromptOptions(
-            split=prompts.split,
+            portion=Portion("training", prompts.split),
             limit=prompts.limit,
             reference=prompts.reference,
             reference_field="prompts.reference",

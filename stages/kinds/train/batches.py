@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from stages.core.errors import DataError
-from stages.data.batch import Batch
+from stages.data.batch import Batch, Signal
 from stages.data.config import DataConfig
 from stages.data.dataset import PackedDataset
 from stages.data.media_reference import MediaReference
 from stages.data.summaries import Lengths
-from stages.engines.engine import Engine
+from stages.engines.engine import Engine, LossMeans
+from stages.engines.loss import Counts, Loss, Parts, Totals
 from stages.engines.recorded import RecordedBatch
-from stages.kinds.train.methods.method import BatchChange
-from stages.kinds.train.order import DataOrder, seen
+from stages.kinds.train.methods.method import BatchChange, Method
+from stages.kinds.train.order import DataOrder, even_micro_batches, seen
 from stages.kinds.train.reference import ReferenceRows
 from stages.kinds.train.teacher import BuildEngine, TeacherRows
 from stages.kinds.train.watchdog import Watchdog
@@ -73,6 +76,13 @@ class TrainingData(Protocol):
         """
 
 
+class HeldOut(Protocol):
+    """Rows, or prompts, that a training holds out to measure how well it generalises (protocol)."""
+
+    def evaluate(self, engine: Engine, loss: Loss, method: Method) -> LossMeans:
+        """Return the mean loss, of which less is better, and metrics over all that is held out. Collective."""
+
+
 class Batches(Protocol):
     """Source of this process's micro-batches: its share of every global batch.
 
@@ -85,8 +95,7 @@ class Batches(Protocol):
     @property
     def steps_together(self) -> int: ...
     @property
-    def held_out(self) -> BatchSource | None: ...
-
+    def held_out(self) -> HeldOut | None: ...
     @property
     def files(self) -> Sequence[str]: ...
 
@@ -126,6 +135,31 @@ class BatchSource:
             other = self.mismatched.attach(self.dataset.mismatched(rows, self.micro_batch_size), documents)
             batch = batch.with_signal(mismatched=other)
         return self.reference.attach(batch, documents) if self.reference else batch
+
+    def evaluate(self, engine: Engine, loss: Loss, method: Method) -> LossMeans:
+        """Return mean loss and metrics over all rows, and for each dataset of a mixture. Collective."""
+        by_name = self.dataset.member_rows
+        batches = [
+            self.batch([rows[index] for index in share]).with_signal(member=member)
+            # never rows of two datasets in one micro-batch: `LossByDataset` counts each under its `member`
+            for member, rows in enumerate(by_name.values())
+            for share in even_micro_batches(
+                len(rows), self.micro_batch_size, engine.data_rank, engine.data_parallel_size
+            )
+        ]
+        whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
+        averages = engine.evaluate(with_divergence(engine, batches), whole)
+        if not method.is_likelihood:
+            return averages
+        abouts = {"": self.dataset.about, **{f".{name}": one.about for name, one in self.dataset.members.items()}}
+        bits = {
+            f"bits_per_byte{name}": bits_per_byte(
+                averages.metrics[f"loss{name}"] if name else averages.loss, about.bytes_per_token
+            )
+            for name, about in abouts.items()
+            if about.bytes_per_token is not None
+        }
+        return replace(averages, metrics={**averages.metrics, **bits})
 
 
 @dataclass(frozen=True)
@@ -197,3 +231,68 @@ def prefetched(load: Callable[[int], T], steps: range) -> Generator[T]:
                 ahead.append(executor.submit(load, step + 1))
             yield ready[0]
             executor.submit(ready.clear)  # the thread gives pictures' memory back, which takes a hundredth of a second
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """Convert a loss to bits per byte, comparable between tokenizers (Gao et al. 2020, The Pile, section 3.1)."""
+    return nats_per_token / bytes_per_token / math.log(2)
+
+
+@dataclass(frozen=True)
+class LossByDataset:
+    """Wrapper of a loss that adds its value and metrics for each dataset of a mixture: `loss.NAME` and `METRIC.NAME`.
+
+    A micro-batch holds rows of one dataset, whose number is its `member`.
+    """
+
+    loss: Loss
+    names: Sequence[str]
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the names of all metrics: the loss's over all rows, then those of each mixture dataset."""
+        own = self.loss.metric_names
+        return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
+
+    def counts(self, signal: Signal) -> Counts:
+        """Return the counts that the loss's means divide by, such as of pairs, for all rows and for each dataset."""
+        counts = self.loss.counts(signal)
+        by_dataset = {
+            f"{what}.{number}": count if number == signal.member else 0
+            for number in range(len(self.names))
+            for what, count in counts.items()
+        }
+        return {**counts, **by_dataset}
+
+    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
+        """Return the micro-batch's contributions to the mean losses, over all rows and over its own dataset's rows."""
+        loss, metrics = self.loss(token_log_probabilities, signal, totals)
+        own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
+        # the same micro-batch again, divided by its dataset's count instead of that of all rows
+        own = self.loss(token_log_probabilities, signal, own_totals)
+        by_dataset = [
+            value.detach() if number == signal.member else loss.new_zeros(())
+            for number in range(len(self.names))
+            for value in (own[0], *own[1].values())
+        ]
+        names = self.metric_names
+        return loss, dict(zip(names, (*metrics.values(), *by_dataset), strict=True))
+
+
+def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Add KTO's estimate of the divergence from the reference model, `kl` in nats, to the micro-batches. Collective.
+
+    It is the mean of log π/π_ref over answers to other prompts of the global batch (Ethayarajh et al. 2024, section
+    4.1), at least 0. It is one number for all shares, so their forward passes come before the step.
+    """
+    sums = torch.zeros(2, dtype=torch.float64)
+    others = [batch.signal.mismatched for batch in micro_batches if batch.signal.mismatched]
+    if not others:
+        return micro_batches
+    for other in others:
+        assert other.signal.reference_log_probabilities is not None
+        ratios = engine.document_log_probabilities(other) - other.signal.reference_log_probabilities
+        # [2]: sum of log π/π_ref over the micro-batch's documents, and their number
+        sums += torch.tensor([ratios.double().sum(), len(ratios)])
+    total, num_documents = engine.sum_over_data(sums).tolist()
+    return [batch.with_signal(kl=max(0.0, total / num_documents)) for batch in micro_batches]

@@ -8,6 +8,7 @@ from stages.adapters.config import AdapterConfig
 from stages.core.contract import StageInput
 from stages.core.errors import LifecycleError, ModelError
 from stages.data.any_rows import check_formats
+from stages.data.files import portions
 from stages.data.look import NullReporter, data_problems
 from stages.data.prepare import prepare_mixture
 from stages.kinds.train.blocks import MoeConfig
@@ -120,8 +121,9 @@ def rollout_problems(
     data = config.data_from(stage_input.inputs[config.model])
     try:
         folder = stage_input.inputs[data.dataset_stage] / "data"
-        prompts = checked_prompts(config.model_copy(update={"data": data}), options, folder, model)
-        check_media(config, media_kinds(prompts))
+        as_read = config.model_copy(update={"data": data})
+        for portion in portions(data):
+            check_media(config, media_kinds(checked_prompts(as_read, options, folder, model, portion=portion)))
     except LifecycleError as error:
         yield "data", error
 

@@ -28,12 +28,9 @@ from stages.serving.config import ServingConfig
 from stages.serving.registry import chosen_engine
 from stages.serving.served_models import NOT_PUT_ON_A_BASE
 
-NOT_HELD_OUT = "completions have no held-out loss; evaluate the trained model in a stage of `kind: evaluate`"
 NOT_PROMPTS = "the loss is over completions only, not over prompts"
 NAMED = "rows that are no prompts, or leave no room for a completion, are always an error"
 IDLE_DATA = {
-    "evaluation_split": NOT_HELD_OUT,
-    "evaluation_fraction": NOT_HELD_OUT,
     "train_on": NOT_PROMPTS,
     "turns": NOT_PROMPTS,
     "format": "prompts are found in rows of any format",

@@ -6,27 +6,23 @@ uninterrupted one would have done.
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.profiler import profile
 
 from stages.core.contract import Trial, is_main_process
 from stages.core.errors import TrainingError
-from stages.data.batch import Batch, Signal
 from stages.engines.engine import Engine, LossMeans, StepOutcome
-from stages.engines.loss import Counts, Loss, Parts, Totals
-from stages.kinds.train.batches import Batches, BatchSource, prefetched
+from stages.engines.loss import Loss
+from stages.kinds.train.batches import Batches, prefetched, with_divergence
 from stages.kinds.train.checkpoints import Checkpoints
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.journal import Journal
-from stages.kinds.train.methods.method import Method
 from stages.kinds.train.metrics import Positions, Share, communication_fraction, measure_share, throughput
-from stages.kinds.train.order import even_micro_batches
 from stages.kinds.train.watchdog import Watchdog
 from stages.parallel.accelerator import of_device
 from stages.parallel.devices import Peak
@@ -98,7 +94,7 @@ def train(run: TrainingRun) -> LossMeans | None:
 def evaluate(run: TrainingRun) -> LossMeans | None:
     """Return loss and metrics over the held-out rows; None when there are none."""
     source = run.batches.held_out
-    return evaluate_held_out(run.engine, source, run.loss, run.config.learning) if source else None
+    return source.evaluate(run.engine, run.loss, run.config.learning) if source else None
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
@@ -214,7 +210,7 @@ def _choose_weights(run: TrainingRun, final: LossMeans | None) -> LossMeans | No
         run.watchdog.begins(f"the checkpoint of step {step}")
         run.checkpoints.load(int(run.engine.broadcast_from_rank0(step)))
         return evaluate(run)
-    if final.loss > lowest * RISEN:
+    if final.loss - lowest > (RISEN - 1) * abs(lowest):
         run.journal.warn(f"{compared}: it has risen again. Train for fewer steps, or say `keep: best`")
     return final
 
@@ -227,92 +223,3 @@ def evaluation_metrics(means: LossMeans) -> dict[str, float]:
 def _step_seed(run: TrainingRun, step: int) -> int:
     """Return the seed of dropout in a training step, different on processes that see different tokens."""
     return int(np.random.SeedSequence([run.config.seed, step, run.engine.token_rank]).generate_state(1)[0])
-
-
-def evaluate_held_out(engine: Engine, source: BatchSource, loss: Loss, method: Method) -> LossMeans:
-    """Return mean loss and metrics over all held-out rows, and for each dataset of a mixture. Collective."""
-    by_name = source.dataset.member_rows
-    batches = [
-        source.batch([rows[index] for index in share]).with_signal(member=member)
-        # never rows of two datasets in one micro-batch: `LossByDataset` counts each under its `member`
-        for member, rows in enumerate(by_name.values())
-        for share in even_micro_batches(len(rows), source.micro_batch_size, engine.data_rank, engine.data_parallel_size)
-    ]
-    whole = LossByDataset(loss, tuple(by_name)) if len(by_name) > 1 else loss
-    averages = engine.evaluate(with_divergence(engine, batches), whole)
-    if not method.is_likelihood:
-        return averages
-    abouts = {"": source.dataset.about, **{f".{name}": one.about for name, one in source.dataset.members.items()}}
-    bits = {
-        f"bits_per_byte{name}": bits_per_byte(
-            averages.metrics[f"loss{name}"] if name else averages.loss, about.bytes_per_token
-        )
-        for name, about in abouts.items()
-        if about.bytes_per_token is not None
-    }
-    return replace(averages, metrics={**averages.metrics, **bits})
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Convert a loss to bits per byte, comparable between tokenizers (Gao et al. 2020, The Pile, section 3.1)."""
-    return nats_per_token / bytes_per_token / math.log(2)
-
-
-@dataclass(frozen=True)
-class LossByDataset:
-    """Wrapper of a loss that adds its value and metrics for each dataset of a mixture: `loss.NAME` and `METRIC.NAME`.
-
-    A micro-batch holds rows of one dataset, whose number is its `member`.
-    """
-
-    loss: Loss
-    names: Sequence[str]
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Return the names of all metrics: the loss's over all rows, then those of each mixture dataset."""
-        own = self.loss.metric_names
-        return (*own, *(f"{metric}.{name}" for name in self.names for metric in ("loss", *own)))
-
-    def counts(self, signal: Signal) -> Counts:
-        """Return the counts that the loss's means divide by, such as of pairs, for all rows and for each dataset."""
-        counts = self.loss.counts(signal)
-        by_dataset = {
-            f"{what}.{number}": count if number == signal.member else 0
-            for number in range(len(self.names))
-            for what, count in counts.items()
-        }
-        return {**counts, **by_dataset}
-
-    def __call__(self, token_log_probabilities: Tensor, signal: Signal, totals: Totals) -> Parts:
-        """Return the micro-batch's contributions to the mean losses, over all rows and over its own dataset's rows."""
-        loss, metrics = self.loss(token_log_probabilities, signal, totals)
-        own_totals = {what: totals[f"{what}.{signal.member}"] for what in self.loss.counts(signal)}
-        # the same micro-batch again, divided by its dataset's count instead of that of all rows
-        own = self.loss(token_log_probabilities, signal, own_totals)
-        by_dataset = [
-            value.detach() if number == signal.member else loss.new_zeros(())
-            for number in range(len(self.names))
-            for value in (own[0], *own[1].values())
-        ]
-        names = self.metric_names
-        return loss, dict(zip(names, (*metrics.values(), *by_dataset), strict=True))
-
-
-def with_divergence(engine: Engine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Add KTO's estimate of the divergence from the reference model, `kl` in nats, to the micro-batches. Collective.
-
-    It is the mean of log π/π_ref over answers to other prompts of the global batch (Ethayarajh et al. 2024, section
-    4.1), at least 0. It is one number for all shares, so their forward passes come before the step.
-    """
-    sums = torch.zeros(2, dtype=torch.float64)
-    others = [batch.signal.mismatched for batch in micro_batches if batch.signal.mismatched]
-    if not others:
-        return micro_batches
-    for other in others:
-        assert other.signal.reference_log_probabilities is not None
-        ratios = engine.document_log_probabilities(other) - other.signal.reference_log_probabilities
-        # [2]: sum of log π/π_ref over the micro-batch's documents, and their number
-        sums += torch.tensor([ratios.double().sum(), len(ratios)])
-    total, num_documents = engine.sum_over_data(sums).tolist()
-    return [batch.with_signal(kl=max(0.0, total / num_documents)) for batch in micro_batches]

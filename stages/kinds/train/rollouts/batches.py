@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,17 +25,20 @@ import torch
 from stages.core.contract import StageContext, is_main_process
 from stages.data.batch import Batch
 from stages.data.dataset import MOST_PICTURE_BYTES
+from stages.data.files import portions
 from stages.data.media.images import as_png_address
 from stages.data.media.prompts import MOST_PROMPTS
 from stages.data.media_reference import MediaReference
 from stages.data.messages import Conversation
 from stages.data.tokenizer import DocumentTokenizer
-from stages.engines.engine import Engine
+from stages.engines.engine import Engine, LossMeans
+from stages.engines.loss import Loss
 from stages.engines.recorded import RecordedBatch
-from stages.kinds.train.batches import BatchSource
+from stages.kinds.train.batches import HeldOut
 from stages.kinds.train.checkpoints import complete_checkpoints
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.media import check_media
+from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions
 from stages.kinds.train.rollouts.documents import (
     AnsweredPrompt,
@@ -62,7 +65,6 @@ class RolloutBatches:
     """Micro-batches of completions sampled round by round; the caller closes them, since they own a server."""
 
     made_ahead: ClassVar[bool] = False
-    held_out: ClassVar[BatchSource | None] = None
     files: ClassVar[Sequence[str]] = (COMPLETIONS_FILE,)
 
     def __init__(
@@ -84,6 +86,8 @@ class RolloutBatches:
         self._parts: list[list[PackedAnswers]] = []
         self._measured: dict[str, float] = {}
         self._is_first = True
+        self._held_out = data.held_out
+        self._num_evaluations = 0
 
     @property
     def steps_together(self) -> int:
@@ -104,6 +108,29 @@ class RolloutBatches:
             "train_tokens_per_s": num_tokens / update_s,
         }
 
+    @property
+    def held_out(self) -> HeldOut | None:
+        return self if self._held_out else None
+
+    def evaluate(self, engine: Engine, loss: Loss, method: Method) -> LossMeans:
+        """Return the rewards of the held-out prompts, answered once each with the engine's weights. Collective.
+
+        The loss is the negative mean reward, so that less is better.
+        """
+        self._num_evaluations += 1
+        path = self._folder / "evaluation.json"
+        once = self._options.model_copy(update={"num_generations": 1})
+
+        def write(server: RolloutServer) -> None:
+            replace(self._sampler(server), prompts=self._held_out, options=once).answer_all().write(path)
+
+        self._server.sample(f"evaluation {self._num_evaluations}", write)
+        metrics = round_metrics(Round.read(path))
+        engine.broadcast_from_rank0(0.0)  # rank 0 overwrites the file only when all have read it
+        kept = {name: metrics[name] for name in metrics if name.startswith("reward") and not name.endswith("_spread")}
+        kept |= {name: metrics[name] for name in ("completion_tokens", "truncated_share")}
+        return LossMeans(-metrics["reward"], kept)
+
     def recorded(self) -> RecordedBatch:
         return self._server.recorded()
 
@@ -116,7 +143,9 @@ class RolloutBatches:
             self._clear(path)
         # Rank 0 decides for all: sampling is collective. A file is there if an attempt was killed in this round.
         is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
-        sync_s = 0.0 if is_kept else self._server.sample(step, lambda server: self._write_round(step, server, path))
+        sync_s = 0.0
+        if not is_kept:
+            sync_s = self._server.sample(f"step {step}", lambda server: self._sampler(server).sample(step).write(path))
         sampled = Round.read(path)
         began_s = time.perf_counter()
         documents = self._documents(sampled)
@@ -144,10 +173,9 @@ class RolloutBatches:
         self._samples.write(sampled)
         return parts
 
-    def _write_round(self, step: int, server: RolloutServer, path: Path) -> None:
-        judge, media_tokens = self._open_judge(), self._server.packing.media_tokens
-        sampler = Sampler(server, judge, self._prompts, self._options, self._plan, media_tokens)
-        sampler.sample(step).write(path)
+    def _sampler(self, server: RolloutServer) -> Sampler:
+        media_tokens = self._server.packing.media_tokens
+        return Sampler(server, self._open_judge(), self._prompts, self._options, self._plan, media_tokens)
 
     def _open_judge(self) -> Judge:
         """Return the function that scores completions by the recipe's rewards; the first call opens their programs."""
@@ -230,6 +258,7 @@ class RolloutData:
     prompts: Sequence[RenderedPrompt]
     build_reference: Callable[[torch.device, RolloutData], Engine]
     """Function that builds a second engine for the reference model, which is the model that training starts from."""
+    held_out: Sequence[RenderedPrompt] = ()
 
     @classmethod
     def read(
@@ -241,17 +270,21 @@ class RolloutData:
         build_reference: Callable[[torch.device, RolloutData], Engine],
     ) -> RolloutData:
         """Read the dataset's prompts; raise DataError for rows that are none or leave no room to answer."""
-        prompts = checked_prompts(config, options, context.inputs[config.data.dataset_stage] / "data", model)
-        check_media(config, media_kinds(prompts))
-        return cls(config, context, options, model, prompts, build_reference)
+        folder = context.inputs[config.data.dataset_stage] / "data"
+        prompts, *held_out = (
+            checked_prompts(config, options, folder, model, portion=portion) for portion in portions(config.data)
+        )
+        check_media(config, media_kinds([*prompts, *chain(*held_out)]))
+        asked = [] if context.trial else [*chain(*held_out)]
+        return cls(config, context, options, model, prompts, build_reference, asked)
 
     @property
     def longest_document(self) -> int:
-        return max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_completion_length
+        return max(len(one.token_ids) for one in (*self.prompts, *self.held_out)) + self.options.max_completion_length
 
     @property
     def has_media(self) -> bool:
-        return any(one.pictures for one in self.prompts)
+        return any(one.pictures for one in (*self.prompts, *self.held_out))
 
     @cached_property
     def processor(self) -> MediaProcessor | None:
@@ -278,7 +311,8 @@ class RolloutData:
     @property
     def counts(self) -> dict[str, float]:
         num_media = sum(len(one.pictures.media) for one in self.prompts if one.pictures)
-        return {"num_prompts": float(len(self.prompts)), **({"num_media": float(num_media)} if num_media else {})}
+        numbers = {"num_held_out_prompts": len(self.held_out), "num_media": num_media}
+        return {"num_prompts": float(len(self.prompts)), **{name: float(one) for name, one in numbers.items() if one}}
 
     @property
     def lengths(self) -> None:

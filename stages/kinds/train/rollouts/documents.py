@@ -14,6 +14,7 @@ from stages.core.errors import DataError
 from stages.data.batch import Batch, Rollouts
 from stages.data.config import DEFAULT_DATE
 from stages.data.dataset import packed_batch
+from stages.data.files import Portion, portions
 from stages.data.tokenizer import DocumentTokenizer
 from stages.data.units import best_fit_decreasing
 from stages.kinds.train.config import TrainConfig
@@ -151,12 +152,16 @@ NUM_NAMED = 5
 
 
 def checked_prompts(
-    config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts
+    config: TrainConfig, options: RolloutOptions, folder: Path, model: ModelFacts, *, portion: Portion | None = None
 ) -> list[RenderedPrompt]:
-    """Read the prompts in `folder`; raise DataError for bad rows, and prompts that leave too little room to answer."""
+    """Read the prompts in `folder`, by default those to train on.
+
+    Raises DataError for bad rows, and prompts that leave too little room to answer.
+    """
     data = config.data
+    portion = portion or portions(data)[0]
     asked = PromptOptions(
-        split=data.split,
+        portion=portion,
         limit=None,
         reference=options.reference,
         reference_field=f"{config.method}.reference",
@@ -167,7 +172,7 @@ def checked_prompts(
         columns=data.columns,
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
     )
-    prompts = read_prompts(folder, asked, model.folder, media_of(folder, data.split, model.folder))
+    prompts = read_prompts(folder, asked, model.folder, media_of(folder, portion.split, model.folder))
     check_pictures(prompts, max_images_of(model.folder, options.serving))
     most = most_tokens(config, options, model)
     room = most - options.max_completion_length

@@ -69,14 +69,14 @@ class OnPolicyBatches:
             self.measured = {"on_policy": 0.0}
             return self.texts.micro_batches(step)
         began_s = time.perf_counter()
-        sync_s = self.server.sample(step, partial(self._write_answers, step))
+        sync_s = self.server.sample(f"step {step}", partial(self._write_answers, step))
         documents = DOCUMENTS.validate_json(self.file.read_bytes())
         self.engine.broadcast_from_rank0(0.0)  # rank 0 overwrites the file only when all have read it
         sampled_s = time.perf_counter()
         if not self.server.has_probe:
             # There was nothing to compare when the first weights were given, so these are checked now.
             self.server.take_probe(documents)
-            self.server.check(step)
+            self.server.check(f"step {step}")
         self.watchdog.begins(f"the teacher's tokens for the answers of step {step}")
         batches = self._teacher_batches(documents)
         self.measured = {

@@ -226,19 +226,10 @@ class Sampler:
         # DAPO's dynamic sampling: groups of equal rewards have advantage 0, and are replaced while draws remain.
         while num_draws < self.options.max_draws and (missing := self._missing(groups)):
             prompts = self.plan.others(first_step, num_draws, missing) if num_draws else self.plan.prompts(first_step)
-            asked = [
-                PromptRequest(
-                    self.prompts[prompt].token_ids,
-                    # of the position too: the same prompt, drawn twice, must not get the same completions
-                    request_seed(self.plan.seed, first_step, num_draws, position),
-                    self.options.max_completion_length,
-                    self.prompts[prompt].pictures,
-                )
-                for position, prompt in enumerate(prompts)
-            ]
+            # of the position too: the same prompt, drawn twice, must not get the same completions
+            asked = [self._request(prompt, first_step, num_draws, position) for position, prompt in enumerate(prompts)]
             began_s = time.perf_counter()
-            number, media_tokens = self.options.num_generations, self.media_tokens
-            completions = sample_completions(self.server, self.options, asked, number, media_tokens)
+            completions = self._answers(asked)
             answered_s = time.perf_counter()
             drawn = self._judged(prompts, completions)
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
@@ -254,6 +245,19 @@ class Sampler:
             "num_draws": float(num_draws),
         }
         return Round(first_step, groups, measured)
+
+    def answer_all(self) -> Round:
+        """Sample and score completions of every prompt, with the same seeds at each call; raises as `sample` does."""
+        # rounds begin with a step from 1 on
+        asked = [self._request(prompt, 0, 0, prompt) for prompt in range(len(self.prompts))]
+        return Round(0, self._judged(range(len(self.prompts)), self._answers(asked)), {})
+
+    def _request(self, prompt: int, *seeds: int) -> PromptRequest:
+        asked, most = self.prompts[prompt], self.options.max_completion_length
+        return PromptRequest(asked.token_ids, request_seed(self.plan.seed, *seeds), most, asked.pictures)
+
+    def _answers(self, asked: Sequence[PromptRequest]) -> list[list[Completion]]:
+        return sample_completions(self.server, self.options, asked, self.options.num_generations, self.media_tokens)
 
     def _missing(self, groups: Sequence[Group]) -> int:
         """Return how many more groups with differing rewards a sampling round needs."""

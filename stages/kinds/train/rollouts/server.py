@@ -331,7 +331,7 @@ class Probe:
         batch = _untempered(packing).batch([documents]).seen()
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
-    def compare(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, step: int) -> float:
+    def compare(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, name: str) -> float:
         """Return the mean |Δ log-probability| between server and engine, in nats. of_engine: float32 [rows, sequence].
 
         Raises TrainingError when the server answers with other weights than the engine's.
@@ -344,7 +344,7 @@ class Probe:
             for value in row.log_probabilities[len(one.prompt) - 1 :]
         ]
         difference = (of_engine[self.batch.signal.has_target] - torch.tensor(served)).abs().mean().item()
-        check_difference(difference, dtype, f"given the weights of step {step - 1}, the server")
+        check_difference(difference, dtype, f"given the weights for {name}, the server")
         return difference
 
 
@@ -507,29 +507,30 @@ class SyncedServer:
         if is_main_process():
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
-    def sample(self, step: int, write: Callable[[RolloutServer], None]) -> float:
-        """Give the server a step's weights, let rank 0 write completions to a file, and wait for it. Collective.
+    def sample(self, name: str, write: Callable[[RolloutServer], None]) -> float:
+        """Give the server the engine's weights, let rank 0 write completions to a file, and wait for it. Collective.
 
-        A server on the training's devices sleeps afterwards, and must not be asked until the next sampling.
+        name: of the weights, in messages and as a folder, another one at each call: "step 5". A server on the
+        training's devices sleeps afterwards, and must not be asked until the next sampling.
         Returns the seconds of the weights' transfer. Raises as `RolloutServer` and `write` do, and as `check`.
         """
-        sync_s = self._give_weights(step)
-        self._watchdog.begins(f"the completions for step {step}")
+        sync_s = self._give_weights(name)
+        self._watchdog.begins(f"the completions for {name}")
         if is_main_process():
             write(self._server)
             self._server.rest()
         self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
         return sync_s
 
-    def _give_weights(self, step: int) -> float:
+    def _give_weights(self, name: str) -> float:
         """Give the engine's weights to the server and check its answers. Collective; returns the seconds.
 
         A server starts from a folder. Raises as `check` and `RolloutServer.take` do.
         """
         began_s = time.perf_counter()
-        self._watchdog.begins(f"giving the server the weights for step {step}")
+        self._watchdog.begins(f"giving the server the weights for {name}")
         by_folder = self._takes_folders or not self._was_given
-        folder, dtype = self._weights / f"step-{step}", getattr(torch, self._dtype)
+        folder, dtype = self._weights / name.replace(" ", "-"), getattr(torch, self._dtype)
         if by_folder:
             for problem in self._engine.export(folder, dtype):
                 # such as numbers too large for the dtype: the server would answer with other weights than the engine's
@@ -549,23 +550,23 @@ class SyncedServer:
             else:
                 self._server.take_held()
         self._was_given = True
-        self._compare(of_engine, step)
+        self._compare(of_engine, name)
         return time.perf_counter() - began_s
 
-    def check(self, step: int) -> None:
+    def check(self, name: str) -> None:
         """Compare server and engine by the fixed completions (`Probe`), if already chosen.
 
         Collective. Raises TrainingError when it answers with other weights than the engine's.
         """
-        self._compare(self._probed(), step)
+        self._compare(self._probed(), name)
 
     def _probed(self) -> torch.Tensor | None:
         """Return the engine's log-probabilities of the probe, float32 [rows, sequence]; None before it is chosen."""
         return self._engine.target_log_probabilities(self._probe.batch) if self._probe else None
 
-    def _compare(self, of_engine: torch.Tensor | None, step: int) -> None:
+    def _compare(self, of_engine: torch.Tensor | None, name: str) -> None:
         if self._probe and of_engine is not None and is_main_process():
-            self._probe.compare(of_engine, self._server, self.bound_dtype, step)
+            self._probe.compare(of_engine, self._server, self.bound_dtype, name)
 
     @property
     def has_probe(self) -> bool:

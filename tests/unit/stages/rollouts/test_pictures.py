@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from stages.core.errors import DataError, ServerError
+from stages.data.files import Portion
 from stages.data.formats import RowReader
 from stages.data.media.folder import MediaFolder
 from stages.kinds.generate import selection
@@ -28,7 +29,7 @@ from stages.serving.server import reached_engine
 from stages.serving.vllm.engine import Vllm
 from tests.unit.stages.data.media.conftest import BEGIN, PICTURE, pictures, seeing_folder  # noqa: F401 (fixtures)
 
-OPTIONS = PromptOptions("train", None, None, "prompts.reference", None, True, {})
+OPTIONS = PromptOptions(Portion("training", "train"), None, None, "prompts.reference", None, True, {})
 PARTS = [{"type": "image"}, {"type": "text", "text": "Which?"}]
 ANSWER = [{"role": "assistant", "content": "red"}]
 FORMS = {

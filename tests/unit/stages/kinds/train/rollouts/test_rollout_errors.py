@@ -49,8 +49,9 @@ def test_what_cannot_be_is_named(grpo: dict[str, Any], changed: dict[str, Any], 
 
 
 def test_fields_of_rows_do_nothing_for_prompts() -> None:
-    idle = dict(make(data={**TRAINING["data"], "evaluation_fraction": 0.1}).idle_fields())
-    assert "evaluate the trained model" in idle["data.evaluation_fraction"]
+    idle = dict(make(data={**TRAINING["data"], "evaluation_fraction": 0.1, "turns": "separately"}).idle_fields())
+    assert "not over prompts" in idle["data.turns"]
+    assert "data.evaluation_fraction" not in idle, "held-out prompts are answered"
     assert "execution.ready_timeout_s" not in idle
     rows = {name: value for name, value in TRAINING.items() if name != "method"}
     assert "execution.ready_timeout_s" in dict(TrainConfig.model_validate({**rows, "method": "sft"}).idle_fields())
