@@ -36,12 +36,13 @@ def write_question(folder: Path, planned: PlannedStage, upstream: Mapping[str, B
     (folder / "config.json").write_text(stage_input.model_dump_json())
 
 
-def candidate_tree(mark: str, **gates: Any) -> dict[str, Any]:
+def candidate_tree(mark: str, approval: Mapping[str, Any] | None = None, **gates: Any) -> dict[str, Any]:
     """Return a recipe that evaluates and then promotes a model. Each `mark` gives a different model."""
+    promotion = {"kind": "promote", "name": NAME, "model": "model", "evaluations": ["scores"], "gates": gates}
     return {
         "model": {"kind": "download", "model": "builtin/qwen3-1m", "files": [mark]},
         "scores": {"kind": "evaluate", "model": "model", "tasks": ["sums"]},
-        "promote": {"kind": "promote", "name": NAME, "model": "model", "evaluations": ["scores"], "gates": gates},
+        "promote": promotion | ({"approval": dict(approval)} if approval else {}),
     }
 
 

@@ -111,6 +111,7 @@ def registered_subject(uri: str, index: Index) -> LineageSubject:
         artifact_of(version, registration.model),
         tuple(one for one in found if one),
         f"version {version.number} of {version.name}",
+        registration.approval or None,
     )
 
 

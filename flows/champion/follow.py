@@ -32,7 +32,7 @@ from flows.champion.registrations import promotion_lock
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.servers_folder import own_folder
 from flows.champion.serving import EngineStart, RunningVersion, end_dead, end_serving, in_background, start_engine
-from stages.core.errors import LifecycleError
+from stages.core.errors import ApprovalError, LifecycleError
 from stages.core.lines import print_line, print_timed
 from stages.serving.backend import Canary
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
@@ -272,6 +272,8 @@ class Follower:
             judged, self._judging = self._judging, None
             try:
                 judged.result()
+            except ApprovalError as error:
+                self._say_once("verdict", str(error))
             except LifecycleError as error:
                 self._say_once("verdict", f"moving the aliases failed, and is tried again: {error}")
 
@@ -309,8 +311,9 @@ class Follower:
         if num_requests is None or self._judging or not have_answered(num_requests, *tallies):
             return
         reasons = "; ".join(exceeded_limits(*tallies))
-        verdict = f"withdrawn: {reasons}" if reasons else "promoted"
-        print_timed(f"after {num_requests} requests, version {self.challenger.version.number} of {name} is {verdict}")
+        verdict = f"withdrawn: {reasons}" if reasons else "to be promoted"
+        number = self.challenger.version.number
+        self._say_once("gate", f"after {num_requests} requests, version {number} of {name} is {verdict}")
         registry = self.following.registry
         self._judging = in_background(
             lambda: registry.withdraw_challenger(name) if reasons else _promote_challenger(registry, name)
@@ -448,5 +451,10 @@ def _is_done(ended: Future[None]) -> bool:
 
 
 def _promote_challenger(registry: Registry, name: str) -> None:
+    """Make the challenger champion. Raises ApprovalError where a person must approve that."""
+    if groups := registry.approvers(name):
+        raise ApprovalError(
+            f"it waits for approval by {' or '.join(groups)}: lifecycle canary {name} --promote --why REASON"
+        )
     with promotion_lock(name):
         registry.promote_challenger(name)

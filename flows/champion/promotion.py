@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from flows.champion import approvals
 from flows.champion.evaluate_again import reevaluate_champion
 from flows.champion.registrations import Registration, promotion_lock
 from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Registry
@@ -23,6 +24,7 @@ from flows.store.record import Record, UpstreamEntry
 from flows.store.store import Store, read_artifact
 from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
+from stages.core.approval import AWAITED, PROMOTED, VERDICT_TAG
 from stages.core.contract import StageContext, StageInput, StageResult
 from stages.core.errors import INTERNAL_ERROR, EvaluationError, LifecycleError, StoreError, full_disk_named
 from stages.core.files import write_atomically
@@ -66,29 +68,47 @@ def judge(work: Path) -> None:
 def complete(artifact: Path, work: Path) -> None:
     """Register the candidate in MLflow, promoted or not; move the aliases if the promote stage promoted it.
 
-    If the hook was cut short after the move and a rollback came since, the rollback stands. Raises what `Registry`
-    raises, such as OutdatedVerdictError.
+    Where a person must approve that first, it only asks, and nothing changes. If the hook was cut short after the move
+    and a rollback came since, the rollback stands. Raises what `Registry` raises, such as OutdatedVerdictError.
     """
     verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
     record = _record(artifact)
     candidate = _candidate(verdict.name, record)
     registry = Registry()
     with promotion_lock(candidate.name):
+        groups = registry.approvers(candidate.name) or approvals.asked_groups(artifact)
+        approval = approvals.over(artifact)
         # Under the lock: the champion cannot change between this look and the move.
         succeeds = (
-            verdict.outcome == "promoted"
+            verdict.outcome == PROMOTED
+            and (approval is None or approval.decision != "rejected")
             and not registry.is_champion(candidate, verdict.champion_version)
             and not registry.was_rolled_back(candidate, record.attempt)
         )
+        if succeeds and groups:
+            approval = approval or approvals.ask(artifact, groups)
+        if approval:
+            candidate = candidate.model_copy(update={"approval": approval.text})
+            # Also of one that is late by now: only `over` makes that a rejection.
+            if approval.decision is None:
+                _write_result(work, {**approval.tags, VERDICT_TAG: AWAITED})
+                return
         by = (verdict.champion_version, record.attempt) if succeeds else ()
         registered = registry.register(candidate, *by)
         if succeeds:
+            registry.ask_for_approval(candidate.name, approvals.asked_groups(artifact))
             registry.promote(registered, verdict.champion_version)
             former = f", version {verdict.champion_version} is {PREVIOUS}" if verdict.champion_version else ""
             context = StageContext(work, record.stage, record.version, inputs={}, leases={}, cache=work)
             context.milestone(f"version {registered.number} of {candidate.name} is {CHAMPION}{former}")
-    result = StageResult(tags={"registered_version": registered.number})
-    write_atomically(work / "result.json", result.model_dump_json(indent=2))
+    decided = approval.tags if approval else {}
+    if groups:
+        approvals.tell_refreshes(artifact, decided or {VERDICT_TAG: verdict.outcome})
+    _write_result(work, {"registered_version": registered.number, **decided})
+
+
+def _write_result(work: Path, tags: dict[str, str]) -> None:
+    write_atomically(work / "result.json", StageResult(tags=tags).model_dump_json(indent=2))
 
 
 def scores_of(store: Store, evaluations: Iterable[UpstreamEntry]) -> dict[str, float]:

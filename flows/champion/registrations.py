@@ -26,7 +26,8 @@ TAG = "lifecycle."
 class Registration(StrictModel):
     """Record of a registered model or adapter, with its artifacts as `KIND/VERSION`: base model, evaluations, server.
 
-    digest: of the content. base: of an adapter. description, scores, data: for people who look at MLflow's registry.
+    digest: of the content. base: of an adapter. description, scores, data, approval (who approved or rejected it, when
+    and why): for people who look at MLflow's registry.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Registration(StrictModel):
     description: str = ""
     scores: dict[str, float] = Field(default_factory=dict)
     data: tuple[str, ...] = ()
+    approval: str = ""
 
     @property
     def artifacts(self) -> frozenset[str]:
@@ -62,6 +64,7 @@ def tags_of(registration: Registration, **more: str | None) -> dict[str, str]:
         "evaluations": ",".join(registration.evaluations),
         "server": registration.server,
         "data": "; ".join(registration.data),
+        "approval": registration.approval,
         **{f"score.{acceptable(name)}": f"{value:.6g}" for name, value in registration.scores.items()},
         **more,
     }
@@ -87,6 +90,7 @@ def registration_of(version: Any) -> Registration:
         base=tags.get(f"{TAG}base"),
         server=tags.get(f"{TAG}server"),
         mlflow_run_id=version.run_id or None,
+        approval=tags.get(f"{TAG}approval", ""),
     )
 
 

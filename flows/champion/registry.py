@@ -8,7 +8,7 @@ predecessor is written with the new version before any alias moves, so that a mo
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ PREVIOUS = "previous"
 CHALLENGER = "challenger"
 OF_PROMOTIONS = (f"{TAG}predecessor", f"{TAG}promotion")
 """MLflow tags of a version's last promotion, kept when it is registered again without a promotion."""
+APPROVERS = f"{TAG}approvers"
+"""MLflow tag of a registered model: groups, with commas between, that must approve each change of its champion."""
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """MLflow's error codes for a missing model, and for a missing alias of a model."""
 PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
@@ -118,6 +120,29 @@ class Registry:
                 f"became champion ({_version(number)}); it must be compared again"
             )
         return False
+
+    def approvers(self, name: str) -> tuple[str, ...]:
+        """Return the groups that must approve each change of a champion; may be empty."""
+        with _explained(f"asking who approves champions of {name}"):
+            model = _unless_absent(lambda: self._client.get_registered_model(name))
+        return tuple(filter(None, model.tags.get(APPROVERS, "").split(","))) if model else ()
+
+    def ask_for_approval(self, name: str, groups: Sequence[str]) -> None:
+        """Record which groups must approve each later promotion, rollback and challenger; none may be needed."""
+        if tuple(groups) == self.approvers(name):
+            return
+        with _explained(f"recording who approves champions of {name}"):
+            if groups:
+                self._client.set_registered_model_tag(name, APPROVERS, ",".join(groups))
+            else:
+                self._client.delete_registered_model_tag(name, APPROVERS)
+
+    def note_approval(self, version: RegisteredVersion, text: str) -> None:
+        """Record who approved the latest change of a version's role, when and why; nothing for an empty text."""
+        if not text:
+            return
+        with _explained(f"recording the approval of version {version.number} of {version.name}"):
+            self._client.set_model_version_tag(version.name, version.number, f"{TAG}approval", text)
 
     def rollback(self, name: str) -> RegisteredVersion:
         """Swap a model's aliases `champion` and `previous`. Raises StoreError without a previous champion."""

@@ -82,7 +82,8 @@ def _side(name: str, index: Index) -> ComparedSide:
 def lineage_as_text(lineage: Lineage) -> str:
     """Return a lineage as a text tree, with files of outside stages; an artifact that occurs twice is shown once."""
     registered = f": {lineage.registered}" if lineage.registered else ""
-    lines = [f"{lineage.name}{registered}", *_lines(lineage.tree, "", "", set()), "evaluations"]
+    approved = [f"approval: {lineage.approval}"] if lineage.approval else []
+    lines = [f"{lineage.name}{registered}", *approved, *_lines(lineage.tree, "", "", set()), "evaluations"]
     for one in lineage.evaluations:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in one.scores.items())
         lines.append(f"  {one.stage}-{one.version}: {scores or 'no scores'}")

@@ -17,6 +17,7 @@ from flows.ledger.events import TrialEnded
 from flows.ledger.record import ANOTHER_TRY, RefreshRecord, StageEntry
 from flows.report.layouts import first_line
 from flows.running.stage_observer import Tail
+from stages.core.approval import AWAITED, REFUSED
 from stages.core.lines import say, visible
 from stages.core.metric_series import MetricSeries, metrics_size
 
@@ -36,9 +37,9 @@ STATE_STYLES = {
     "cancelled": "yellow",
     "waiting": "dim",
 }
-REFUSED = "not promoted"
-REFUSED_STYLE = "bold yellow"
-"""Terminal style of `not promoted`, the outcome of a promote stage that kept the old champion."""
+UNPROMOTED = (REFUSED, AWAITED)
+UNPROMOTED_STYLE = "bold yellow"
+"""Verdicts of promote stages that keep the old champion, and their terminal style."""
 ENDED = ("built", "cached", "failed", "cancelled")
 SHOWN_METRICS = 3
 WIDE = 100
@@ -247,12 +248,12 @@ def stage_table(
     for name in _rows(record, num_rows):
         entry = record.stages[name]
         feed = feeds.get(name) if entry.state == "running" else None
-        is_refused = entry.verdict == REFUSED
-        style = REFUSED_STYLE if is_refused else STATE_STYLES.get(entry.state, "")
-        outcome = REFUSED if is_refused else metrics_text(feed.metrics if feed else headline(entry))
+        is_unpromoted = entry.verdict in UNPROMOTED
+        style = UNPROMOTED_STYLE if is_unpromoted else STATE_STYLES.get(entry.state, "")
+        outcome = metrics_text(feed.metrics) if feed else outcome_text(entry)
         state, progress = Text(entry.state, style=style), _progress(record, entry, feed)
         if is_wide:
-            outcome_style = style if is_refused else ""
+            outcome_style = style if is_unpromoted else ""
             table.add_row(
                 Text(name), entry.kind, state, Text(visible(progress)), Text(visible(outcome), style=outcome_style)
             )
@@ -305,8 +306,8 @@ def trial_text(record: RefreshRecord, trial: TrialEnded) -> str:
 
 
 def outcome_text(entry: StageEntry) -> str:
-    """Return a stage's result as text: `not promoted`, or its first few metrics."""
-    return REFUSED if entry.verdict == REFUSED else metrics_text(headline(entry))
+    """Return a stage's result as text: the verdict of one that promotes nothing, or its first few metrics."""
+    return entry.verdict if entry.verdict in UNPROMOTED else metrics_text(headline(entry))
 
 
 def headline(entry: StageEntry) -> dict[str, float]:

@@ -18,7 +18,7 @@ import click
 from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, warn_of_missing_worker
 from flows.cli.compare_commands import calibrate, compare
 from flows.cli.lineage_commands import diff, lineage
-from flows.cli.model_commands import canary, champion, rollback
+from flows.cli.model_commands import approve, canary, champion, reject, rollback
 from flows.cli.notify_commands import notify
 from flows.cli.recipe_commands import data, init, layouts, render
 from flows.cli.refresh_commands import logs, report, retry, runs
@@ -144,6 +144,8 @@ COMMANDS = (
         lineage,
         diff,
         champion,
+        approve,
+        reject,
         rollback,
         canary,
         schedule,

@@ -13,7 +13,7 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.ledger.refreshes import close_interrupted, ledgers
 from flows.recipe.text import closest
-from flows.running.outcome import summary_lines, verdict_tables
+from flows.running.outcome import approvals_awaited, summary_lines, verdict_tables
 from flows.running.refresh_run import RefreshRun
 from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
@@ -26,6 +26,7 @@ from stages.core.errors import (
     RefreshStoppedError,
     ServerError,
     StoreError,
+    WaitingForApprovalError,
     error_classes,
 )
 from stages.core.lines import raw_stream, say
@@ -85,7 +86,9 @@ def _to_retry(name: str | None) -> RefreshRecord:
     record = ledger.read()
     if record.comparison:
         raise StoreError(f"retrying {record.refresh}: it compares layouts; measure them again with `lifecycle compare`")
-    if record.state in ("running", "completed"):
+    is_whole = all(entry.state != "skipped" for entry in record.stages.values())
+    # What an approval has let pass since then is still to be run.
+    if record.state == "running" or (record.state == "completed" and is_whole):
         raise StoreError(
             f"retrying {record.refresh}: it is {state_of(record)}, expected one that failed or was stopped"
         )
@@ -152,6 +155,8 @@ def exit_code(record: RefreshRecord) -> int:
         return 0
     if record.state == "not_promoted":
         return NotPromotedError.exit_code
+    if record.state == "waiting_for_approval":
+        return WaitingForApprovalError.exit_code
     if record.state == "cancelled":
         return RefreshStoppedError.exit_code
     failed = [entry for entry in record.stages.values() if entry.state == "failed"]
@@ -182,4 +187,5 @@ def closing_lines(record: RefreshRecord) -> str:
     tables = verdict_tables(record).values() if record.state == "not_promoted" else ()
     goes_on = record.state in ("failed", "cancelled") and not record.comparison
     hint = [f"to go on where it stopped: lifecycle retry {record.refresh}"] if goes_on else []
+    hint += [f"to approve it: {command}" for command in approvals_awaited(record)]
     return "\n".join([*tables, words, *summary_lines(record), *hint, f"lifecycle show {record.refresh}"])

@@ -16,6 +16,7 @@ from flows.launch.stage_process import watch
 from flows.planning.plan import PlannedStage
 from flows.store.content import LOG_FILE, PENDING_HOOK_FILE
 from flows.store.store import Store
+from stages.core.approval import AWAITED, VERDICT_TAG
 from stages.core.contract import StageResult
 from stages.core.supervised import SupervisedProcess
 
@@ -31,9 +32,9 @@ def complete(
 ) -> StageResult:
     """Run the program that registers a promote stage's model in MLflow, then record in the artifact that it has run.
 
-    The caller holds the lock of the stage. The program gets a new work folder, since the former one is now the
-    artifact. Returns the stage's result with the program's tags. Raises what `watch` raises, the program's own error
-    included.
+    The mark stays while a person has yet to approve the promotion. The caller holds the lock of the stage. The program
+    gets a new work folder, since the former one is now the artifact. Returns the stage's result with the program's
+    tags. Raises what `watch` raises, the program's own error included.
     """
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     store.remove(work)
@@ -43,8 +44,9 @@ def complete(
         (work / "events.jsonl").touch()  # observers open it before it is removed
         process = SupervisedProcess(command, environment=environment(planned.config), output=log)
     added = watch(process, planned, work, tick, stop).tags
-    # From here on the artifact is found cached, without this program.
-    store.remove_mark(artifact)
+    if added.get(VERDICT_TAG) != AWAITED:
+        # From here on the artifact is found cached, without this program.
+        store.remove_mark(artifact)
     store.remove(work)
     result = read_result(artifact, planned.name)
     return result.model_copy(update={"tags": {**result.tags, **added}})

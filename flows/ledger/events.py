@@ -17,7 +17,7 @@ Outcome = Literal["finished", "failed", "cancelled", "killed"]
 """Outcome of an attempt to run a stage. cancelled: on request. killed: a process died before it noted its end."""
 RecordedFolder = Annotated[Path, AfterValidator(in_this_home)]
 """Folder of a stage's files in the lifecycle home; read where it is now, if the home was moved or copied since."""
-RefreshState = Literal["running", "completed", "not_promoted", "failed", "cancelled"]
+RefreshState = Literal["running", "completed", "not_promoted", "waiting_for_approval", "failed", "cancelled"]
 
 
 def now_ms() -> int:
@@ -200,6 +200,17 @@ class RefreshEnded(Event):
     error: str | None = None
 
 
+class PromotionDecided(Event):
+    """Event: a person decided on a promotion for which the refresh had ended, or the time for that was over.
+
+    tags: those of the promotion's result that the decision replaces.
+    """
+
+    event: Literal["promotion_decided"] = "promotion_decided"
+    stage: str
+    tags: dict[str, str]
+
+
 class RefreshKilled(Event):
     """Event: another process noticed a refresh's death. copied: it may live, in the home that this one copies."""
 
@@ -220,6 +231,7 @@ AnyEvent = Annotated[
     | TrialEnded
     | LayoutMeasured
     | RefreshEnded
+    | PromotionDecided
     | RefreshKilled,
     Field(discriminator="event"),
 ]

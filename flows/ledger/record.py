@@ -15,6 +15,7 @@ from flows.ledger.events import (
     FlowRunKnown,
     LayoutMeasured,
     Outcome,
+    PromotionDecided,
     RefreshBegan,
     RefreshEnded,
     RefreshKilled,
@@ -26,6 +27,7 @@ from flows.ledger.events import (
 )
 from flows.ledger.home import HomeIdentity, ledger_root
 from flows.ledger.process_identity import ProcessIdentity, Standing, is_silent
+from stages.core.approval import AWAITED, REFUSED, VERDICT_TAG, read_result
 from stages.core.contract import StageResult
 
 StageState = Literal["waiting", "running", "built", "cached", "failed", "cancelled", "skipped"]
@@ -79,8 +81,8 @@ class StageEntry:
 
     @property
     def verdict(self) -> str | None:
-        """Return a promote stage's decision: `promoted`, `not promoted`, `already champion`; None for other stages."""
-        return self.result.tags.get("verdict")
+        """Return a promote stage's decision, such as `promoted` or `waiting for approval`; None for other stages."""
+        return self.result.tags.get(VERDICT_TAG)
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,8 @@ def after(record: RefreshRecord | None, event: AnyEvent) -> RefreshRecord:
             return replace(record, measured={**record.measured, event.layout: event})
         case RefreshEnded():
             return _over(replace(record, **_fields(event)))
+        case PromotionDecided():
+            return _decided(record, event)
         case RefreshKilled():
             # Not so if a retry has begun in another process before this event was written.
             named = record.state == "running" and record.process == event.process
@@ -298,7 +302,7 @@ def with_time_so_far(record: RefreshRecord, now_ms: int) -> RefreshRecord:
 def final_result(folder: Path) -> StageResult:
     """Return the final metrics, tags and files of an artifact's stage (`result.json`); empty when the file is gone."""
     try:
-        return StageResult.model_validate_json((folder / "result.json").read_bytes())
+        return read_result(folder)
     except (OSError, ValueError):
         return StageResult()
 
@@ -334,6 +338,17 @@ def _attempt_ended(record: RefreshRecord, event: AttemptEnded) -> RefreshRecord:
         return _with_entry(record, event.stage, state=state, **changes)
     result = StageResult(metrics=event.metrics, tags=event.tags, files=list(event.files))
     return _with_entry(record, event.stage, state="built", artifact=event.folder, built=result, **changes)
+
+
+def _decided(record: RefreshRecord, event: PromotionDecided) -> RefreshRecord:
+    """Return the state after a decision about a promotion; the refresh itself goes on only with a retry."""
+    result = record.stages[event.stage].result
+    result = result.model_copy(update={"tags": {**result.tags, **event.tags}})
+    record = _with_entry(record, event.stage, built=result)
+    verdicts = {entry.verdict for entry in record.stages.values()}
+    if record.state != "waiting_for_approval" or AWAITED in verdicts:
+        return record
+    return replace(record, state="not_promoted" if REFUSED in verdicts else "completed")
 
 
 def _over(record: RefreshRecord) -> RefreshRecord:

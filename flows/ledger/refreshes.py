@@ -55,11 +55,18 @@ class Ledger:
 
     def is_over(self) -> bool:
         """Return whether the log ends with the end of the refresh; False if another process closed it."""
+        return b'"event":"refresh_ended"' in self._last_line()
+
+    def ends_waiting(self) -> bool:
+        """Return whether the log ends with the end of a refresh that waits for a person's approval."""
+        return self.is_over() and b'"state":"waiting_for_approval"' in self._last_line()
+
+    def _last_line(self) -> bytes:
         with self.file.open("rb") as stream:
             stream.seek(max(0, self.size() - LONGEST_END))
             end = stream.read()
         # A last line without an end was torn by a crash.
-        return end.endswith(b"\n") and b'"event":"refresh_ended"' in end.splitlines()[-1]
+        return end.splitlines()[-1] if end.endswith(b"\n") else b""
 
     def append(self, event: AnyEvent) -> None:
         """Append one event to the log, durably: it is on the disk on return. Raises `ResourceError` on a full disk."""

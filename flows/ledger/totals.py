@@ -20,6 +20,7 @@ from flows.ledger.events import (
     AttemptBegan,
     AttemptEnded,
     CompareBegan,
+    PromotionDecided,
     RefreshBegan,
     RefreshEnded,
     RefreshKilled,
@@ -33,6 +34,7 @@ from flows.ledger.home import hardware_file, home
 from flows.ledger.process_identity import ProcessIdentity
 from flows.ledger.record import final_result
 from flows.ledger.refreshes import TORN, Ledger, ledgers
+from stages.core.approval import PROMOTED, VERDICT_TAG
 from stages.core.errors import LifecycleError, StoreError
 from stages.core.files import write_atomically
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
@@ -45,7 +47,7 @@ DAY_MS = 86_400_000
 FORGOTTEN_AFTER_MS = 90 * DAY_MS
 """Milliseconds without an event after which a recipe is forgotten, which ends the alarm about its age."""
 LARGEST_VERDICT_BYTES = 1 << 20
-RAN_THROUGH = ("completed", "not_promoted")
+RAN_THROUGH = ("completed", "not_promoted", "waiting_for_approval")
 """States of refreshes that ran to their end, promoted or not."""
 
 
@@ -217,6 +219,9 @@ def _fold(totals: Totals, cursor: Cursor, event: AnyEvent, price_per_s: float) -
             _spend(_stage(recipe, cursor, cursor.compared_stage), device_seconds, price_per_s)
         case RefreshEnded():
             _end(recipe, cursor, event.state, event.time_ms)
+        case PromotionDecided():
+            if event.tags.get(VERDICT_TAG) == PROMOTED:
+                recipe.last_promotion_ms = max(recipe.last_promotion_ms, event.time_ms)
         case RefreshKilled():
             # Several processes may record a death; and a retry may have begun before it was recorded.
             if cursor.process == event.process:
@@ -253,7 +258,7 @@ def _fold_stage(
                 if event.time_ms >= stage.at_ms:
                     stage.last_seconds = seconds
                 _take_values(stage, event.metrics, event.folder, event.time_ms)
-                if event.tags.get("verdict") == "promoted":
+                if event.tags.get(VERDICT_TAG) == PROMOTED:
                     recipe.last_promotion_ms = max(recipe.last_promotion_ms, event.time_ms)
         case StageCached():
             stage.attempts["cached"] = stage.attempts.get("cached", 0) + 1

@@ -12,6 +12,7 @@ from flows.recipe.recipe import Recipe
 from flows.recipe.text import closest
 from flows.recipe.version import Difference, Identity, differences, identity_of, resume_key_of, version_of
 from flows.store.record import Artifact, Index
+from stages.core.approval import read_approval
 from stages.core.contract import StageConfig, nearest_base
 from stages.core.errors import RecipeError
 from stages.core.redaction import shortened
@@ -171,7 +172,9 @@ def _decide_built(
     if stale:
         return Decision("run", f"upstream {references[stale]} was rebuilt with other content")
     if artifact.pending:
-        return Decision("run", "judged, but its verdict has yet to reach MLflow's registry")
+        approval = read_approval(artifact.folder)
+        known = "its verdict has yet to reach MLflow's registry" if approval is None else f"it {approval.text}"
+        return Decision("run", f"judged, but {known}")
     finding = artifact.record.finding
     refusal = f", and refused since then: {shortened(str(finding), FINDING_CHARACTERS)}" if finding else ""
     return Decision("cached", f"built {artifact.record.finished:%Y-%m-%d %H:%M} UTC{refusal}")

@@ -12,7 +12,7 @@ from flows.report.model import (
 )
 from stages.core.intervals import score_interval
 from stages.harnesses.scores import samples_by_score
-from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, ComparedChampion, Verdict, tables
+from stages.kinds.promote.verdict import CHAMPION_FILE, VERDICT_FILE, ComparedChampion, read_verdict, tables
 from stages.kinds.registry import makes
 
 ERROR = "_stderr"
@@ -40,7 +40,7 @@ def promotions(record: RefreshRecord) -> Iterator[Promotion]:
 
 
 def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
-    verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
+    verdict = read_verdict(folder)
     if verdict.differences is None:  # an old verdict kept them only as metrics
         differences = [
             ScoreDifference(
@@ -67,6 +67,7 @@ def _promotion(stage: str, entry: StageEntry, folder: Path) -> Promotion:
         outcome=verdict.outcome,
         against=verdict.against,
         missed=verdict.missed,
+        approval=verdict.approval,
         differences=tuple(differences),
         tables=None if verdict.gates is None else tuple(tables(verdict)),
     )

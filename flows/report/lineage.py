@@ -85,11 +85,15 @@ class ScoredEvaluation(StrictModel):
 
 
 class Lineage(StrictModel):
-    """Lineage of an artifact, as `lifecycle lineage` shows it. registered: such as `version 3 of adder`."""
+    """Lineage of an artifact, as `lifecycle lineage` shows it. registered: such as `version 3 of adder`.
+
+    approval: who approved its latest promotion, rollback or challenge, when and why; None if none was needed.
+    """
 
     name: str
     registered: str | None
     tree: Node
+    approval: str | None = None
     evaluations: tuple[ScoredEvaluation, ...]
 
 
@@ -101,6 +105,7 @@ class LineageSubject:
     root: Artifact
     evaluations: tuple[Artifact, ...]
     registered: str | None = None
+    approval: str | None = None
 
 
 def artifact_subject(name: str, root: Artifact, index: Index) -> LineageSubject:
@@ -118,7 +123,11 @@ def lineage_of(subject: LineageSubject, index: Index) -> Lineage:
         for one in subject.evaluations
     ]
     return Lineage(
-        name=subject.name, registered=subject.registered, tree=node_of(subject.root, index), evaluations=tuple(scored)
+        name=subject.name,
+        registered=subject.registered,
+        approval=subject.approval,
+        tree=node_of(subject.root, index),
+        evaluations=tuple(scored),
     )
 
 

@@ -168,7 +168,7 @@ class Promotion(StrictModel):
     """Result of a promotion stage: whether the candidate became champion, and which gates it missed.
 
     tables: the gates and the paired comparison, each a heading and rows; None where an old version kept them only in
-    `verdict.md`.
+    `verdict.md`. approval: what a person decided, or whom the promotion waits for.
     """
 
     stage: str
@@ -178,6 +178,7 @@ class Promotion(StrictModel):
     missed: tuple[str, ...]
     differences: tuple[ScoreDifference, ...]
     tables: tuple[tuple[tuple[str, ...], ...], ...] | None
+    approval: str | None = None
 
 
 class Cost(StrictModel):

@@ -9,7 +9,11 @@ from flows.report.model import Promotion, Score, ScoreDifference
 from stages.core.files import read_json_lines
 from stages.kinds.registry import makes
 
-STATES = {"cancelled": "was stopped", "not_promoted": "completed, but promoted nothing,"}
+STATES = {
+    "cancelled": "was stopped",
+    "not_promoted": "completed, but promoted nothing,",
+    "waiting_for_approval": "completed, but its candidate waits for approval,",
+}
 UNSAID_ENDS = {KILLED: "was killed", COPIED: "was copied with its home while it ran,"}
 
 
@@ -66,8 +70,11 @@ def _promotion(promotion: Promotion, scores: Sequence[Score]) -> str:
     name = promotion.name
     if promotion.outcome == "promoted":
         text = f"The candidate is the new champion of {name}"
+        text += f"; it {promotion.approval}" if promotion.approval else ""
     elif promotion.outcome == "already champion":
         text = f"The champion of {name} stays what it was: the candidate is the very same model"
+    elif promotion.approval:
+        text = f"The champion of {name} stays what it was: the candidate kept every gate, and {promotion.approval}"
     else:
         text = f"The champion of {name} stays what it was: the candidate missed {'; '.join(promotion.missed)}"
     if promotion.differences:

@@ -13,9 +13,10 @@ from flows.servers.records import address_of
 from flows.store.store import Store
 from flows.tracking.pages import page_of
 from flows.tracking.rows import scores_text
+from stages.core.approval import AWAITED, PROMOTED
 from stages.core.lines import say
 from stages.core.redaction import redact, shortened
-from stages.kinds.promote.verdict import TABLE_FILE, VERDICT_FILE, Verdict
+from stages.kinds.promote.verdict import TABLE_FILE, read_verdict
 from stages.kinds.registry import makes
 
 FLOW_RUN = "/runs/flow-run/"
@@ -69,7 +70,7 @@ def verdict_tables(record: RefreshRecord) -> dict[str, str]:
 def summary(record: RefreshRecord) -> str:
     """Return the result of a refresh as a notification's text: promotions, scores, errors, warnings, time, link."""
     lines = [record.error] if record.error else []
-    lines += [_verdict_sentence(folder) for _, folder in _verdict_folders(record)]
+    lines += [verdict_sentence(folder) for _, folder in _verdict_folders(record)]
     lines += _score_sentences(record)
     lines += [
         f"{name}: {entry.error_class}: {shortened(entry.error or '', SHOWN_CHARACTERS)}"
@@ -88,11 +89,23 @@ def _verdict_folders(record: RefreshRecord) -> Iterator[tuple[str, Path]]:
             yield name, entry.artifact
 
 
-def _verdict_sentence(folder: Path) -> str:
+def verdict_sentence(folder: Path) -> str:
     """Return a promotion's decision as a line, such as `adder: not promoted: size_mib 2.1 > 2, missed by 0.1; …`."""
-    verdict = Verdict.model_validate_json((folder / VERDICT_FILE).read_bytes())
+    verdict = read_verdict(folder)
     compared = f"compared with {verdict.against}" if verdict.against else "there was nothing to compare it with"
-    return "; ".join([f"{verdict.name}: {verdict.outcome}", *verdict.missed, compared])
+    by_outcome = {AWAITED: f"version {_version(folder)} {verdict.approval}", PROMOTED: f"it {verdict.approval}"}
+    approval = [by_outcome[verdict.outcome]] if verdict.approval and verdict.outcome in by_outcome else []
+    return "; ".join([f"{verdict.name}: {verdict.outcome}", *verdict.missed, *approval, compared])
+
+
+def approvals_awaited(record: RefreshRecord) -> list[str]:
+    """Return, for each promotion of a refresh that waits for approval, the command that approves it."""
+    folders = [folder for name, folder in _verdict_folders(record) if record.stages[name].verdict == AWAITED]
+    return [f"lifecycle approve {read_verdict(folder).name} {_version(folder)} --why REASON" for folder in folders]
+
+
+def _version(folder: Path) -> str:
+    return folder.name.rpartition("-")[2]
 
 
 def _score_sentences(record: RefreshRecord) -> Iterator[str]:

@@ -39,25 +39,33 @@ from flows.running.request import RefreshRequest
 from flows.servers.local import is_answering
 from flows.tracking.pages import page_of, report_page_of, run_page_of
 from flows.tracking.rows import scores_text
+from stages.core.approval import AWAITED, PROMOTED, REFUSED
 from stages.core.errors import LifecycleError, RefreshStoppedError
 from stages.core.garbage import collect_rarely
 
 RETRY_BASE_S = 1.0
 COMPARE = "compare"
 """Name of Prefect's flow for layout comparisons, by which notifications for refreshes leave comparisons out."""
-REFUSED, STILL = "NotPromoted", "StillNotPromoted"
+REFUSED_NOW, REFUSED_BEFORE, WAITING = "NotPromoted", "StillNotPromoted", "WaitingForApproval"
+"""Names of Prefect states in which a promotion, and the refresh with it, may end."""
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{name}")
 def build_stage(name: str, run: RefreshRun) -> State[Any]:
-    """Run one stage as a Prefect task, or find its artifact. A promotion that refuses ends as a cancelled task."""
+    """Run one stage as a Prefect task, or find its artifact.
+
+    A promotion that refuses, or that a person has yet to approve, ends as a cancelled task.
+    """
     try:
         built = run.build(name, runtime.task_run.run_count, get_run_logger())
     except RefreshStoppedError as error:
         return Cancelled(message=str(error))
     where = f"{built.kind} {built.version} in {built.artifact}"
-    if run.record.stages[name].verdict == "not promoted":
-        return Cancelled(name=REFUSED if built.state == "built" else STILL, message=where)
+    verdict = run.record.stages[name].verdict
+    if verdict == AWAITED:
+        return Cancelled(name=WAITING, message=where)
+    if verdict == REFUSED:
+        return Cancelled(name=REFUSED_NOW if built.state == "built" else REFUSED_BEFORE, message=where)
     return Completed(name="Cached" if built.state == "cached" else "Completed", message=where)
 
 
@@ -184,7 +192,8 @@ def _run_stages(run: RefreshRun) -> None:
             upstream = stages[name].upstream
             for other in upstream:
                 futures[other].wait()
-            if run.built.keys() >= set(upstream):
+            is_decided = all(run.record.stages[other].verdict != AWAITED for other in upstream)
+            if is_decided and run.built.keys() >= set(upstream):
                 submit(name, checked)
         for future in (*checked, *futures.values()):
             future.wait()
@@ -272,8 +281,10 @@ def final_state(record: RefreshRecord) -> State[Any]:
     verdicts = {entry.verdict for entry in record.stages.values() if entry.state == "built"}
     if record.state == "not_promoted":
         # Notifications of a cached verdict went out when it was given.
-        return Cancelled(name=REFUSED if "not promoted" in verdicts else STILL, message=summary(record))
-    if record.state == "completed" and "promoted" in verdicts:
+        return Cancelled(name=REFUSED_NOW if REFUSED in verdicts else REFUSED_BEFORE, message=summary(record))
+    if record.state == "waiting_for_approval":
+        return Cancelled(name=WAITING, message=summary(record))
+    if record.state == "completed" and PROMOTED in verdicts:
         return Completed(name="Promoted", message=summary(record))
     if record.state == "completed" and record.comparison:
         return Completed(message=f"{len(record.comparison.layouts)} layouts in {record.seconds:.1f} s")

@@ -39,6 +39,7 @@ from flows.running.slots import HeldSlots, Slots
 from flows.running.stage_observer import Log, StageObserver, describe
 from flows.running.validation import input_findings
 from flows.tracking.shipper import Tracker
+from stages.core.approval import AWAITED, REFUSED
 from stages.core.errors import LifecycleError, RefreshStoppedError, error_classes
 from stages.kinds.check.config import InputProblem
 
@@ -286,11 +287,14 @@ class RefreshRun:
             state, error = "cancelled", "stopped on request"
         elif unfinished and self.comparison and self.errors:
             state, error = "failed", describe(next(iter(self.errors.values())))
+        elif not failed and any(entry.verdict == AWAITED for entry in stages.values()):
+            # What stands on the promotion is skipped.
+            state = "waiting_for_approval"
         elif unfinished:
             state, error = "failed", f"failed: {', '.join(failed)}" if failed else "some stages were not run"
         elif self.comparison and all(trial.error for trial in self.record.trials):
             state, error = "failed", "no layout could be measured"
-        elif any(entry.verdict == "not promoted" for entry in stages.values()):
+        elif any(entry.verdict == REFUSED for entry in stages.values()):
             state = "not_promoted"
         return RefreshEnded(state=state, seconds=round(time.monotonic() - self._started_s, 2), error=error)
 

@@ -28,14 +28,15 @@ from stages.core.errors import RecipeError, ServerError
 from stages.core.redaction import redact
 
 Channel = Literal["webhook", "slack", "email", "ping"]
-Occasion = Literal["failed", "late", "skipped", "not-promoted", "promoted"]
+Occasion = Literal["failed", "late", "skipped", "not-promoted", "waiting", "promoted"]
 STATES: dict[str, tuple[str, ...]] = {
     "failed": ("Failed", "Crashed"),
     "late": ("Late",),
     "skipped": ("Skipped", "Superseded"),
     "not-promoted": ("NotPromoted",),
+    "waiting": ("WaitingForApproval",),
     "promoted": ("Promoted",),
-    "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted"),
+    "ran": ("Completed", "Cached", "Promoted", "NotPromoted", "StillNotPromoted", "WaitingForApproval"),
 }
 """Prefect states that cause a notification, by its occasion. `ran`, only for pings, is every end but a failure."""
 SCHEMES: dict[Channel, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ from stat import S_ISDIR
 from flows.store.content import RECORD_FILE, files_in, hash_files
 from flows.store.record import Artifact, Index
 from flows.store.store import TRASH, Store
+from stages.core.approval import read_approval
 from stages.core.cache import entries_of
 from stages.core.contract import StageInput
 from stages.core.errors import ResourceError, StoreError
@@ -117,8 +118,17 @@ def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -
     by_use = sorted(index.artifacts, key=lambda one: one.used_s)
     # The one used last overwrites those used before.
     latest = {(one.record.recipe, one.record.kind, one.record.stage): one for one in by_use}
-    others = [one for one in index.artifacts if one.record.version in protected or one.folder in in_use]
+    others = [
+        one
+        for one in index.artifacts
+        if one.record.version in protected or one.folder in in_use or (one.pending and _awaits_approval(one))
+    ]
     return [*index.closure(*latest.values(), *others)]
+
+
+def _awaits_approval(artifact: Artifact) -> bool:
+    approval = read_approval(artifact.folder)
+    return approval is not None and approval.is_awaited
 
 
 def collect(store: Store, garbage: Iterable[Garbage]) -> Collected:

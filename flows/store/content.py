@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flows.recipe.version import canonical_json
+from stages.core.approval import APPROVAL_FILE
 from stages.core.contract import StrictModel
 from stages.core.fields import Product
 from stages.core.hashing import sha256_of_files
@@ -21,7 +22,10 @@ LOG_FILE = "log.txt"
 SCRATCH_FOLDER = "scratch"
 LAUNCH_FOLDER = ".launch"
 NOT_OF_THE_ARTIFACT = frozenset(
-    {RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER}
+    {
+        *(RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, APPROVAL_FILE),
+        *(ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER),
+    }
 )
 SERIES = frozenset({METRICS_FILE, "events.jsonl"})
 """Names of files to which every attempt to run a stage appends: metrics and events."""

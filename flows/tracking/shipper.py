@@ -66,7 +66,10 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-RUN_STATUS = {"completed": "FINISHED", "not_promoted": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+RUN_STATUS = {
+    **dict.fromkeys(("completed", "not_promoted", "waiting_for_approval"), "FINISHED"),
+    **{"failed": "FAILED", "cancelled": "KILLED"},
+}
 ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "killed": "KILLED"}
 CLOSE_TIMEOUT_S = 30.0
 

@@ -28,7 +28,7 @@ TIMEOUT_S = 5.0
 ANSWER_BYTES = 65_536
 INTERNAL, OK, FAILED = 1, 1, 2
 """OpenTelemetry's numbers of a span's kind and states."""
-GOOD = ("completed", "not_promoted", "finished")
+GOOD = ("completed", "not_promoted", "waiting_for_approval", "finished")
 
 
 class Sent(StrictModel):

@@ -121,6 +121,18 @@ class NotPromotedError(LifecycleError):
     exit_code = 17
 
 
+class WaitingForApprovalError(LifecycleError):
+    """The refresh is complete, but its candidate waits for a person's approval: the champion stays."""
+
+    exit_code = 19
+
+
+class ApprovalError(LifecycleError):
+    """A person may not decide about a champion, or there is nothing to decide."""
+
+    exit_code = 20
+
+
 class PublishError(LifecycleError):
     """A model could not be published: the target refused it, or what the target holds differs from what was sent."""
 

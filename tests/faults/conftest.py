@@ -14,7 +14,11 @@ import chain
 from fault_table import Fault, lines
 from leftovers import MARK_VARIABLE, Leftovers, new
 
+from flows.launch import local
+from flows.ledger.home import store_root
+from flows.store.store import Store
 from tests.faults import warm_promotion
+from tests.promotion import own_mlflow
 
 PATIENCE_S = 30.0
 
@@ -87,3 +91,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{len(faults)} faults")
         for line in lines(faults):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch, warm):
+    """Provide the registry of an MLflow of its own, which promotions in this process use."""
+    from flows.champion.registry import Registry
+
+    monkeypatch.setitem(local.PROGRAMS, "promote", warm_promotion.__name__)
+    for name, value in {**own_mlflow(tmp_path), **warm}.items():
+        monkeypatch.setenv(name, value)
+    return Registry()
+
+
+@pytest.fixture
+def store(registry):
+    return Store(store_root())

@@ -12,8 +12,7 @@ from mlflow import MlflowClient
 from flows.champion import champions
 from flows.champion.registrations import Registration
 from flows.champion.registry import CHAMPION, PREVIOUS, Registry
-from flows.launch import hook, local
-from flows.ledger.home import store_root
+from flows.launch import hook
 from flows.running.retries import Retries
 from flows.running.runner import BuiltStage, run_stage
 from flows.store.collect import verify
@@ -23,7 +22,7 @@ from stages.core.errors import LifecycleError, OutdatedVerdictError, TransientEr
 from stages.kinds.promote.verdict import Verdict
 from tests.faults import warm_promotion
 from tests.faults.tiny import Notes, processes_of
-from tests.promotion import NAME, candidate_tree, offer, own_mlflow, planned_stages, promote
+from tests.promotion import NAME, candidate_tree, offer, planned_stages, promote
 
 GOOD, BETTER = [1.0] * 90 + [0.0] * 10, [1.0] * 95 + [0.0] * 5
 CRASHES = [
@@ -36,19 +35,6 @@ CRASHES = [
 """Moments of a kill: method of MLflow's client and its calls before. Before, between and after writes that matter."""
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture
-def registry(tmp_path, monkeypatch, warm):
-    monkeypatch.setitem(local.PROGRAMS, "promote", warm_promotion.__name__)
-    for name, value in {**own_mlflow(tmp_path), **warm}.items():
-        monkeypatch.setenv(name, value)
-    return Registry()
-
-
-@pytest.fixture
-def store(registry):
-    return Store(store_root())
 
 
 def registration(digest: str) -> Registration:

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from stages.core.approval import ApprovalConfig
 from stages.core.contract import ModelOrAdapterReference, ScoresReference, ServerReference, StageConfig, StrictModel
 from stages.core.fields import AddedLater, NatsPerToken
 from stages.harnesses.harness import Evaluation
@@ -93,6 +94,10 @@ class PromoteConfig(StageConfig):
         description="LLM judge that compares the candidate's answers with the other model's, on the question sets.",
     )
     gates: GatesConfig = GatesConfig()
+    approval: Annotated[ApprovalConfig | None, AddedLater()] = Field(
+        None,
+        description="People who must approve a candidate that keeps all gates; the refresh ends and waits for them.",
+    )
 
     @property
     def devices(self) -> int:

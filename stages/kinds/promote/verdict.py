@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from stages.core.approval import AWAITED, PROMOTED, REFUSED, read_approval
 from stages.core.contract import StrictModel
 from stages.core.errors import EvaluationError
 from stages.kinds.promote.config import GatesConfig
@@ -30,7 +31,8 @@ DIFFERENCE_HEADING = (
     "standard error",
     "95% interval",
 )
-Outcome = Literal["promoted", "not promoted", "already champion"]
+Outcome = Literal["promoted", "not promoted", "already champion", "waiting for approval"]
+"""Decision about a candidate. The stage itself never writes the last one: see `read_verdict`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class ComparedChampion(StrictModel):
 class Verdict(StrictModel):
     """Content of `verdict.json`: whether the candidate becomes champion, with all gates and score differences.
 
-    against: compared model. warnings: of what no gate checks. gates, differences: None in older artifacts.
+    against: compared model. warnings: of what no gate checks. gates, differences: None in older artifacts. approval:
+    what a person has decided since, or whom it waits for; not in the file.
     """
 
     outcome: Outcome
@@ -157,6 +160,23 @@ class Verdict(StrictModel):
     warnings: tuple[str, ...] = ()
     gates: tuple[Gate, ...] | None = None
     differences: tuple[Difference, ...] | None = None
+    approval: str | None = Field(None, exclude=True)
+
+
+def read_verdict(artifact: Path) -> Verdict:
+    """Return the verdict of a promotion's artifact, as a person's decision has changed it since the stage wrote it.
+
+    Raises OSError or ValueError for files that cannot be read.
+    """
+    verdict = Verdict.model_validate_json((artifact / VERDICT_FILE).read_bytes())
+    approval = read_approval(artifact)
+    if approval is None:
+        return verdict
+    outcome = PROMOTED if approval.decision == "approved" else AWAITED if approval.is_awaited else REFUSED
+    missed = (approval.text,) if outcome == REFUSED else ()
+    return verdict.model_copy(
+        update={"outcome": outcome, "missed": (*verdict.missed, *missed), "approval": approval.text}
+    )
 
 
 def gate_sentence(gate: Gate) -> str:

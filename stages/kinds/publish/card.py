@@ -143,6 +143,7 @@ def model_card(promoted: PromotedModel, licence: str | None) -> str:
         losses=[loss for made in promoted.lineage for loss in _losses(made)],
         scores=scores,
         verdict=promoted.table.partition("\n")[2].strip(),
+        approval=promoted.approval and " ".join(promoted.approval.split()),
         limits=list(_limits(promoted, stated, sources, scores)),
     )
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from stages.core.approval import VERDICT_TAG, read_result
 from stages.core.contract import StageResult, nearest_base
 from stages.core.errors import StoreError
 from stages.core.fields import Product
 
 FOLDERS: dict[Product, str] = {"model": "model", "adapter": "adapter", "dataset": "data"}
-VERDICT_TAG, NAME_TAG, TABLE_FILE = "verdict", "registered_model", "verdict.md"
-"""Names in a promotion's artifact by which publishing reads the decision: two result tags, and the report file."""
+NAME_TAG, APPROVAL_TAG, TABLE_FILE = "registered_model", "approval", "verdict.md"
+"""Names in a promotion's artifact that publishing reads, beside the verdict: two result tags, and the report file."""
 
 
 class _Recorded(BaseModel):
@@ -135,7 +136,7 @@ class Inputs:
 
 def _read(folder: Path) -> LineageArtifact:
     record = Record.model_validate_json((folder / "record.json").read_bytes())
-    return LineageArtifact(folder, record, StageResult.model_validate_json((folder / "result.json").read_bytes()))
+    return LineageArtifact(folder, record, read_result(folder))
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ class PromotedModel:
     evaluations: tuple[LineageArtifact, ...]
     lineage: tuple[LineageArtifact, ...]
     bases: tuple[LineageArtifact, ...]
+
+    @property
+    def approval(self) -> str | None:
+        """Return who approved the promotion, when and why; None if none was needed."""
+        return self.promotion.result.tags.get(APPROVAL_TAG)
 
     @property
     def table(self) -> str:

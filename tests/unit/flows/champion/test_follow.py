@@ -128,7 +128,7 @@ def test_a_challenger_that_does_as_well_is_promoted_by_the_gate(registry, capsys
         for tally in followed.proxy.tallies_of_canary._tallies.values():  # on a busy machine, one might well be slower
             tally.latencies_s.clear()
         followed.look()
-        assert "after 5 requests, version 2 of adder is promoted" in capsys.readouterr().out
+        assert "after 5 requests, version 2 of adder is to be promoted" in capsys.readouterr().out
         followed.look()
         assert (followed.champion.version.number, followed.challenger) == ("2", None)
         assert followed.versions() == {"2"}

@@ -144,6 +144,7 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             **{"kind": "promote", "name": "helper", "model": "base", "evaluations": ["scores"]},
             "pairs": {**PAIRS, "template": "{first} {second}"},
         },
+        {"kind": "promote", "name": "x", "model": "base", "evaluations": ["scores"], "approval": {"by": ["staff"]}},
     ],
 }
 SOURCES = ("hf://org/name", "hf://datasets/org/name", "file:///x")
