@@ -180,6 +180,7 @@ def _gpt(family: str, fields: Mapping[str, Any]) -> ModelShape:
         num_position_embeddings=positions.get(family, 0),
         max_positions=max_positions,
         norm_epsilon=fields.get("layer_norm_epsilon", 1e-5),
+        has_split_plan=False,
     )
 
 

@@ -33,7 +33,7 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int) -> ModelShape:
     """Return the sizes of a GPT model as in Megatron's papers: LayerNorm, GELU, tied embeddings."""
     return ModelShape(
         layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, family="gpt2", tied_embeddings=True,
-        gated_ffn=False, qkv_bias=True, output_bias=True, ffn_bias=True, norm_bias=True,
+        gated_ffn=False, qkv_bias=True, output_bias=True, ffn_bias=True, norm_bias=True, has_split_plan=False,
     )  # fmt: skip
 
 
@@ -67,13 +67,18 @@ def _tied(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ff
     return ModelShape(layers, hidden, heads, kv_heads, head_dim, ffn, vocab, tied_embeddings=True)
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelShape:
+    base = ModelShape(layers, 2880, 64, 8, 64, 2880, 201088, has_split_plan=False)
+    return _mixture(base, experts, 4, 2880)
+
+
 _GEMMA = "github.com/google/gemma_pytorch gemma/config.py; keras-hub gemma_presets.py"
 _GPT_OSS = "docs.nvidia.com/nemo: megatron-bridge gpt-oss (sizes), microservices gpt-oss (117B, 21B)"
 _LLAMA32 = "config.json of Llama-3.2 (mlx-community, bert4torch_config); llama-models llama3_2/MODEL_CARD.md"
 
 PUBLISHED = {
-    "gpt oss 20b": Published(_mixture(ModelShape(24, 2880, 64, 8, 64, 2880, 201088), 32, 4, 2880), 21e9, _GPT_OSS),
-    "gpt oss 120b": Published(_mixture(ModelShape(36, 2880, 64, 8, 64, 2880, 201088), 128, 4, 2880), 117e9, _GPT_OSS),
+    "gpt oss 20b": Published(_gpt_oss(24, 32), 21e9, _GPT_OSS),
+    "gpt oss 120b": Published(_gpt_oss(36, 128), 117e9, _GPT_OSS),
     "gemma 2b": Published(_tied(18, 2048, 8, 1, 256, 16384, 256000), 2_506_172_416, _GEMMA),
     "gemma 7b": Published(_tied(28, 3072, 16, 16, 256, 24576, 256000), 8_537_680_896, _GEMMA),
     "gemma2 2b": Published(

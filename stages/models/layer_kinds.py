@@ -3,8 +3,13 @@
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
+from typing import Literal
 
 from stages.models.flops import AttentionWork
+
+PlannedSplit = Literal["columns", "rows", "gathered"]
+"""Split of a matrix by Transformers' plan of tensor parallelism: by its results; by its inputs, whose products are then
+summed over processes; or by results of which each process gets all."""
 
 
 class LayerRole(Enum):
@@ -33,6 +38,12 @@ class Linear:
     """Number of its input among those of the transformer layer's linear layers, where a walk has seen it."""
     keeps_input: bool = False
     """True if the backward pass needs its input only for the gradient of its weight, as far as a walk has seen."""
+    split: PlannedSplit | None = None
+    """Split of its weight; None: it is whole on each process."""
+
+    def sizes(self, tp: int) -> tuple[float, float]:
+        """Return the inputs and outputs of the part of its weight that one of `tp` processes has."""
+        return _part(self, tp)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,18 @@ class StackedParameter:
     outputs: int
     num_experts: int
     is_router: bool = False
+    split: PlannedSplit | None = None
+
+    def sizes(self, tp: int) -> tuple[float, float]:
+        """Return the inputs and outputs of the part of each matrix that one of `tp` processes has."""
+        return _part(self, tp)
+
+
+def _part(matrix: Linear | StackedParameter, tp: int) -> tuple[float, float]:
+    inputs, outputs = matrix.inputs, matrix.outputs
+    if matrix.split is None:
+        return inputs, outputs
+    return (inputs / tp, outputs) if matrix.split == "rows" else (inputs, outputs / tp)
 
 
 @dataclass(frozen=True)
@@ -67,13 +90,16 @@ class KeptBytes:
     """Bytes of activations per token that a layer keeps for its backward pass, where it learns and where it is frozen.
 
     by_scores: bytes for each token and each token of its row, of attention that stores its scores. for_a_moment: bytes
-    per token of the largest tensor that is made on the way.
+    per token of the largest tensor that is made on the way. split: shares of the first two between matrices that a plan
+    splits, of which each process of tensor parallelism has its part.
     """
 
     trained: float
     frozen: float
     by_scores: float = 0.0
     for_a_moment: float = 0.0
+    split_trained: float = 0.0
+    split_frozen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +132,8 @@ class LayerKind:
     """Parameters of routed experts, by their names in the layer."""
     kept_bf16: KeptBytes
     kept_fp32: KeptBytes
+    num_split_parameters: int = 0
+    """Number of parameters without routed experts that a plan of tensor parallelism splits."""
 
     @cached_property
     def _hash(self) -> int:

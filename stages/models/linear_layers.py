@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from stages.models.layer_kinds import LayerRole, Linear, StackedParameter
+from stages.models.layer_kinds import LayerRole, Linear, PlannedSplit, StackedParameter
 from stages.models.shape import ModelShape
 
 
@@ -111,7 +111,8 @@ def linear_layers(shape: ModelShape, layer: int) -> tuple[Linear, ...]:
             # Families with one matrix for queries, keys and values.
             outputs = (sum(outputs),)
         for name, width in zip(called, outputs, strict=False):  # without a gate only one matrix leads in
-            layers.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width))
+            split = _planned_split(shape, place)
+            layers.append(Linear(f"{names.layer}.{layer}.{name}", place, inputs, width, split=split))
     return tuple(layers)
 
 
@@ -124,11 +125,21 @@ def stacked_parameters(shape: ModelShape, layer: int) -> tuple[StackedParameter,
     hidden, width, number = shape.hidden_size, shape.expert_ffn_size, shape.num_experts
     mlp = f"{_FAMILIES.get(shape.family, _LLAMA).layer}.{layer}.mlp"
     inward = (2 if shape.gated_ffn else 1) * width  # gate and up side by side
+    into, out = LayerRole.INTO_FFN, LayerRole.OUT_OF_FFN
     return (
-        StackedParameter(f"{mlp}.experts.gate_up_proj", LayerRole.INTO_FFN, hidden, inward, number),
-        StackedParameter(f"{mlp}.experts.down_proj", LayerRole.OUT_OF_FFN, width, hidden, number),
+        StackedParameter(
+            f"{mlp}.experts.gate_up_proj", into, hidden, inward, number, split=_planned_split(shape, into)
+        ),
+        StackedParameter(f"{mlp}.experts.down_proj", out, width, hidden, number, split=_planned_split(shape, out)),
         StackedParameter(f"{mlp}.gate.weight", LayerRole.INTO_FFN, hidden, number, 1, is_router=True),
     )
+
+
+def _planned_split(shape: ModelShape, place: LayerRole) -> PlannedSplit | None:
+    """Return how Transformers' plan splits the matrices at a place of a model of formulas."""
+    if not shape.has_split_plan:
+        return None
+    return "rows" if place.cuts_inputs else "columns"
 
 
 def module_parameters(shape: ModelShape) -> dict[str, int]:

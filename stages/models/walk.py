@@ -7,6 +7,7 @@ Transformers' own classes are built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -28,7 +29,7 @@ from stages.core.errors import ModelError
 from stages.core.redaction import shortened
 from stages.models.adapter_targets import FORMER_NAMES, is_named
 from stages.models.facts import CONFIG_FILE, ModelFacts
-from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, StackedParameter
+from stages.models.layer_kinds import Attention, KeptBytes, LayerKind, LayerRole, Linear, PlannedSplit, StackedParameter
 from stages.models.layers import decoder_of, parts_for_text, signature, text_layers
 from stages.models.loading import Head, build_model, class_with_head
 from stages.models.shape import ModelShape
@@ -42,6 +43,8 @@ WALKED = "walked"
 """Name of the attention by which a walk replaces a model's own."""
 _NAMED_AS = {"mixtral": FORMER_NAMES["mixtral"], "qwen2_moe": FORMER_NAMES["qwen3_moe"]}
 """Former names of experts' linear layers, by the family whose ones PEFT accepts."""
+STYLES: dict[str, PlannedSplit] = {"gather_output": "gathered", "colwise": "columns", "rowwise": "rows"}
+"""Split of a matrix by a part of the name that Transformers' plans have for it; the first that is found counts."""
 LEAST_BY_PAIR = 1.0
 """Products, or bytes, for each pair of tokens from which a layer has attention that could not be replaced."""
 
@@ -65,6 +68,8 @@ class Seen:
     expert_flops: float = 0.0
     state_flops: float = 0.0
     kept_bytes: float = 0.0
+    split_bytes: float = 0.0
+    """Bytes kept between split matrices, of which each process of tensor parallelism would keep its part."""
     largest_bytes: float = 0.0
     attention: list[Attention] = field(default_factory=list)
     attention_products: float = 0.0
@@ -93,8 +98,10 @@ class Walk(TorchDispatchMode):
 
     current: Walk
 
-    def __init__(self, num_layers: int, weights: set[int], constants: set[int], num_experts: int) -> None:
-        """Create a walk. weights, constants: storages of a model's parameters and buffers."""
+    def __init__(
+        self, num_layers: int, weights: dict[int, PlannedSplit | None], constants: set[int], num_experts: int
+    ) -> None:
+        """Create a walk. weights: storages of a model's parameters, and how a plan splits each; constants: buffers'."""
         super().__init__()
         self.seen = [Seen() for _ in range(num_layers)]
         self.outside = Seen()
@@ -104,7 +111,9 @@ class Walk(TorchDispatchMode):
         self._weights, self._num_experts = weights, num_experts
         self._kept: set[int] = set()
         self._ran: dict[Any, _Ran] = {}
-        self._not_counted = weights | constants
+        self._split: set[int] = set()
+        """Storages of results between split matrices."""
+        self._not_counted = weights.keys() | constants
         self._alive: list[Any] = []
         """Storages that were met: a new one would get the number of one that is gone."""
 
@@ -117,6 +126,7 @@ class Walk(TorchDispatchMode):
             share = 1 if first.ndim == 1 or not self._num_experts else self._num_experts
             return first.new_empty((max(1, first.numel() // share), first.ndim), dtype=torch.int64)
         output = self._called(func, args, kwargs or {})
+        self._follow(tree_leaves((args, kwargs)), tree_leaves(output))
         if isinstance(output, Tensor) and (storage := output.untyped_storage())._cdata not in self._not_counted:
             self._now.largest_bytes = max(self._now.largest_bytes, storage.nbytes())
         if flops := _flops(func._overloadpacket, args, kwargs or {}, output):
@@ -127,6 +137,17 @@ class Walk(TorchDispatchMode):
             else:
                 self._now.state_flops += flops
         return output
+
+    def _follow(self, given: list[Any], results: list[Any]) -> None:
+        """Note whether results would be split: by columns of a weight, and all made of them up to one by rows."""
+        storages = [one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)]
+        styles = {self._weights.get(one) for one in storages}
+        is_split = "columns" in styles or any(one in self._split for one in storages)
+        if is_split and not styles & {"rows", "gathered"}:
+            for one in results:
+                if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in self._not_counted:
+                    self._split.add(storage._cdata)
+                    self._alive.append(storage)
 
     @staticmethod
     def _called(func: Any, args: Any, kwargs: Any) -> Any:
@@ -144,7 +165,9 @@ class Walk(TorchDispatchMode):
         """Count a tensor that autograd keeps, unless its storage has been counted."""
         if isinstance(tensor, Tensor) and not self._is_kept(tensor):
             self._keep(tensor)
-            self._now.kept_bytes += tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            self._now.kept_bytes += storage.nbytes()
+            self._now.split_bytes += storage.nbytes() * (storage._cdata in self._split)
         return tensor
 
     def _is_kept(self, tensor: Tensor) -> bool:
@@ -346,6 +369,7 @@ class _Model:
             expert_ffn_size=experts[0].inputs if experts else 0,
             dense_layers=frozenset(dense) if experts else frozenset(),
             max_positions=getattr(self._text, "max_position_embeddings", None),
+            has_split_plan=bool(self._text.base_model_tp_plan),
             kinds=kinds,
             former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,
@@ -375,7 +399,7 @@ class _Model:
     def _run(self, tokens: int, *, learns: bool = True) -> Walk:
         """Walk through the model with a row of tokens, with all weights learning or all frozen, as below an adapter."""
         self._model.requires_grad_(learns)
-        weights = {one.untyped_storage()._cdata for one in self._model.parameters()}
+        weights = {one.untyped_storage()._cdata: split for one, split in self._splits()}
         constants = {one.untyped_storage()._cdata for one in self._model.buffers()}
         walk = Walk(len(self._layers), weights, constants, self._num_experts)
         Walk.current = walk
@@ -392,6 +416,14 @@ class _Model:
         walk.finish()
         return walk
 
+    def _splits(self) -> Iterator[tuple[nn.Parameter, PlannedSplit | None]]:
+        """Yield each parameter with how Transformers' plan of tensor parallelism, if there is one, splits it."""
+        plan = self._model.tp_plan if self._text.base_model_tp_plan else {}
+        for name, parameter in self._model.named_parameters():
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            style = plan.get(pattern, plan.get(pattern.rpartition(".")[0], ""))
+            yield parameter, next((split for end, split in STYLES.items() if end in style), None)
+
     @property
     def _num_experts(self) -> int:
         return max((one.num_experts for own in self._parameters for one in _stacked(own)), default=0)
@@ -399,7 +431,8 @@ class _Model:
     def _kind(self, layers: tuple[int, ...], measured: _Measured) -> LayerKind:
         own, module, (prefix, offset) = self._parameters[layers[0]], self._layers[layers[0]], self._places[layers[0]]
         in_experts = sum(one.numel() for name, one in own.items() if _is_expert(name))
-        stacked = _stacked(own)
+        splits = {id(one): split for one, split in self._splits()}
+        stacked = tuple(replace(one, split=splits[id(own[one.name])]) for one in _stacked(own))
         of_expert = sum(one.inputs * one.outputs for one in stacked if not one.is_router)
         routed = computed = 0
         if of_expert:
@@ -417,10 +450,16 @@ class _Model:
             products=measured.weight_products + (routed * of_expert if of_expert else measured.expert_products),
             state_products=measured.state_products,
             attention=self._attention(measured, self._types[layers[0]]),
-            linears=measured.linears(module, self._embedding_size[1]),
+            linears=tuple(
+                replace(one, split=splits.get(id(module.get_parameter(f"{one.name}.weight"))))
+                for one in measured.linears(module, self._embedding_size[1])
+            ),
             stacked=(*stacked, *self._routers(own)) if stacked else (),
             kept_bf16=measured.kept(measured.long, measured.frozen),
             kept_fp32=measured.kept(measured.wide, measured.wide_frozen),
+            num_split_parameters=sum(
+                one.numel() for name, one in own.items() if splits[id(one)] and not _is_expert(name)
+            ),
         )
 
     def _routers(self, own: dict[str, nn.Parameter]) -> Iterator[StackedParameter]:
@@ -484,7 +523,8 @@ class _Measured:
         of_scores = by_scores * 2 * self.tokens
         trained, below = (max(0.0, one.kept_bytes / (2 * self.tokens) - of_scores) for one in (learning, frozen))
         for_a_moment = 0.0 if by_scores else learning.largest_bytes / (2 * self.tokens)
-        return KeptBytes(trained, below, by_scores, for_a_moment)
+        split, split_below = (one.split_bytes / (2 * self.tokens) for one in (learning, frozen))
+        return KeptBytes(trained, below, by_scores, for_a_moment, split, split_below)
 
     def linears(self, layer: nn.Module, hidden_size: int) -> tuple[Linear, ...]:
         """Return a layer's linear layers, with their inputs as the backward pass needs them."""

@@ -37,7 +37,7 @@ def kept_bytes_per_token(case: StepCase) -> float:
         products = size * _kept_results(shape, layout, software)
         return checkpoint + products + _adapters_per_token(case, keeps_results=True)
     if shape.kinds:
-        return kept_in_layer(shape, workload, software) + _adapters_per_token(case)
+        return kept_in_layer(shape, workload, software, layout.tp) + _adapters_per_token(case)
     casts = workload.in_few_bits and software.casts_at_products
     into_products = 1 if workload.in_few_bits and not casts else size
     # torchao keeps what gradients of weights need, of frozen weights, too
@@ -48,7 +48,10 @@ def kept_bytes_per_token(case: StepCase) -> float:
     unsplit = hidden * (2 * of_norm + into_products * (inputs[LayerRole.INTO_ATTENTION] + inputs[LayerRole.INTO_FFN]))
     # Two dropout masks of one byte.
     unsplit += 2 * hidden if software.dropout else 0
-    split = _ffn_bytes_per_token(shape, size, into_products, inputs[LayerRole.OUT_OF_FFN], software, workload)
+    split = _ffn_bytes_per_token(shape, size, into_products, inputs[LayerRole.OUT_OF_FFN], software)
+    # Where every rank has a part of each expert, each has all tokens that are sent to them.
+    dispatched = _dispatched_bytes(shape, size, workload)
+    unsplit, split = (unsplit + dispatched, split) if case.engine.splits_by_plan else (unsplit, split + dispatched)
     unsplit += 2 * size * shape.latent_width  # as they come, and as the next products have them
     # Fused attention keeps queries and its output, keys and values, and the rotary part of queries and keys.
     split += 2 * size * (shape.query_width + shape.kv_width + shape.rotary_width)
@@ -86,7 +89,7 @@ def workspace_per_token(case: StepCase) -> float:
     size = case.workload.compute_bytes
     if case.shape.kinds:
         # A product of two tensors without weights, as of states and their inputs, has two gradients as large.
-        widest = max(widest_products(case.shape), 2 * largest_for_a_moment(case.shape, size) / size)
+        widest = max(widest_products(case.shape, case.layout.tp), 2 * largest_for_a_moment(case.shape, size) / size)
     return max(0.0, whole - kept) + size * (gathered + widest)
 
 
@@ -137,9 +140,12 @@ def merged_experts_workspace(case: StepCase) -> float:
     return case.workload.compute_bytes * max(_merged_experts(case), default=0) + again
 
 
-def _merged_experts(case: StepCase) -> tuple[int, ...]:
+def _merged_experts(case: StepCase) -> tuple[float, ...]:
     adapter = case.workload.adapter
-    return merged_experts(case.shape, adapter) if adapter and case.engine.merges_experts else ()
+    if adapter is None or not case.engine.merges_experts:
+        return ()
+    parts = case.layout.ep * case.engine.expert_split(case.layout)
+    return tuple(number / parts for number in merged_experts(case.shape, adapter))
 
 
 def _kept_inputs(shape: ModelShape, workload: Workload) -> dict[LayerRole, float]:
@@ -187,12 +193,17 @@ def _kept_results(shape: ModelShape, layout: Layout, software: ProgramTraits) ->
     The next layer keeps the last product's result as its input: a compiled layer drops it, an eager one keeps it, too.
     """
     if shape.kinds:
-        return kept_results(shape)
-    products = _products(shape)
+        return kept_results(shape, layout.tp)
+    # Results as wide as hidden states, of the last product of attention and of all, are whole on each rank.
+    whole = 3, len(_products(shape)) - 1
+    products = [
+        (inputs, outputs / (1 if place in whole else layout.tp))
+        for place, (inputs, outputs) in enumerate(_products(shape))
+    ]
     step = 2 if software.keeps_every_second_product else 1
     is_last_kept = (len(products) - 1) % step == 0
     kept = products[:-1:step] if layout.compile and is_last_kept else products[::step]
-    return shape.query_width + sum(outputs for _, outputs in kept)
+    return shape.query_width / layout.tp + sum(outputs for _, outputs in kept)
 
 
 @lru_cache(maxsize=256)
@@ -211,13 +222,18 @@ def _ffn_width(shape: ModelShape) -> float:
 
 
 def _ffn_bytes_per_token(
-    shape: ModelShape, size: int, into_products: int, inputs: float, software: ProgramTraits, workload: Workload
+    shape: ModelShape, size: int, into_products: int, inputs: float, software: ProgramTraits
 ) -> float:
-    """Return the bytes per token that a feed-forward block keeps for backward, including tokens sent to experts."""
+    """Return the bytes per token that a feed-forward block keeps for backward, without tokens sent to experts."""
     into_activation = 1 if software.fp8_activation_inputs else size
     kept: float = into_activation * (2 if shape.gated_ffn else 1) + (0 if software.fused_elementwise else size)
     kept += into_products * inputs
-    # Copies of a routed token: the experts' input, kept only where they learn, and their output.
+    return kept * _ffn_width(shape)
+
+
+def _dispatched_bytes(shape: ModelShape, size: int, workload: Workload) -> float:
+    """Return the bytes per token of copies for experts: their input, kept only where they learn, and their output."""
+    if not shape.num_experts:
+        return 0.0
     dispatches = 2 if workload.adapter is None else 1 + dispatched_share(shape, workload.adapter)
-    dispatched = dispatches * size * shape.experts_per_token * shape.hidden_size if shape.num_experts else 0
-    return kept * _ffn_width(shape) + dispatched
+    return dispatches * size * shape.experts_per_token * shape.hidden_size

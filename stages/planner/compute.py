@@ -221,13 +221,14 @@ def _walked_products(work: LayerWork, experts: LayerWork, hardware: Hardware) ->
     total = PassTimes(0.0, 0.0)
     for kind in work.shape.kinds:
         of_layer, weights = PassTimes(0.0, 0.0), 0.0
-        for inputs, outputs in dense_products(kind):
+        for (inputs, outputs), whole in zip(dense_products(kind, work.tp), dense_products(kind), strict=True):
             of_layer += _product(hardware, work.precision, work.tokens, inputs, outputs, work.is_frozen)
-            weights += inputs * outputs
+            weights += math.prod(whole)
         for stacked in kind.experts:
             rows = work.tokens * kind.experts_computed
-            padded = stacked.num_experts * TILE * math.ceil(rows / stacked.num_experts / TILE)
-            grouped = _product(hardware, experts.precision, padded, stacked.inputs, stacked.outputs, experts.is_frozen)
+            held = stacked.num_experts / work.ep
+            padded = held * TILE * math.ceil(rows / held / TILE)
+            grouped = _product(hardware, experts.precision, padded, *stacked.sizes(work.etp), experts.is_frozen)
             # Bytes of sorting tokens by expert, or of the way back.
             moved = 2 * rows * work.shape.hidden_size * work.size / memory_rate(hardware)
             of_layer += grouped.times(1 / hardware.efficiency.grouped) + PassTimes(moved, moved)
@@ -336,7 +337,8 @@ def _elementwise(work: LayerWork, software: ProgramTraits, hardware: Hardware) -
     gathered = 2 * shape.hidden_size / (work.tp if is_cast_split else 1)
     casts = CASTS.get(work.precision, 0.0) * (gathered + width / work.tp)
     if shape.kinds:
-        whole, split = kept_values(shape, work.size), 0.0
+        whole, split = kept_values(shape, work.size)
+        split /= work.tp
     moved = work.tokens * work.size * (passes * (whole + split) + casts)
     forward_s, decoding_s = moved / memory_rate(hardware), work.decoded_bytes / memory_rate(hardware)
     return PassTimes(forward_s + decoding_s, 2 * forward_s + decoding_s)

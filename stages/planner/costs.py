@@ -60,7 +60,7 @@ class StepCase:
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,
-            etp=layout.etp,
+            etp=self.engine.expert_split(layout),
             sequence_parallel=layout.sequence_parallel,
             is_frozen=adapter is not None,
             decoded_bytes=decoding_bytes(self.shape, adapter, workload.compute_bytes) if adapter else 0.0,
@@ -68,7 +68,8 @@ class StepCase:
 
     def trained(self, stage: PipelineStage) -> RankParameters:
         joins_layers = self.engine.joins_layers
-        learning = learning_parameters(self.shape, joins_layers, self.layout, self.workload.adapter, stage)
+        layout = self.layout.model_copy(update={"etp": self.engine.expert_split(self.layout)})
+        learning = learning_parameters(self.shape, joins_layers, layout, self.workload.adapter, stage)
         mixture_layers = stage.num_layers * self.shape.num_mixture_layers / self.shape.num_layers
         # Routers count among the dense parameters, and only mixture layers have one.
         frozen = mixture_layers * self.shape.router_parameters if self.workload.freezes_routers else 0.0
@@ -157,6 +158,8 @@ class EngineCosts(ABC):
     """True if layers before the first trainable one keep no activations; else the embedding's output has a gradient."""
     exchanges_heads: ClassVar[bool] = False
     """True if `cp` exchanges heads for tokens around attention; False if keys and values are passed around."""
+    splits_by_plan: ClassVar[bool] = False
+    """True if `tp` splits what Transformers' plan names, experts too; False if it splits every matrix but experts."""
     more_with_batch: ClassVar[bool]
     """True if a larger micro-batch never takes less memory, so that a search can stop at the first misfit."""
 
@@ -165,6 +168,10 @@ class EngineCosts(ABC):
         compiled = {"fused_elementwise": True, "compiled_layers": True, "asks_python": False} if layout.compile else {}
         software = replace(self.software, **compiled)
         return hardware.habits(software) if hardware else software
+
+    def expert_split(self, layout: Layout) -> int:
+        """Return over how many process ranks the matrices of each expert are split."""
+        return layout.tp if self.splits_by_plan else layout.etp
 
     @abstractmethod
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:

@@ -67,10 +67,13 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
     """Count the parameters on one process rank of a pipeline stage, before data-parallel sharding.
 
     `tp` divides matrices, `ep` × `etp` divides experts; norms and routers stay whole. A walked model has one
-    stage, and nothing divides it.
+    stage, and what its plan of tensor parallelism leaves out stays whole, too.
     """
     if shape.kinds:
-        return RankParameters(shape.num_parameters - shape.routed_parameters, shape.routed_parameters)
+        split = shape.embedding_parameters + shape.head_parameters
+        split += sum(len(kind.layers) * kind.num_split_parameters for kind in shape.kinds)
+        dense = shape.num_parameters - shape.routed_parameters - split * (1 - 1 / tp)
+        return RankParameters(dense, shape.routed_parameters / (ep * etp))
     mixture = shape.num_mixture_layers / shape.num_layers
     norms = 2 * shape.norm_parameters + mixture * shape.router_parameters
     per_layer = shape.attention_parameters / tp + (1 - mixture) * shape.ffn_parameters / tp + norms
@@ -87,8 +90,8 @@ def rank_parameters(shape: ModelShape, stage: PipelineStage, tp: int, ep: int, e
 
 def outside_parameters(shape: ModelShape, stage: PipelineStage, tp: int) -> float:
     """Count the parameters outside layers (embedding, head, towers) on one process rank, if its stage has them."""
-    of_head = shape.head_parameters + shape.other_parameters
-    return (stage.has_embedding * shape.embedding_parameters + stage.has_head * of_head) / tp
+    split = stage.has_embedding * shape.embedding_parameters + stage.has_head * shape.head_parameters
+    return split / tp + stage.has_head * shape.other_parameters
 
 
 def expert_replicas(layout: Layout) -> int:

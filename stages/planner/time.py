@@ -23,6 +23,7 @@ from stages.planner.hardware import Hardware
 from stages.planner.kernels import layer_kernels
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
+from stages.planner.split import split_values
 from stages.planner.tower_time import tower_time
 from stages.planner.workload import ProgramTraits, Workload
 
@@ -143,10 +144,13 @@ def step_traffic(
 def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffic]:
     layout, states = case.layout, case.hidden_bytes
     layers = case.micro_batches * stage.num_layers
-    tensor, context = network.tensor_group(layout), network.context_group(layout)
+    tensor = network.tensor_group(layout)
     # After the embedding forward, before the head backward.
     ends = case.micro_batches * (stage.has_embedding + stage.has_head)
     recomputed = case.software.recomputed_share if layout.recompute == "full" else 0.0
+    if case.engine.splits_by_plan:
+        traffic = _split_traffic(case, layers, ends)
+        return [*traffic, *_context_traffic(case, layers)]
     reductions = layers * (2 * (1 + recomputed) + 2) + ends
     if layout.sequence_parallel:
         # Gradients of weights need the whole inputs of the layer's two inward products once more.
@@ -157,16 +161,32 @@ def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffi
         ]
     else:
         traffic = [Traffic("all-reduce", tensor, reductions * states)]
-    if case.engine.exchanges_heads:
-        passes = 2 + layout.recomputes
-        traffic += [Traffic("all-to-all", context, layers * passes * sum(_exchanged_bytes(case)))]
-    else:
-        keys = layers * layout.cp * _key_bytes(case)
-        # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
-        traffic += [Traffic("all-gather", context, 2 * keys), Traffic("reduce-scatter", context, keys)]
+    traffic += _context_traffic(case, layers)
     neighbours = 2 - (stage.index == 0) - (stage.index == layout.pp - 1)
     sent = case.micro_batches * layout.vpp * neighbours * states / layout.tp
     return [*traffic, Traffic("message", network.pipeline_group(layout), sent)]
+
+
+def _split_traffic(case: StepCase, layers: float, ends: float) -> list[Traffic]:
+    """Return what is summed and gathered over `tp` where matrices are split by Transformers' plan."""
+    values, size, again = split_values(case.shape), case.tokens * case.workload.compute_bytes, case.layout.recomputes
+    summed = values.summed_forward + again * values.summed_again + values.summed_backward
+    group = network.tensor_group(case.layout)
+    return [
+        Traffic("all-reduce", group, layers * summed * size + ends * case.hidden_bytes),
+        Traffic("all-gather", group, layers * (1 + again) * values.gathered * size),
+    ]
+
+
+def _context_traffic(case: StepCase, layers: float) -> list[Traffic]:
+    """Return what processes of `cp` send each other. layers: passes of micro-batches through a layer."""
+    layout, group = case.layout, network.context_group(case.layout)
+    if case.engine.exchanges_heads:
+        passes = 2 + layout.recomputes
+        return [Traffic("all-to-all", group, layers * passes * sum(_exchanged_bytes(case)))]
+    keys = layers * layout.cp * _key_bytes(case)
+    # Transformer Engine's ring passes keys and values around again in the backward pass, with their gradients.
+    return [Traffic("all-gather", group, 2 * keys), Traffic("reduce-scatter", group, keys)]
 
 
 def _parts(case: TimedCase) -> TimeParts:
@@ -296,10 +316,25 @@ def _tensor_parallel(case: TimedCase) -> PassTimes:
     """
     if case.layout.tp == 1:
         return PassTimes(0.0, 0.0)
+    if case.engine.splits_by_plan and not case.layout.sequence_parallel:
+        return _summed_by_plan(case)
     # Hidden states are reduced twice in a pass: after attention and after the feed-forward block.
     seconds = 2 * network.all_reduce_s(case.hardware, network.tensor_group(case.layout), case.hidden_bytes)
     exposed = 1 - case.hardware.efficiency.overlapped if case.software.overlaps_layers else 1.0
     return PassTimes(seconds * exposed, seconds * exposed)
+
+
+def _summed_by_plan(case: TimedCase) -> PassTimes:
+    """Return a layer's seconds per pass of sums and gatherings by Transformers' plan, for which compute waits."""
+    values, size = split_values(case.shape), case.tokens * case.workload.compute_bytes
+    group = network.tensor_group(case.layout)
+    gather_s = network.gather_s(case.hardware, group, values.gathered * size)
+    # An adapter's base has gradients of its inputs, too.
+    forward_s, backward_s = (
+        network.all_reduce_s(case.hardware, group, summed * size)
+        for summed in (values.summed_forward, values.summed_backward)
+    )
+    return PassTimes(forward_s + gather_s, backward_s)
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
@@ -353,8 +388,8 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
         return PassTimes(0.0, 0.0)
     shape = case.shape
     token_bytes = shape.hidden_size * case.workload.compute_bytes
-    # Each tensor-parallel rank dispatches its own share of the tokens.
-    num_tokens = case.work.tokens / case.layout.tp
+    # Each tensor-parallel rank dispatches its own share of the tokens; by plan, each has a part of every expert.
+    num_tokens = case.work.tokens / (1 if case.engine.splits_by_plan else case.layout.tp)
     group = network.expert_group(case.layout)
     # Twice: to the experts and back.
     seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -158,6 +158,8 @@ def _run_graphs() -> Callable[..., Any]:
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (accelerator, "DEVICE_TYPES", (GPU,)),
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
+    # By the ranks in a mesh.
+    (DeviceMesh, "_concatenate", staticmethod(_real(DeviceMesh._concatenate))),
     # A fake index would be read as some number.
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
     (model, "logits_transform", _real(model.logits_transform)),  # by values that a model gives
@@ -166,6 +168,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (model, "probe", _on_cpu(model.probe)),  # compares log-probabilities by value, in fp64
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
+    (engine, "check_split", lambda *_: None),  # and so does this
     (engine, "deepcopy", lambda one: one),  # of the model, for that
     (parallelize, "AllToAllReduceScatter", DefaultReduceScatter),
     (batch, "target_positions", _real(batch.target_positions)),  # on the host

@@ -24,6 +24,12 @@ ANSWERS = {bool: True, int: 1, float: 1e-4}
 """Finite number that is read from a fake tensor, by type: a divisor, and a gradient norm that needs no clipping."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
+FUNCTIONAL = {
+    "all_reduce": "allreduce",
+    "all_gather_into_tensor": "allgather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""Other names of collectives, as DTensors call them."""
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 NO_KERNELS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_")
 
@@ -116,6 +122,9 @@ class Recorder(TorchDispatchMode):
             if "coalesced" in name:  # has no kernel for fake tensors
                 return FakeWork().boxed()
         output = func(*args, **(kwargs or {}))
+        if namespace == "_c10d_functional" and name != "wait_tensor":  # as DTensors call collectives
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            self._count(FUNCTIONAL.get(name, name), group, [args[0], output])
         if namespace == "fsdp" and name == "chunk_cat":
             self.label(args[0], "gradients")
         made = [storage for leaf in tree_leaves(output) for storage in _storages(leaf)]
@@ -146,8 +155,11 @@ class Recorder(TorchDispatchMode):
             for leaf in leaves
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         ]
-        kind = name.strip("_").removesuffix("_base"), groups[0].size()
-        sides = [sum(one.nbytes for one in tree_leaves(side) if isinstance(one, Tensor)) for side in args]
+        self._count(name.strip("_").removesuffix("_base"), groups[0], args)
+
+    def _count(self, name: str, group: dist.ProcessGroup, tensors: Iterable[Any]) -> None:
+        kind = name, group.size()
+        sides = [sum(one.nbytes for one in tree_leaves(side) if isinstance(one, Tensor)) for side in tensors]
         self.calls[kind] += 1
         self.collectives[kind] += max(sides)
 

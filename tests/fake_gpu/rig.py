@@ -254,6 +254,15 @@ CASES = {
     "tokens": Case("qwen3-8b", {"dp_shard": 4, "cp": 2}, sequence_length=8192),
     "tokens, full": Case("qwen3-8b", {"cp": 8, "recompute": "full"}, sequence_length=65536),
     "tokens, 1,024 ranks": Case("llama3-70b", {"dp_shard": 64, "cp": 16}, num_layers=1, sequence_length=65536),
+    "matrices": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}),
+    "matrices, full, micro-batches": Case("qwen3-8b", {"dp_shard": 4, "tp": 2, "recompute": "full"}, micro_batches=2),
+    "matrices, selective": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "recompute": "selective"}),
+    "matrices, experts": Case("qwen3-30b-a3b", {"dp_shard": 4, "tp": 2}, num_layers=1),
+    "matrices, long": Case("llama3-70b", {"tp": 8, "recompute": "full"}, num_layers=2, sequence_length=65536),
+    "matrices and tokens": Case("qwen3-8b", {"cp": 4, "tp": 2, "recompute": "full"}, sequence_length=65536),
+    "matrices and tokens, 1,024 ranks": Case(
+        "llama3-70b", {"dp_shard": 16, "cp": 8, "tp": 8}, num_layers=1, sequence_length=65536
+    ),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
         "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4

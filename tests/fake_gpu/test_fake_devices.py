@@ -58,6 +58,10 @@ COUNTED = {
 }
 """Cases whose kernels are counted, in two and in four layers."""
 
+UNSPLIT = ("gpt_oss", "bamba", "lfm2")
+"""Families of which Transformers has no plan of tensor parallelism."""
+GATHERING = ("olmo2", "olmoe", "phi3")
+"""Families that gather results between matrices, which is not counted: norms over all heads, and joined matrices."""
 OFFLOAD = Case("qwen3-0.6b", {"dp_shard": 8, "recompute": "offload", "micro_batch_size": 4}, num_layers=6)
 
 
@@ -86,6 +90,16 @@ def test_a_step_of_a_walked_family_takes_the_memory_that_the_planner_predicts(fa
     adapter = {**LORA["adapter"], "exclude_modules": ["shared_expert_gate"] if family == "qwen3_next" else []}
     for name, options in {"whole": {}, "LoRA": {"adapter": adapter}}.items():
         _check_plan(run(Case(family, {"dp_shard": 8}, options=options), tmp_path / name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", [family for family in WALKED if family not in UNSPLIT])
+def test_a_step_of_a_walked_family_whose_matrices_are_split_runs_as_the_planner_predicts(
+    family: str, tmp_path: Path
+) -> None:
+    report = run(Case(family, {"dp_shard": 4, "tp": 2}), tmp_path / "model")
+    assert report.predicted_ratio == pytest.approx(1, abs=0.1)
+    assert report.traffic_error <= (0.15 if family in GATHERING else 0.01)
 
 
 @pytest.mark.nightly

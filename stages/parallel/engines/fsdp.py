@@ -60,6 +60,12 @@ def _heads(shape: ModelShape) -> set[int]:
 
 def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why the model's matrices cannot be split over `tp` processes."""
+    if not shape.has_split_plan:
+        yield (
+            f"layout: tp {layout.tp}, but Transformers has no plan of tensor parallelism for {shape.family}; set "
+            f"`tp: 1`, and `dp_shard: {layout.dp_shard * layout.tp}`"
+        )
+        return
     kv_heads = {one.num_kv_heads for kind in shape.kinds for one in kind.attention} or {shape.num_kv_heads}
     sizes = [
         *((number, "attention heads") for number in sorted(_heads(shape))),

@@ -16,7 +16,9 @@ from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, T
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.towers import frozen_parts, layers_of_tower
-from stages.planner.workload import ProgramTraits
+from stages.planner.workload import ProgramTraits, StateBytes
+
+LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 
 
 class FsdpCosts(EngineCosts):
@@ -29,10 +31,12 @@ class FsdpCosts(EngineCosts):
     merges_experts = True
     skips_frozen_start = True
     exchanges_heads = True
+    splits_by_plan = True
     more_with_batch = False  # the largest has no gradients to add up
 
     def optimizer_parameters(self, held: RankParameters, layout: Layout) -> float:
-        return held.dense / layout.optimizer_shards + held.expert / layout.optimizer_shards
+        # Those that hold the same experts share their shards.
+        return (held.dense + layout.ep * held.expert) / layout.optimizer_shards
 
     def model_states(self, case: StepCase, stage: PipelineStage) -> tuple[float, float, float]:
         layout, workload = case.layout, case.workload
@@ -40,14 +44,15 @@ class FsdpCosts(EngineCosts):
             return 0.0, 0.0, 0.0
         adapter, shards, size = workload.adapter, layout.optimizer_shards, workload.state_bytes
         if adapter is None:
-            held = rank_parameters(case.shape, stage, layout.tp, layout.ep, layout.etp)
+            held = _held(case, stage)
             learning = self.optimizer_parameters(case.trained(stage), layout)
             matrices = _muon_matrices(case, stage) / shards
             weights = size.weight * self.optimizer_parameters(held, layout)
             # Muon keeps one fp32 moment of a matrix instead of two.
             return weights, size.weight * learning, size.moments * learning - 4 * matrices
-        trained = case.trained(stage).total / shards
-        frozen = frozen_bytes(case.shape, adapter, workload.compute_bytes) / shards
+        trained = self.optimizer_parameters(case.trained(stage), layout)
+        share = self.optimizer_parameters(_held(case, stage), layout) / case.shape.num_parameters
+        frozen = share * frozen_bytes(case.shape, adapter, workload.compute_bytes)
         # LoRA factors and their gradients are in fp32, whatever the base is stored in.
         return frozen + 4 * trained, 4 * trained, size.moments * trained
 
@@ -189,16 +194,23 @@ class FsdpCosts(EngineCosts):
         return case.exposed_s(gather_s, layer.both.forward_s)
 
     def degrees(self, request: SearchRequest) -> Iterator[dict[str, Any]]:
-        # Sharded over all devices, or within a node and replicated over nodes, whose network is slower.
-        for dp_shard in sorted({request.num_gpus, min(request.num_gpus, request.hardware.gpus_per_node)}):
-            if request.num_gpus % dp_shard:
-                continue
-            degrees = {"dp_shard": dp_shard, "dp_replicate": request.num_gpus // dp_shard}
-            for compiles in (False,) if not_compiled(request) else (False, True):
-                for recompute in ("none", "selective", "full"):
-                    for reshard in (True, False) if dp_shard > 1 else (True,):
-                        variant = {"recompute": recompute, "reshard_after_forward": reshard, "compile": compiles}
-                        yield {**degrees, **variant}
+        for split in _splits(request):
+            together = split["tp"] * split["cp"]
+            # Sharded over all devices, or within a node and replicated over nodes, whose network is slower.
+            of_node = max(1, min(request.num_gpus, request.hardware.gpus_per_node) // together)
+            for dp_shard in sorted({request.num_gpus // together, of_node}):
+                if request.num_gpus % (together * dp_shard) == 0:
+                    replicas = request.num_gpus // (together * dp_shard)
+                    yield from self._variants(request, {**split, "dp_shard": dp_shard, "dp_replicate": replicas})
+
+    def _variants(self, request: SearchRequest, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
+        compiles_too = not not_compiled(request) and degrees["cp"] == 1
+        for compiles in (False, True) if compiles_too else (False,):
+            for recompute in ("none", "selective", "full"):
+                for reshard in (True, False) if degrees["dp_shard"] * degrees["cp"] > 1 else (True,):
+                    variant = {"recompute": recompute, "reshard_after_forward": reshard, "compile": compiles}
+                    yield {**degrees, **variant}
+            if degrees["tp"] == 1:
                 yield {**degrees, "recompute": "full", "cpu_offload": True, "compile": compiles}
 
 
@@ -218,7 +230,7 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     # A tower's layers are groups like those of text, and as a rule smaller.
     in_tower, frozen = layers_of_tower(shape), frozen_parts(shape, case.workload)
     outside = outside_parameters(shape, stage, layout.tp) - in_tower
-    in_root = stage.has_head * (shape.head_parameters + shape.other_parameters - in_tower) / layout.tp
+    in_root = stage.has_head * (shape.head_parameters / layout.tp + shape.other_parameters - in_tower)
     if shape.tied_embeddings or not case.software.separate_embedding:
         in_root = outside
     if adapter:
@@ -228,11 +240,12 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     root_learns, outside_learns = min(saved, in_root), min(saved, outside)
     of_layers = case.trained(stage).total - (0.0 if adapter else in_tower - frozen.tower_layers)
     layer_learns = (of_layers - outside_learns) / stage.num_layers
+    in_layers = _held(case, stage).total - in_tower - outside
     if adapter is None:
-        held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total - in_tower
-        gathered = size * (held - outside) / stage.num_layers
+        gathered = size * in_layers / stage.num_layers
     else:
-        gathered = gathered_layer_bytes(shape, adapter, size)
+        whole = shape.num_parameters - in_tower - outside_parameters(shape, stage, 1)
+        gathered = in_layers / whole * gathered_layer_bytes(shape, adapter, size)
     groups = (
         _Group(gathered, layer_learns),
         _Group(size * in_root, root_learns),
@@ -243,6 +256,36 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     # One process copies only what it has to cast, not what is frozen or computed with as it is.
     layer, root, embedding = (_Group(size * _is_copied(case) * one.learning, one.learning) for one in groups)
     return layer, root, embedding
+
+
+def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
+    """Yield the degrees worth searching by which a model's matrices, or a row's tokens, are split, (1, 1) first.
+
+    Left out are those that span nodes, and `cp` that does not divide the attention heads of a process.
+    """
+    shape, workload = request.shape, request.workload
+    most = min(request.num_gpus, request.hardware.gpus_per_node)
+    heads = {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
+    is_tried = workload.precision != "fp8" and not (
+        workload.predicts_ahead or workload.scores_documents or workload.pictures
+    )
+    splits_matrices = is_tried and workload.adapter is None and workload.state_bytes == StateBytes()
+    most_tp = most if splits_matrices else 1
+    most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK) if is_tried else 1
+    for tp in _powers_of_two(most_tp):
+        for cp in _powers_of_two(min(most_cp, most // tp)):
+            if cp == 1 or all(number % (tp * cp) == 0 for number in heads):
+                yield {"tp": tp, "cp": cp}
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(max(1, most).bit_length())]
+
+
+def _held(case: StepCase, stage: PipelineStage) -> RankParameters:
+    """Count the parameters of one process rank before they are sharded."""
+    layout = case.layout
+    return rank_parameters(case.shape, stage, layout.tp, layout.ep, case.engine.expert_split(layout))
 
 
 def _is_copied(case: StepCase) -> bool:
@@ -262,7 +305,7 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
     if case.workload.optimizer != "muon":
         return 0.0
     shape, layout = case.shape, case.layout
-    held = rank_parameters(shape, stage, layout.tp, layout.ep, layout.etp).total
+    held = _held(case, stage).total
     # Two norms a layer, and the last one before the head.
     norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
     positions = shape.position_parameters * stage.has_embedding

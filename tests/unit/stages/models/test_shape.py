@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from stages.planner.activations import kept_bytes_per_token
 from stages.planner.adapted import PlannedAdapter
 from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
+from stages.planner.split import split_values
 from stages.planner.workload import Workload
 from tests.zoo.models import tiny_config
 from tests.zoo.planning import MOST_FLOPS_ERROR, built, forward_flops
@@ -142,6 +144,8 @@ def test_formulas_and_walks_agree(family, fields):
     assert (found.num_experts, found.experts_per_token) == (expected.num_experts, expected.experts_per_token)
     assert found.dense_layers == expected.dense_layers
     assert found.kv_cache_bytes(7, 2, 1) == expected.kv_cache_bytes(7, 2, 1)
+    assert found.has_split_plan == expected.has_split_plan == (family in ROTARY_FAMILIES)
+    assert split_values(found) == pytest.approx(split_values(expected))
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -222,13 +226,14 @@ def test_layers_keep_as_many_bytes_by_formulas_as_by_walks(family, fields):
     shapes = walk(config), ModelFacts(config.to_dict()).shape
     # Formulas take the inputs that adapters keep at the mean width of dense layers and mixtures, which differ here.
     adapters = (None,) if "mlp_only_layers" in fields else (None, PlannedAdapter(rank=4))
-    for adapter in adapters:
+    # Adapters go with no split matrices here.
+    for adapter, layout in ((None, Layout(tp=2)), *product(adapters, [Layout()])):
         workload = Workload(64, 64, "bf16", adapter=adapter)
         found, expected = (
-            kept_bytes_per_token(StepCase(shape, COSTS["fsdp"], Layout(), workload, COSTS["fsdp"].program(Layout())))
+            kept_bytes_per_token(StepCase(shape, COSTS["fsdp"], layout, workload, COSTS["fsdp"].program(layout)))
             for shape in shapes
         )
-        assert found == pytest.approx(expected, rel=0.1), adapter
+        assert found == pytest.approx(expected, rel=0.1), (adapter, layout)
 
 
 def test_a_walked_model_is_refused_by_megatron():

@@ -100,6 +100,10 @@ ILLEGAL = [
         ["ep 3 does not divide dp_shard 2 × cp 2 = 4 processes", "the nearest that does: ep 2"],
     ),
     (
+        {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", has_split_plan=False)},
+        ["tp 2, but Transformers has no plan of tensor parallelism for lfm2", "set `tp: 1`, and `dp_shard: 4`"],
+    ),
+    (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
         ["cp 2", "layers of lfm2 (0) carry a state", "set `cp: 1`, and `dp_shard: 4`"],
     ),

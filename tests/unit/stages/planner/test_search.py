@@ -10,6 +10,7 @@ from stages.models.known_models import KNOWN
 from stages.models.tower import Tower, TowerBytes
 from stages.parallel.layout import Layout
 from stages.parallel.legality import is_legal
+from stages.planner.adapted import PlannedAdapter
 from stages.planner.compilation import not_compiled
 from stages.planner.costs import SearchRequest
 from stages.planner.explain import near_misses, planned_pictures, what_limits
@@ -166,6 +167,25 @@ def test_seventy_billion_parameters_on_a_thousand_devices_take_under_two_seconds
     result = search(SearchRequest(KNOWN["llama3 70b"], Workload(4096, 1024), HARDWARE["h100-80gb"], 1024))
     assert result.best is not None
     assert time.process_time() - start < 2
+
+
+def test_long_rows_are_shared_by_tokens_and_matrices_where_the_engine_can():
+    h100 = HARDWARE["h100-80gb"]
+    long = SearchRequest(KNOWN["llama3 8b"], Workload(65536, 8), h100, 8, engines=("fsdp",))
+    assert search(long).best.layout.cp > 1
+    degrees = {(layout.tp, layout.cp) for _, layout in legal_layouts(long)}
+    assert degrees == {(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8}
+    shorter = replace(long, workload=Workload(2048, 8))
+    assert {layout.cp for _, layout in legal_layouts(shorter)} == {1, 2}
+    adapted = replace(long, workload=replace(long.workload, adapter=PlannedAdapter(8)))
+    unplanned = replace(long, shape=replace(long.shape, has_split_plan=False))
+    for request in (adapted, unplanned):
+        assert {layout.tp for _, layout in legal_layouts(request)} == {1}
+    scored = replace(long, workload=replace(long.workload, scores_documents=True))
+    assert {(layout.tp, layout.cp) for _, layout in legal_layouts(scored)} == {(1, 1)}
+    # A compiled layer is no single graph around an exchange of heads, and split weights stay on their devices.
+    assert not any(layout.compile and layout.cp > 1 for _, layout in legal_layouts(long))
+    assert not any(layout.cpu_offload and layout.tp > 1 for _, layout in legal_layouts(long))
 
 
 def test_with_less_room_another_is_the_best(found):
