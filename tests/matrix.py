@@ -93,9 +93,12 @@ CAPABILITIES = (
         "published models that see, on a GPU",
     ),
     Capability(
-        "rows with videos: SFT, DPO, KTO, distill",
-        ("tests/unit/stages/kinds/train/test_videos.py",),
-        not_run="GPUs; servers, published models that see videos",
+        "videos and sounds: SFT, DPO, KTO, distill, serving",
+        (
+            *("tests/unit/stages/kinds/train/test_videos.py", "tests/unit/stages/kinds/train/test_sounds.py"),
+            *("tests/pipeline/test_serve_media.py", "tests/unit/stages/serving/test_media_requests.py"),
+        ),
+        not_run="GPUs; published models that watch or hear; other families served with videos or sounds",
     ),
     Capability(
         "GRPO with vLLM and synchronised weights",

@@ -152,7 +152,7 @@ def _watched(server: Server, stack: ExitStack) -> threading.Event:
 
 def _backend(server: Server, version: RegisteredVersion) -> Backend:
     naming = naming_of(version) if server.spec.swaps_adapters else None
-    return Backend(server.address, naming, ServedVersion(version.name, version.number), server.spec.max_images)
+    return Backend(server.address, naming, ServedVersion(version.name, version.number), server.spec.limits)
 
 
 def swapping_spec(version: RegisteredVersion, idle: Path) -> LaunchSpec:

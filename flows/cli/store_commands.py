@@ -301,6 +301,22 @@ class Temperature(click.FloatRange):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Picture before the first question of each conversation; may be given several times.",
 )
+@click.option(
+    "--video",
+    "videos",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Video before the first question of each conversation, after the pictures; may be given several times.",
+)
+@click.option(
+    "--audio",
+    "sounds",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Sound before the first question of each conversation, after other media; may be given several times.",
+)
 def chat(
     artifact: str,
     beside: str | None,
@@ -308,6 +324,8 @@ def chat(
     max_tokens: int | None,
     system: str | None,
     images: tuple[Path, ...],
+    videos: tuple[Path, ...],
+    sounds: tuple[Path, ...],
 ) -> None:
     """Talk to a model in the terminal: an artifact, a serve stage's model, or a champion.
 
@@ -317,7 +335,8 @@ def chat(
     options = ["--chat"]
     for name, value in (("temperature", temperature), ("max-tokens", max_tokens), ("system", system)):
         options += [] if value is None else [f"--{name}={value}"]
-    options += [f"--image={image}" for image in images]
+    for kind, files in (("image", images), ("video", videos), ("audio", sounds)):
+        options += [f"--{kind}={file}" for file in files]
     served = _what_to_serve(artifact, is_trial=True)
     if beside is not None:
         second = _what_to_serve(beside, is_trial=True)

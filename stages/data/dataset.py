@@ -22,14 +22,12 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.core.contract import StrictModel
 from stages.data.batch import IGNORED, Batch, Documents
-from stages.data.media.images import as_png_address
+from stages.data.media.addresses import as_address
 from stages.data.media.prompts import PicturePrompt
 from stages.data.media_reference import MediaReference, of_records
 from stages.models.recorded import ToolPrompt
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from stages.data.media.folder import MediaFolder
     from stages.models.media import MediaKind, Medium, Sampling
     from stages.models.processor import MediaProcessor
@@ -247,20 +245,18 @@ class PackedDataset:
 
     @property
     def prompts(self) -> tuple[ToolPrompt, ...]:
-        """Prompts with tools or pictures, of few bytes in all. Raises DataError if a picture has changed."""
+        """Prompts with tools or media, of few bytes in all. Raises DataError if a medium has changed."""
         prompts, left = list(self.about.tool_prompts), MOST_PICTURE_BYTES
         for recorded in self.about.picture_prompts:
-            if {media.kind for media in recorded.media} != {"image"}:
-                continue
-            pictures = [as_png_address(self._image(media)) for media in recorded.media]
+            pictures = [*map(self._address, recorded.media)]
             if (num_bytes := sum(map(len, pictures))) <= left:
                 left -= num_bytes
                 prompts.append(recorded.prompt.model_copy(update={"pictures": pictures}))
         return tuple(prompts)
 
-    def _image(self, reference: MediaReference) -> Image:
+    def _address(self, reference: MediaReference) -> str:
         assert self._media_folder, "opened without the folder of its media"
-        return self._media_folder.load_image(reference)
+        return as_address(self._media_folder.load(reference, self._processor))
 
     def num_row_targets(self, row_indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of tokens with loss in each of the given packed rows, int64 [rows]."""

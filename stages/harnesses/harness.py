@@ -18,6 +18,7 @@ from pydantic import Field, JsonValue, PositiveInt
 
 from stages.core.contract import StageContext
 from stages.core.fields import StrictModel
+from stages.models.media import MediaKind
 from stages.rewards.judge import RatingConfig
 from stages.serving.config import StopTexts
 from stages.serving.served_models import ServedModel
@@ -38,7 +39,8 @@ class Evaluation:
     """Request to a harness for an evaluation, as the recipe states it.
 
     limit: samples of each task; None for all. num_fewshot, seed: None leaves them to task and harness. max_images: most
-    pictures in a question that the server takes, 0 for a model that reads text alone; None if not known yet.
+    media of a kind in a question that the server takes, 0 for a model that reads text alone; media_kinds: that it
+    takes; None if not known yet.
     """
 
     harness: str
@@ -53,6 +55,7 @@ class Evaluation:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     judge: RatingConfig | None = None
     max_images: int | None = None
+    media_kinds: frozenset[MediaKind] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Pictures of an evaluation's questions: found and checked as those of training, sent inside of requests, never stored.
+"""Media of an evaluation's questions: found and checked as those of training, sent inside of requests, never stored.
 
-Samples keep references (`media`: path in the task folder, digest, size), and digests where a row held pixels.
+Samples keep references (`media`: path in the task folder, digest, size), and digests where a row held them itself.
 """
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from stages.core.contract import StageInput
 from stages.core.errors import DataError, EvaluationError
 from stages.data.files import RowLocation
 from stages.data.media import embedded
+from stages.data.media.addresses import file_address
 from stages.data.media.embedded import embedded_bytes
 from stages.data.media.folder import MediaFolder
-from stages.data.media.images import as_data_address
 from stages.data.media.requests import openai_messages
 from stages.data.media.rows import TAG, with_media
 from stages.data.media_reference import MediaKind, MediaReference
 from stages.data.messages import Conversation, Document, PlainText, RowError, make_message, texts_of
+from stages.models.media import NOUNS
 
+PICTURES: frozenset[MediaKind] = frozenset({"image"})
 Address = Callable[[MediaReference], str]
 """Function that returns a picture's `data:` address."""
 MEDIA = "media"
@@ -64,8 +67,9 @@ class QuestionPictures:
             return False
 
     def data_address(self, reference: MediaReference) -> str:
+        """Return a medium as a `data:` address: a picture's as it is seen, else the file's, which servers measure."""
         data = self._kept.get(reference.sha256) if not reference.path else None
-        return self._folder.data_address(reference) if data is None else as_data_address(data)
+        return file_address(reference.kind, self._folder.encoded(reference) if data is None else data)
 
 
 def task_folder_of(evaluation: Path) -> Path | None:
@@ -98,25 +102,33 @@ def recorded_question(sample: Mapping[str, Any], evaluation: Path) -> tuple[Docu
     if folder is None:
         raise EvaluationError(f"reading the pictures of {evaluation.name}: it does not say in which folder they are")
     pictures = _RecordedPictures(folder)
-    columns = {"images": [MediaReference(**one) for one in sample[MEDIA]]}
+    media = [MediaReference(**one) for one in sample[MEDIA]]
+    if other := next((one.kind for one in media if one.kind != "image"), None):
+        raise EvaluationError(f"a question of {evaluation.name} has a {NOUNS[other]}, and judges see pictures alone")
+    columns = {"images": media}
     (asked,) = with_media((Conversation([make_message("user", text)]),), columns, pictures)
     return asked, pictures.data_address
 
 
-def check_question(asked: Conversation, max_images: int | None) -> None:
-    """Raise RowError for what is no picture, a tag without one, or more than a server takes (None: not known yet)."""
-    num_images = len(asked.media)
-    if other := next((medium.kind for medium in asked.media if medium.kind != "image"), None):
-        raise RowError(f"has {other}, of which no question is asked yet; expected pictures and text")
+def check_question(asked: Conversation, max_images: int | None, kinds: Collection[MediaKind] | None = PICTURES) -> None:
+    """Raise RowError for a kind that a server does not take, more of one than it takes, or a tag without a medium.
+
+    max_images, kinds: None if not known yet.
+    """
+    counts = Counter(medium.kind for medium in asked.media)
+    if kinds is not None and (others := [kind for kind in counts if kind not in kinds]):
+        taken = " and ".join(f"{NOUNS[kind]}s" for kind in kinds) or "no media"
+        raise RowError(f"has {others[0]}, and {taken} are asked about; leave it out, or see the page of serve stages")
     tags = (TAG.search(text) for message in asked.messages for text in texts_of(message))
     if left := next((tag[0] for tag in tags if tag), None):
         raise RowError(f"has `{left}` in its text, and no such medium; expected one for each, or no tag")
-    if max_images is None or num_images <= max_images:
+    kind, most = max(counts.items(), key=lambda one: one[1], default=("image", 0))
+    if max_images is None or most <= max_images:
         return
     if not max_images:
         raise RowError(TEXT_ALONE)
     raise RowError(
-        f"has {num_images} pictures, and the server takes at most {max_images} in one request; raise "
+        f"has {most} {NOUNS[kind]}s, and the server takes at most {max_images} in one request; raise "
         "`serving.max_images`"
     )
 

@@ -61,6 +61,27 @@ class SoundSize:
         return -(-self.num_samples * rate // self.sample_rate)  # rounded up, as librosa does
 
 
+@dataclass(frozen=True)
+class TakenFrames:
+    """Frames of a video that a model's server takes: `fps` a second of the video, within bounds."""
+
+    fps: float
+    min_frames: int
+    max_frames: int
+
+    def count(self, size: VideoSize) -> int:
+        """Return the number of a video's frames that are taken."""
+        return min(max(int(size.seconds * self.fps), self.min_frames), self.max_frames, size.num_frames)
+
+
+@dataclass(frozen=True)
+class HeardSound:
+    """Sounds that a model's server takes: at this rate, in samples a second, and at most so long."""
+
+    sample_rate: int
+    max_seconds: float
+
+
 MediaSize = tuple[int, int] | VideoSize | SoundSize
 """Size of a medium; of a picture its width and height in pixels, as it is shown."""
 
@@ -80,11 +101,11 @@ class Video:
 
 @dataclass(frozen=True)
 class Sound:
-    """Sound as a model takes it: float32 [samples] of one channel, at the rate of its processor. encoded: its file."""
+    """Sound as a model takes it: float32 [samples] of one channel, at the rate of its processor. size: of its file."""
 
     size: SoundSize
     samples: NDArray[np.float32]
-    encoded: bytes
+    sample_rate: int
 
 
 Medium: TypeAlias = "Image | Video | Sound"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.core.errors import DataError, LifecycleError, ModelError
+from stages.core.files import read_json_object
 from stages.models import loading
 from stages.models.facts import PROCESSOR_FILES
 from stages.models.media import (
@@ -303,7 +304,8 @@ class MediaProcessor:
             numbers = self.frames(size)
             return Video(size, noise(len(numbers), size.height, size.width, 3), numbers, b"")
         if isinstance(size, SoundSize):
-            return Sound(size, noise(size.num_samples_at(self.sample_rate)).astype(np.float32) / 128 - 1, b"")
+            rate = self.sample_rate
+            return Sound(size, noise(size.num_samples_at(rate)).astype(np.float32) / 128 - 1, rate)
         return fromarray(noise(size[1], size[0], 3))
 
     @cached_property
@@ -515,6 +517,18 @@ class MediaProcessor:
 def reads_media(folder: Path) -> bool:
     """Return whether a model folder has a processor of media beside its tokenizer."""
     return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def settings_of(kind: MediaKind, folder: Path) -> dict[str, Any] | None:
+    """Return the settings of what takes a kind of media in a model folder, from its files; None if nothing does."""
+    whole, of_pictures, of_videos = (folder / name for name in PROCESSOR_FILES)
+    found = read_json_object(whole).get(PARTS[kind]) if whole.is_file() else None
+    own = of_videos if kind == "video" else of_pictures
+    if found or not own.is_file():
+        return found
+    settings = read_json_object(own)
+    # One file is of a processor of pictures, or of sounds.
+    return settings if kind == "video" or ("sampling_rate" in settings) == (kind == "audio") else None
 
 
 def scales_to_pixels(image_processor: Any) -> bool:

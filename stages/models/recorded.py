@@ -3,14 +3,14 @@
 `log_probabilities.json` holds documents with token ids and targets (below 0: none), their log-probabilities in nats,
 the likeliest token at each target, and their pictures; and for each dataset with tools a prompt, which servers have to
 render to the same tokens. `trained_on.json` in the model's folder is copied with it, and says whether it learned
-conversations or plain texts, and on which date.
+conversations or plain texts, from which media, and on which date.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import Field
 from stages.core.errors import ModelError
 from stages.core.fields import StrictModel
 from stages.core.files import write_atomically
+from stages.models.media import MediaKind
 
 RECORD = "log_probabilities.json"
 TOOL_PROMPTS, PICTURE_PROMPTS = "differing_tool_prompts", "differing_picture_prompts"
@@ -43,7 +44,7 @@ class RecordedDocument:
 
     `targets[i]` is the token after `input_ids[i]`, or below 0 where nothing was learned. log_probability: of all
     targets together, in nats; log_probabilities and greedy (likeliest tokens): of each, [] in old records. pictures: in
-    order, each as a `data:` address of a PNG file; the tokens that stand for them are in `input_ids`.
+    order, each as a `data:` address by `as_address`; the tokens that stand for them are in `input_ids`.
     """
 
     input_ids: list[int]
@@ -182,12 +183,17 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(found) / max(1, len(found))
 
 
-TRAINED_ON_FILE = "trained_on.json"
+TRAINED_ON_FILE, MEDIA = "trained_on.json", "media"
 
 
-def note_trained_on(folder: Path, *, conversations: bool, template_date: date | None = None) -> None:
-    """Write beside a model's weights, to be copied, whether it learned conversations. template_date: None: default."""
-    noted = {"conversations": conversations}
+def note_trained_on(
+    folder: Path, *, conversations: bool, template_date: date | None = None, media: Collection[MediaKind] = ()
+) -> None:
+    """Write beside a model's weights, to be copied, whether it learned conversations, and which media.
+
+    template_date: None: default.
+    """
+    noted = {"conversations": conversations, **({MEDIA: sorted(media)} if media else {})}
     dated = {"template_date": template_date.isoformat()} if template_date else {}
     write_atomically(folder / TRAINED_ON_FILE, json.dumps({**noted, **dated}))
 
@@ -203,6 +209,12 @@ def trained_on_conversations(folder: Path) -> bool | None:
     """Return whether the model was trained on conversations; None for one that was trained elsewhere."""
     noted = folder / TRAINED_ON_FILE
     return bool(json.loads(noted.read_text())["conversations"]) if noted.is_file() else None
+
+
+def trained_on_media(folder: Path) -> frozenset[MediaKind]:
+    """Return the kinds of media that the model, or adapter, in a folder learned from."""
+    noted = folder / TRAINED_ON_FILE
+    return frozenset(json.loads(noted.read_text()).get(MEDIA, ()) if noted.is_file() else ())
 
 
 def is_asked_as_chat(folder: Path) -> bool:

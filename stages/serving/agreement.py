@@ -18,7 +18,8 @@ from pathlib import Path
 from stages.core.errors import ModelError, ServerError
 from stages.core.lines import counted
 from stages.core.redaction import quoted
-from stages.data.media.images import PictureError, from_data_address, inspect_picture
+from stages.data.media.addresses import size_of_address
+from stages.models.media import MediaError
 from stages.models.processor import MediaProcessor
 from stages.models.recorded import (
     PICTURE_PROMPTS,
@@ -132,13 +133,14 @@ class _Asked:
         with_pictures = [one for one in documents if one.pictures]
         if not with_pictures or address is None:
             return cls(engine, address, of_text, {})
-        kept = [(one, _seen(one, spec)) for one in with_pictures if len(one.pictures) <= spec.max_images]
+        kept = [(one, _seen(one, spec)) for one in with_pictures if spec.takes(one.pictures)]
         found = [(one, seen) for one, seen in kept if seen]
         if len(found) < len(with_pictures):
             warn(
                 f"{len(with_pictures) - len(found)} of {counted(len(with_pictures), 'recorded document')} with "
-                f"pictures cannot be compared: more than {spec.max_images} pictures (`serving.max_images`), videos, "
-                "or tokens that no text has"
+                f"media cannot be compared: more than {spec.max_images} of a kind (`serving.max_images`), kinds that "
+                "the model is not served with, or tokens that no text has"
+                + (f"; {spec.limits.unseen}" if spec.limits.unseen else "")
             )
         seen = {len(of_text) + place: seen for place, (_, seen) in enumerate(found)}
         return cls(engine, address, [*of_text, *(one for one, _ in found)], seen)
@@ -153,14 +155,12 @@ class _Asked:
 
 
 def _seen(document: RecordedDocument, spec: LaunchSpec) -> SeenDocument | None:
-    if not all(address.startswith("data:image/") for address in document.pictures):
-        return None
     processor = _processor_of(spec.model, spec.serving.trust_remote_code)
     try:
-        found = [inspect_picture(from_data_address(address), by_header=True) for address in document.pictures]
-    except PictureError as error:
-        raise ModelError(f"a picture that training recorded {error}; train the stage again with --force") from error
-    prompt = processor.collapsed(document.tokens, [(size.width, size.height) for size in found])
+        sizes = [*map(size_of_address, document.pictures)]
+    except MediaError as error:
+        raise ModelError(f"a medium that training recorded {error}; train the stage again with --force") from error
+    prompt = processor.collapsed(document.tokens, sizes)
     return SeenDocument(document.tokens, prompt, document.pictures) if prompt else None
 
 
@@ -210,11 +210,7 @@ def _differing_prompts(
 ) -> int | None:
     """Count recorded prompts that the server tokenizes differently; None if none could be compared."""
     engine, kind = engine_of(spec.engine), "pictures" if any(prompt.pictures for prompt in prompts) else "tools"
-    compared = [
-        prompt
-        for prompt in prompts
-        if len(prompt.token_ids) < context_tokens and len(prompt.pictures) <= spec.max_images
-    ]
+    compared = [prompt for prompt in prompts if len(prompt.token_ids) < context_tokens and spec.takes(prompt.pictures)]
     if not compared or not engine.capabilities.prompt_token_ids:
         if prompts:
             cause = (

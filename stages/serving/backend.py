@@ -18,6 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from stages.remote.http import Answer, Expected, ask_aiohttp, server_headers
+from stages.serving.pictures import Limits
 from stages.serving.tally import ServedVersion
 
 SESSION_HEADER = "X-Session-Id"
@@ -72,7 +73,7 @@ class Backend:
     """Backend of the proxy (an engine, or one model in it), with the number of requests that it is answering.
 
     naming: None for an engine whose names are public. version: None if no versions are compared; so they pass unread.
-    max_images: largest number of pictures in a request; 0 for a model that reads text alone.
+    limits: largest numbers of media in a request.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class Backend:
         address: EngineAddress,
         naming: Naming | None = None,
         version: ServedVersion | None = None,
-        max_images: int = 0,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
     ):
         self.address = address
         self.naming = naming
         self.version = version
-        self.max_images = max_images
+        self.limits = limits
         self.is_gone = False
         self.num_requests = 0
         self.idle = threading.Event()

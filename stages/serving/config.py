@@ -54,7 +54,9 @@ class ServingConfig(StrictModel):
         "Without one, requests with tools are refused.",
     )
     max_images: Annotated[PositiveInt | None, AddedLater()] = Field(
-        None, description="Largest number of pictures in one request, for a model that sees. Default: 4."
+        None,
+        description="Largest number of pictures in one request, for a model that sees; and of videos and sounds each, "
+        "for one that learned from them. Default: 4.",
     )
     arguments: Annotated[dict[str, JsonValue], AddedLater()] = Field(
         default_factory=dict,

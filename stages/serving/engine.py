@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,11 +27,14 @@ from stages.core.contract import StrictModel
 from stages.core.errors import ModelError, RecipeError
 from stages.core.files import write_atomically
 from stages.core.redaction import shortened
+from stages.data.media.addresses import kind_of_address
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection, matches
-from stages.models.processor import reads_media
-from stages.models.recorded import Predicted
+from stages.models.media import HeardSound, MediaKind, TakenFrames
+from stages.models.processor import reads_media, settings_of
+from stages.models.recorded import Predicted, trained_on_media
 from stages.serving.config import DEFAULT_MAX_IMAGES, BenchmarkConfig, ServingConfig, Speculation, SpeculationMethod
+from stages.serving.pictures import Limits
 
 if TYPE_CHECKING:  # their HTTP imports would slow every plan
     from stages.remote.http import Answer
@@ -116,8 +119,18 @@ class LaunchSpec(StrictModel):
 
     @cached_property
     def max_images(self) -> int:
-        """Largest number of pictures in one request; 0 for a model that reads text alone."""
+        """Largest number of media of each kind in one request; 0 for a model that reads text alone."""
         return max_images_of(self.model, self.serving)
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Largest numbers of media in one request: of videos and sounds, if the model or an adapter learned them."""
+        return limits_of(self.model, self.folders.values(), self.serving)
+
+    def takes(self, addresses: Sequence[str]) -> bool:
+        """Return whether the model takes these media, given as `data:` addresses, in one request."""
+        kinds = [*map(kind_of_address, addresses)]
+        return all(kinds.count(kind) <= self.limits.of(kind) for kind in kinds)
 
     def asking(self, name: str) -> LaunchSpec:
         """Return a copy of the launch spec whose default name in requests is `name`, of the model or of an adapter."""
@@ -172,9 +185,9 @@ LATER = UncheckedOptions("is asked when it runs")
 
 @dataclass(frozen=True)
 class SeenDocument:
-    """Document with pictures. tokens: of the trainer; prompt: the same, with a placeholder for each picture's tokens.
+    """Document with media. tokens: of the trainer; prompt: the same, with a placeholder for each medium's tokens.
 
-    pictures: `data:` addresses, in order.
+    pictures: `data:` addresses of media, in order.
     """
 
     tokens: list[int]
@@ -182,12 +195,52 @@ class SeenDocument:
     pictures: list[str]
 
 
+PLACED_ALIKE = ("Qwen3VLVideoProcessor",)
+"""Processors of videos after which vLLM numbers places as Transformers does, and takes the same frames."""
+PLACED_OTHERWISE = (
+    "vLLM is not known to read a video as training did, but for Qwen3-VL with `media.fps` of at most 30 and "
+    "`media.max_frames` of at most 768 (after one, it numbers the places of Qwen2-VL and Qwen2.5-VL otherwise)"
+)
+LEAST_FRAMES, MOST_FRAMES, MOST_FRAMES_A_SECOND = 4, 768, 30
+"""Bounds of the frames that vLLM takes of a video, whatever its processor says."""
+MOST_SECONDS = 300
+"""Largest number of seconds of a sound in a request to a model whose processor has no bound."""
 WeightFiles = Literal["safetensors", "gguf"]
 
 
 def max_images_of(model: Path, serving: ServingConfig) -> int:
-    """Return the largest number of pictures in one request; 0 for a model folder that reads text alone."""
+    """Return the largest number of media of each kind in one request; 0 for a model that reads text alone."""
     return (serving.max_images or DEFAULT_MAX_IMAGES) if reads_media(model) else 0
+
+
+def limits_of(model: Path, learned: Iterable[Path], serving: ServingConfig) -> Limits:
+    """Return the limits of requests to a model folder. learned: folders of all that is served: model and adapters."""
+    most = max_images_of(model, serving)
+    if not most:
+        return Limits()
+    kinds = frozenset[MediaKind]().union(*map(trained_on_media, learned))
+    frames = _taken_frames(settings_of("video", model) or {}) if "video" in kinds else None
+    return Limits(
+        most,
+        images=settings_of("image", model) is not None,
+        frames=frames,
+        unseen=PLACED_OTHERWISE if "video" in kinds and frames is None else None,
+        heard=_heard(settings_of("audio", model) or {}) if "audio" in kinds else None,
+    )
+
+
+def _taken_frames(processor: Mapping[str, Any]) -> TakenFrames | None:
+    """Return the frames that vLLM takes by a processor's settings as training does; None where it would not."""
+    rate, least, most = (processor.get(name) for name in ("fps", "min_frames", "max_frames"))
+    taken = TakenFrames(rate or 0, least or LEAST_FRAMES, most or MOST_FRAMES)
+    is_alike = processor.get("video_processor_type") in PLACED_ALIKE and not processor.get("num_frames")
+    within = 0 < taken.fps <= MOST_FRAMES_A_SECOND and taken.max_frames <= MOST_FRAMES
+    return taken if is_alike and within else None
+
+
+def _heard(extractor: Mapping[str, Any]) -> HeardSound | None:
+    rate = extractor.get("sampling_rate")
+    return HeardSound(rate, extractor.get("chunk_length") or MOST_SECONDS) if rate else None
 
 
 @dataclass(frozen=True)

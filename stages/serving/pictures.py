@@ -1,17 +1,23 @@
-"""Check of the pictures in chat requests, before an engine sees them: nothing is fetched, and all is bounded.
+"""Check of the media in chat requests, before an engine sees them: nothing is fetched, and all is bounded.
 
-A picture is OpenAI's part {type: image_url, image_url: {url}} with a `data:` address; an engine would also fetch
-addresses of the web and read files. What is passed on is what was checked: parsed and written again.
+A picture is OpenAI's part {type: image_url, image_url: {url}} with a `data:` address, a video one of `video_url`, a
+sound one of `audio_url` or OpenAI's `input_audio`; an engine would also fetch addresses of the web and read files. A
+video is measured as one of a row, and decoded by the engine; a sound is decoded here, as training does, and goes on at
+the model's rate. What is passed on is what was checked: parsed and written again.
 """
 
 import json
 import re
-from collections.abc import Iterator
-from itertools import count
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from stages.core.redaction import quoted
-from stages.data.media.images import PictureError, as_data_address, from_data_address
+from stages.data.media import sounds, videos
+from stages.data.media.addresses import sound_address, video_address
+from stages.data.media.folder import MOST_BYTES
+from stages.data.media.images import as_data_address, from_data_address
+from stages.models.media import KINDS, NOUNS, HeardSound, MediaError, MediaKind, TakenFrames
 from stages.serving.exchange import json_object
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -19,17 +25,65 @@ MAX_BODY_BYTES = 64 * 2**20
 MEDIA = re.compile(rb'"\w{0,32}(?:image|audio|video|file|embeds)\w{0,32}"|\\u00[4-7]|\0')
 """Pattern of request bodies that may hold media: their names, letters written as escapes, and other encodings."""
 TEXTS = ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
-ADDRESS = "data:image/"
 SHOWN_CHARACTERS = 60
-EXPECTED = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}'
+OPENAI_SOUND = "input_audio"
+"""Type of OpenAI's parts with sounds, whose base64 stands in no address."""
+PARTS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video", "audio_url": "audio", OPENAI_SOUND: "audio"}
+"""Kind of the media by a part's type."""
+EXPECTED: dict[MediaKind, str] = {
+    "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}',
+    "video": '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,…"}}',
+    "audio": '{"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,…"}}',
+}
+"""Parts of a message, by kind of their media."""
 
 
 class RefusedRequestError(ValueError):
     """Raised for a request that no engine may see; the message is for the client."""
 
 
-def checked(body: bytes, max_images: int) -> bytes:
-    """Return a chat request for the engine, with at most `max_images` pictures, decoded everywhere to the same pixels.
+@dataclass(frozen=True)
+class Limits:
+    """Largest number of media of each kind in a request, and what the served model takes of them.
+
+    most: 0 for a model that reads text alone. frames, heard: None for a model that takes no videos, or no sounds.
+    unseen: reason why a model that learned from videos is served without them.
+    """
+
+    most: int = 0
+    images: bool = True
+    frames: TakenFrames | None = None
+    heard: HeardSound | None = None
+    unseen: str | None = None
+
+    def of(self, kind: MediaKind) -> int:
+        """Return the largest number of media of a kind in a request."""
+        taken = {"image": self.images, "video": self.frames, "audio": self.heard}
+        return self.most if taken[kind] else 0
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """Kinds of media that the model takes."""
+        return frozenset(kind for kind in KINDS if self.of(kind))
+
+    @property
+    def expected(self) -> str:
+        """Kinds of parts that a message may have beside text, in words."""
+        return " or ".join(example for kind, example in EXPECTED.items() if self.of(kind))
+
+
+def address_for(kind: MediaKind, data: bytes, limits: Limits) -> str:
+    """Return an encoded medium as the `data:` address that an engine gets; raises MediaError for one out of bounds."""
+    if limits.frames and kind == "video":
+        videos.check_served(data, limits.frames)
+        return video_address(data)
+    if limits.heard and kind == "audio":
+        return sound_address(sounds.sound_as_heard(data, limits.heard))
+    return as_data_address(data)
+
+
+def checked(body: bytes, limits: Limits) -> bytes:
+    """Return a chat request for the engine, with no more media than `limits`, which it decodes as training does.
 
     Bodies without media are returned as they are. Raises RefusedRequestError.
     """
@@ -38,54 +92,64 @@ def checked(body: bytes, max_images: int) -> bytes:
     asked = json_object(body)
     if asked is None:
         raise RefusedRequestError("expected a JSON object in UTF-8")
-    numbers = count(1)
     messages = asked.get("messages")
     if not isinstance(messages, list):
         return body
-    kept = [_message(message, max_images, numbers) for message in messages]
+    counts: Counter[MediaKind] = Counter()
+    kept = [_message(message, limits, counts) for message in messages]
     return json.dumps({**asked, "messages": kept}).encode()
 
 
-def _message(message: Any, max_images: int, numbers: Iterator[int]) -> Any:
-    """Return a message with its pictures checked. numbers: 1, 2, … for the pictures of the request."""
+def _message(message: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
+    """Return a message with its media checked. counts: number of those of the request, by kind."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list | dict):
         return message
     content = message["content"]
     if isinstance(content, dict):
         raise RefusedRequestError("a message's `content` is an object; expected a text or a list of parts")
-    return {**message, "content": [_part(part, max_images, numbers) for part in content]}
+    return {**message, "content": [_part(part, limits, counts) for part in content]}
 
 
-def _part(part: Any, max_images: int, numbers: Iterator[int]) -> Any:
+def _part(part: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else None
+    name = part.get("type") if isinstance(part, dict) else None
     # With a `uuid`, vLLM reads the part's other fields whatever its type, or another request's picture.
-    if not isinstance(part, dict) or not isinstance(kind, str) or part.get("uuid") is not None:
-        raise RefusedRequestError(f"a part of a message is no text and no picture; expected {EXPECTED}")
-    if kind in TEXTS:
+    if not isinstance(part, dict) or not isinstance(name, str) or part.get("uuid") is not None:
+        raise RefusedRequestError(f"a part of a message is no text and no medium; {_expected(limits)}")
+    if name in TEXTS:
         return part
-    if kind != "image_url":
+    kind = PARTS.get(name)
+    if kind == "video" and limits.unseen:
+        raise RefusedRequestError(f"the request has a video, and {limits.unseen}")
+    if kind is None or not limits.of(kind):
+        raise RefusedRequestError(f"a message has a part of type {quoted(name, SHOWN_CHARACTERS)}; {_expected(limits)}")
+    counts[kind] += 1
+    if counts[kind] > limits.of(kind):
         raise RefusedRequestError(
-            f"a message has a part of type {quoted(kind, SHOWN_CHARACTERS)}; expected text"
-            + (f", or {EXPECTED}" if max_images else ": this model reads text alone")
+            f"the request has more than {limits.of(kind)} {NOUNS[kind]}s, the server's `max_images`; send fewer"
         )
-    number = next(numbers)
-    if number > max_images:
-        raise RefusedRequestError(
-            f"the request has more than {max_images} pictures, the server's `max_images`; send fewer"
-            if max_images
-            else "the request has a picture, and this model reads text alone"
-        )
-    return {"type": "image_url", "image_url": {"url": _address(part.get("image_url"), number)}}
+    address = _address(part.get(name), name, limits, counts[kind])
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": address}}
 
 
-def _address(holder: Any, number: int) -> str:
-    url = holder.get("url") if isinstance(holder, dict) else holder
-    if not isinstance(url, str) or not url.startswith(ADDRESS):
+def _expected(limits: Limits) -> str:
+    return f"expected text, or {limits.expected}" if limits.expected else "expected text: this model reads text alone"
+
+
+def _address(holder: Any, name: str, limits: Limits, number: int) -> str:
+    """Return the `data:` address of the medium in a part of type `name`, the number-th of its kind."""
+    kind = PARTS[name]
+    if name == OPENAI_SOUND and isinstance(holder, dict) and isinstance(holder.get("data"), str):
+        url: Any = f"data:audio/wav;base64,{holder['data']}"
+    else:
+        url = holder.get("url") if isinstance(holder, dict) else holder
+    if not isinstance(url, str) or not url.startswith(f"data:{kind}/"):
         shown = f"at {quoted(url, SHOWN_CHARACTERS)}" if isinstance(url, str) else "without an address"
-        raise RefusedRequestError(f"picture {number} is {shown}; nothing is fetched here: expected {EXPECTED}")
+        raise RefusedRequestError(
+            f"{NOUNS[kind]} {number} is {shown}; nothing is fetched here: expected {EXPECTED[kind]}"
+        )
     try:
-        return as_data_address(from_data_address(url))
-    except PictureError as error:
-        raise RefusedRequestError(f"picture {number} {error}") from error
+        return address_for(kind, from_data_address(url, MOST_BYTES[kind]), limits)
+    except MediaError as error:
+        raise RefusedRequestError(f"{NOUNS[kind]} {number} {error}") from error

@@ -210,14 +210,14 @@ class Proxy:
 
     @property
     def _max_body_bytes(self) -> int:
-        return MAX_BODY_BYTES_WITH_PICTURES if self._backend.max_images else MAX_BODY_BYTES
+        return MAX_BODY_BYTES_WITH_PICTURES if self._backend.limits.most else MAX_BODY_BYTES
 
     async def _inspected(self, request: web.BaseRequest, body: bytes) -> bytes:
         """Return a request's body for the engine, its pictures checked; raises RefusedRequestError."""
         if _path(request) != CHAT or (len(body) <= SHORT_BYTES and not MEDIA.search(body)):
             return body
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._inspector, checked, body, self._backend.max_images)
+        return await loop.run_in_executor(self._inspector, checked, body, self._backend.limits)
 
     @contextmanager
     def _under_way(self, key: str | None) -> Iterator[Backend]:

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from stages.serving.backend import Backend, EngineAddress
+from stages.serving.pictures import Limits
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, listening
 from stages.serving.waiting import RequestQueue
 
@@ -24,7 +25,7 @@ LAST_ANSWERS_TIMEOUT_S = 600.0
 
 def main() -> None:
     """Run the proxy until SIGTERM, then complete the running answers."""
-    engine = Backend(EngineAddress(Path(sys.argv[1])), max_images=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    engine = Backend(EngineAddress(Path(sys.argv[1])), limits=Limits(int(sys.argv[3]) if len(sys.argv) > 3 else 0))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     public = socket.create_server(("0.0.0.0", int(sys.argv[2])))  # noqa: S104 (a pod's; asks for the key)

@@ -1,25 +1,27 @@
-"""Conversations that training recorded, with tools or pictures, in the form of OpenAI's requests."""
+"""Conversations that training recorded, with tools or media, in the form of OpenAI's requests."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from stages.data.messages import THOUGHTS, with_calls_as
+from stages.models.media import KINDS
 from stages.models.recorded import RECORD, ToolPrompt, read_tool_prompts
+from stages.serving.engine import LaunchSpec
 
 
 def messages_of(prompt: ToolPrompt) -> list[dict[str, Any]]:
-    """Return a prompt's messages as clients send them, with its pictures in their places."""
+    """Return a prompt's messages as clients send them, with its media in their places."""
     return _as_client_sends(_with_pictures(prompt))
 
 
-def chats_with_pictures(artifact: Path, max_images: int) -> list[dict[str, Any]]:
-    """Return request fields of the recorded prompts with at most `max_images` pictures beside a model, if any."""
+def chats_with_pictures(artifact: Path, spec: LaunchSpec) -> list[dict[str, Any]]:
+    """Return request fields of the prompts with media recorded beside a model that its server takes, if any."""
     prompts = read_tool_prompts(artifact) if (artifact / RECORD).is_file() else []
     return [
         {"messages": messages_of(prompt), "chat_template_kwargs": prompt.variables}
         for prompt in prompts
-        if 0 < len(prompt.pictures) <= max_images
+        if prompt.pictures and spec.takes(prompt.pictures)
     ]
 
 
@@ -35,7 +37,8 @@ def _with_pictures(prompt: ToolPrompt) -> list[dict[str, Any]]:
 
 
 def _part(part: dict[str, Any], addresses: Iterator[str]) -> dict[str, Any]:
-    return part if part["type"] != "image" else {"type": "image_url", "image_url": {"url": next(addresses)}}
+    kind = f"{part['type']}_url"
+    return part if part["type"] not in KINDS else {"type": kind, kind: {"url": next(addresses)}}
 
 
 def _as_client_sends(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

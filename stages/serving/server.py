@@ -162,7 +162,7 @@ def started_server(
         # The proxy answers while the engine starts, so that early requests get an error instead of no connection.
         try:
             served = ServedVersion(spec.served_name, version) if version else None
-            backend = Backend(outside, version=served, max_images=spec.max_images)
+            backend = Backend(outside, version=served, limits=spec.limits)
             with listening(Proxy(backend, client.api_key), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:

@@ -17,7 +17,7 @@ from PIL import Image
 from stages.core.errors import ServerError
 from stages.data.media.images import PictureError, as_data_address, decode_picture
 from stages.hubs.builtin import qwen3_vl
-from stages.kinds.serve.chat import Conversation, chat, read_picture
+from stages.kinds.serve.chat import Conversation, chat, read_medium
 from stages.models.processor import MediaProcessor
 from stages.models.recorded import Predicted, RecordedDocument, ToolPrompt, write_record
 from stages.serving.agreement import compare_with_records
@@ -205,7 +205,7 @@ def test_a_chat_shows_pictures_of_files(server: Server, tmp_path: Path, monkeypa
     (tmp_path / "a.png").write_bytes(png(picture((32, 16))))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What number is drawn?\nand?\n"))
     conversation = Conversation(server.client, "sft", {"max_tokens": 2, "temperature": 0})
-    conversation.images = [read_picture(tmp_path / "a.png")]
+    conversation.media = [read_medium("image", tmp_path / "a.png", [server.spec.limits])]
     chat([conversation])
     assert not capsys.readouterr().err
     assert [type(message["content"]) for message in conversation.messages] == [list, str, str, str]

@@ -1,4 +1,4 @@
-"""Chats with pictures in the form of OpenAI's API, in which servers of models that see take them, and judges."""
+"""Chats with media in the form of OpenAI's API, in which servers of models that see take them, and judges."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from stages.data.messages import Conversation
 
 
 def openai_messages(conversation: Conversation, address: Callable[[MediaReference], str]) -> list[dict[str, Any]]:
-    """Return a conversation's messages, each picture in its place. address: returns a medium's `data:` address."""
+    """Return a conversation's messages, each medium in its place. address: returns a medium's `data:` address."""
     addresses = map(address, conversation.media)
     return [
         {**message, "content": [*_parts(message["content"], addresses)]}
@@ -20,4 +20,5 @@ def openai_messages(conversation: Conversation, address: Callable[[MediaReferenc
 
 def _parts(content: list[dict[str, Any]], addresses: Iterator[str]) -> Iterator[dict[str, Any]]:
     for part in content:
-        yield part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": next(addresses)}}
+        name = f"{part['type']}_url"
+        yield part if part["type"] == "text" else {"type": name, name: {"url": next(addresses)}}

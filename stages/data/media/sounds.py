@@ -7,13 +7,14 @@ optional, and imported by the functions.
 from __future__ import annotations
 
 import io
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stages.data.media.videos import INSTALL
-from stages.models.media import MediaError, Sound, SoundSize
+from stages.models.media import HeardSound, MediaError, Sound, SoundSize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,8 @@ MAX_DECODING_S = 60
 """Largest number of seconds of one core that decoding takes; half an hour of MP3 takes a few."""
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 """libsndfile's names of the files that are read."""
+FLOATS = 3
+"""Number by which a WAV file says that its samples are floating-point numbers."""
 BLOCK = 1 << 16
 """Number of samples of each channel that are decoded at a time."""
 UNKNOWN_SIZE = "4294967295"
@@ -57,7 +60,25 @@ def decode_sound(data: bytes, size: SoundSize, rate: int) -> Sound:
         samples = soxr.resample(samples, size.sample_rate, rate)
         missing = size.num_samples_at(rate) - len(samples)
         samples = np.pad(samples, (0, missing)) if missing > 0 else samples[: len(samples) + missing]
-    return Sound(size, samples, data)
+    return Sound(size, samples, rate)
+
+
+def encoded_sound(sound: Sound) -> bytes:
+    """Return a sound as a WAV file of 32-bit floating-point numbers, of which decoding gives the same samples."""
+    samples = sound.samples.astype("<f4").tobytes()
+    form = struct.pack("<HHIIHH", FLOATS, 1, sound.sample_rate, 4 * sound.sample_rate, 4, 32)
+    chunks = b"".join(name + struct.pack("<I", len(one)) + one for name, one in ((b"fmt ", form), (b"data", samples)))
+    return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WAVE" + chunks
+
+
+def sound_as_heard(data: bytes, heard: HeardSound) -> bytes:
+    """Return an encoded sound as a WAV file of what a model hears of it. Raises MediaError for one that is refused."""
+    size = inspect_sound(data, by_header=True)
+    if size.seconds > heard.max_seconds:
+        raise MediaError(
+            f"has {size.seconds:,.1f} seconds; the served model takes at most {heard.max_seconds:,g}: cut it"
+        )
+    return encoded_sound(decode_sound(data, size, heard.sample_rate))
 
 
 def _decoded(file: Any) -> NDArray[np.float32]:

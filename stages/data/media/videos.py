@@ -16,7 +16,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from stages.data.media.images import MAX_ASPECT
-from stages.models.media import MediaError, Video, VideoSize
+from stages.models.media import MediaError, TakenFrames, Video, VideoSize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +49,9 @@ OPTIONS = {
     "max_pixels": str(MAX_PIXELS),  # also while opening, which decodes frames of some files to know them
 }
 """FFmpeg's options of what is opened."""
+SERVED_CODECS = ("h264", "hevc", "mpeg4", "mpeg2video", "mjpeg", "vp8", "vp9", "ffv1")
+"""FFmpeg's names of the codecs of which PyAV and OpenCV give the same frames; OpenCV has no decoder of AV1."""
+SERVED_BITS = 8
 QUARTER = 90
 """Degrees of the turns of which a video's frames may need one to four to be upright."""
 
@@ -111,6 +114,33 @@ def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
     if len(decoded) < len(wanted) or {one.shape[:2] for one in decoded.values()} != {(size.height, size.width)}:
         raise MediaError("is damaged: some of its frames cannot be decoded; fetch or save it again")
     return Video(size, np.stack([decoded[number] for number in numbers]), tuple(numbers), data)
+
+
+def check_served(data: bytes, taken: TakenFrames) -> None:
+    """Raise MediaError for an encoded video that servers would not decode to the frames that training takes of it.
+
+    OpenCV, by which vLLM decodes, gives the same frames as PyAV of these codecs at 8 bits, numbered by the header.
+    """
+    size = inspect_video(data)
+    with _opened(data) as (container, stream):
+        codec, bits = stream.codec_context.codec.canonical_name, max(c.bits for c in stream.format.components)
+        counted = stream.frames or int((container.duration or 0) / 1_000_000 * size.frame_rate + 0.5)
+    if codec not in SERVED_CODECS or bits > SERVED_BITS:
+        raise MediaError(
+            f"is encoded as {codec} with {bits} bits a color, which servers decode otherwise than training, or not at "
+            "all; save it as H.264 with 8 bits (`ffmpeg -i FILE -pix_fmt yuv420p OUT.mp4`)"
+        )
+    if counted != size.num_frames:
+        raise MediaError(
+            f"has {size.num_frames} frames, and {counted} by its header, which servers believe; save it with a "
+            "constant rate (`ffmpeg -i FILE -fps_mode cfr OUT.mp4`)"
+        )
+    pixels = taken.count(size) * size.width * size.height
+    if pixels > MAX_TAKEN_PIXELS:
+        raise MediaError(
+            f"has {taken.count(size)} frames of {size.width} × {size.height} pixels that the model takes, in all "
+            f"{pixels:,} pixels; expected at most {MAX_TAKEN_PIXELS:,}: scale it down, or cut it"
+        )
 
 
 def first_frame(video: Video) -> Image:

@@ -1,7 +1,8 @@
-"""Tasks of lm-eval with pictures (`doc_to_image`): each stands where the question has `<image>`, or else before it.
+"""Tasks of lm-eval with media: each stands where the question has `<image>`, `<video>`, `<audio>`, or else before it.
 
-lm-eval itself would put all pictures first, leave out those beyond one, and send `<image>` as words. Here it gets a
-prompt that knows its conversation, and digests in place of pixels.
+Their columns are in `doc_to_image`, `doc_to_audio`, and, of videos, which lm-eval has no field for, in
+`metadata: {doc_to_video: …}`. lm-eval itself would put all pictures first, leave out those beyond one, and send
+`<image>` as words. Here it gets a prompt that knows its conversation, and digests in place of media.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from stages.harnesses.pictures import (
     without_pixels,
 )
 from stages.harnesses.question_sets import hashes
+from stages.models.media import KINDS, NOUNS, MediaKind
 
 
 class ChatText(str):
@@ -114,9 +116,7 @@ def show_pictures(
     get_encode: gives the tokenizer of prompts, where there are pictures. Raises EvaluationError for tasks that cannot
     be asked so; they raise it themselves, naming the sample, for pictures that do not match their text, or are refused.
     """
-    if sounding := [name for name, task in tasks.items() if task.get_config("doc_to_audio")]:
-        raise EvaluationError(f"the task {sounding[0]} asks with sound, which is not evaluated yet; leave it out")
-    seeing = {name: task for name, task in tasks.items() if task.get_config("doc_to_image")}
+    seeing = {name: task for name, task in tasks.items() if _kinds(task)}
     if not seeing:
         return None
     for name, task in seeing.items():
@@ -130,9 +130,26 @@ def show_pictures(
     return pictures
 
 
+def _kinds(task: Any) -> list[MediaKind]:
+    """Return the kinds of media of a task's questions."""
+    named = (task.get_config("doc_to_image"), _video_columns(task), task.get_config("doc_to_audio"))
+    return [kind for kind, columns in zip(KINDS, named, strict=True) if columns]
+
+
+def _video_columns(task: Any) -> list[str]:
+    named = (task.get_config("metadata") or {}).get("doc_to_video") or []
+    return [named] if isinstance(named, str) else named
+
+
 def _check(name: str, task: Any, evaluation: Evaluation) -> None:
     if evaluation.max_images == 0:
         raise EvaluationError(f"the task {name} {TEXT_ALONE}")
+    taken = evaluation.media_kinds
+    if taken is not None and (others := [kind for kind in _kinds(task) if kind not in taken]):
+        raise EvaluationError(
+            f"the task {name} has {NOUNS[others[0]]}s, with which the model is not served; evaluate one that learned "
+            "from them (the page of serve stages names the families), or leave the task out"
+        )
     if task.OUTPUT_TYPE != GENERATES:
         raise EvaluationError(
             f"the task {name} compares log-likelihoods (`output_type: {task.OUTPUT_TYPE}`), and servers give none for "
@@ -172,33 +189,39 @@ class _SeeingTask:
     file: Path | None
 
     def __post_init__(self) -> None:
-        self._construct, self._doc_to_image = self.task.construct_requests, self.task.doc_to_image
+        self._construct = self.task.construct_requests
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: ChatText, **given: Any) -> Any:
-        """Construct lm-eval's request of a document as it does itself, with its question and the pictures' digests."""
-        question = self._question(ctx, given["metadata"][1], self.task.doc_to_image(doc))
-        self.task.doc_to_image = lambda _: [one.sha256 for one in question.conversation.media]
-        try:
-            return self._construct(doc=doc, ctx=question, **given)
-        finally:
-            self.task.doc_to_image = self._doc_to_image
+        """Construct lm-eval's request of a document as it does itself, with its question and the media's digests."""
+        columns = {
+            "images": [*_flat(self.task.doc_to_image(doc))],
+            "videos": [*_flat([doc[name] for name in _video_columns(self.task)])],
+            "audios": [*_flat(self.task.doc_to_audio(doc))],
+        }
+        question = self._question(ctx, given["metadata"][1], {name: cells for name, cells in columns.items() if cells})
+        request = self._construct(doc=doc, ctx=question, **given)
+        request.arguments = (
+            *request.arguments[:2],
+            {"visual": [one.sha256 for one in question.conversation.media]},
+        )
+        return request
 
-    def _question(self, chat: ChatText, number: int, cells: Any) -> PictureQuestion:
+    def _question(self, chat: ChatText, number: int, columns: Mapping[str, list[Any]]) -> PictureQuestion:
         where = f"sample {number} of the task {self.name}"
         row = None
         if self.file and self.evaluation.task_folder:
             row = RowLocation(self.file.relative_to(self.evaluation.task_folder).as_posix(), number + 1)
         try:
-            (asked,) = with_media((Conversation(chat.messages),), {"images": [*_flat(cells)]}, self.pictures, row)
+            (asked,) = with_media((Conversation(chat.messages),), columns, self.pictures, row)
             assert isinstance(asked, Conversation)
-            check_question(asked, self.evaluation.max_images)
+            check_question(asked, self.evaluation.max_images, self.evaluation.media_kinds)
             return PictureQuestion.of(asked, self.encode, continues=chat.continues)
         except RowError as error:
             raise EvaluationError(f"{where} {error}") from error
 
 
 def _flat(cells: Any) -> Iterator[Any]:
-    """Yield what `doc_to_image` gives for a document: one picture, several, or columns of several; None is none."""
+    """Yield what a task gives for a document: one medium, several, or columns of several; None is none."""
     if isinstance(cells, list | tuple):
         for cell in cells:
             yield from _flat(cell)

@@ -13,7 +13,7 @@ from stages.kinds.evaluate.config import EvaluateConfig
 from stages.models.facts import ModelFacts
 from stages.models.recorded import has_chat_template, is_asked_as_chat
 from stages.serving.config import ServingConfig, limit_problems
-from stages.serving.engine import max_images_of
+from stages.serving.engine import limits_of
 
 
 def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError | str]]:
@@ -38,13 +38,15 @@ def _tasks(
     config: EvaluateConfig, model: Path | None, stage_input: StageInput
 ) -> Iterator[tuple[str, LifecycleError | str]]:
     """Try an evaluation's tasks without a server: load them, and render and score their first samples."""
-    base, max_images = stage_input.inputs[config.base or config.model] / "model", None
+    base, limits = stage_input.inputs[config.base or config.model] / "model", None
     if base.is_dir():  # a serve stage's limits are its own
-        max_images = max_images_of(base, config.serving or ServingConfig())
+        limits = limits_of(base, {base, model or base}, config.serving or ServingConfig())
     as_chat = config.apply_chat_template
     if as_chat is None:  # if training changes it, the evaluation itself finds faults of the chat's rendering
         as_chat = model is not None and is_asked_as_chat(model)
-    evaluation = replace(config.evaluation, apply_chat_template=as_chat, max_images=max_images)
+    evaluation = replace(config.evaluation, apply_chat_template=as_chat)
+    if limits:
+        evaluation = replace(evaluation, max_images=limits.most, media_kinds=limits.kinds)
     try:
         unseen = harness_of(evaluation).check(evaluation, stage_input.cache, model)
         yield from [("tasks", unseen)] if unseen else []

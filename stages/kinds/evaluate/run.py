@@ -41,7 +41,8 @@ def run(config: EvaluateConfig, context: StageContext) -> StageResult:
     harness.prepare(evaluation, context.cache, context.doing)
     with endpoint_for(config, context) as endpoint:
         as_chat = _ask_as_chat(config, endpoint.asked_folder, context)
-        evaluation = replace(evaluation, apply_chat_template=as_chat, max_images=endpoint.spec.max_images)
+        limits = endpoint.spec.limits
+        evaluation = replace(evaluation, apply_chat_template=as_chat, max_images=limits.most, media_kinds=limits.kinds)
         with _named_failures(harness, config, endpoint):
             results = harness.evaluate(evaluation, context, endpoint.await_model)
     files = _write(context.work, results)

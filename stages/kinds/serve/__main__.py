@@ -12,18 +12,27 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from stages.core.errors import LifecycleError, RecipeError
 from stages.core.lines import print_line, print_timed, starting_lines
-from stages.kinds.serve.chat import Conversation, chat, read_picture, sampling_of
+from stages.kinds.serve.chat import Conversation, chat, read_medium, sampling_of
 from stages.kinds.serve.run import guard
+from stages.models.media import KINDS, NOUNS, MediaKind
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, Server, started_server
+
+SERVED: dict[MediaKind, str] = {
+    "image": "a model with a processor of pictures",
+    "video": "a Qwen3-VL that learned from rows with them",
+    "audio": "a model that learned from rows with them",
+}
+"""Models that are served with the media of each kind."""
 
 
 def main() -> None:
@@ -72,14 +81,15 @@ def _parse(argument_list: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, help="largest number of tokens in each answer of --chat")
     parser.add_argument("--system", help="system message at the beginning of each conversation of --chat")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="picture before the first question of each conversation of --chat; may be given several times",
-    )
+    for kind, noun in NOUNS.items():
+        parser.add_argument(
+            f"--{kind}",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="FILE",
+            help=f"{noun} before the first question of each conversation of --chat; may be given several times",
+        )
     parser.add_argument(
         "--serving",
         help="server settings as the JSON of a recipe's `serving` block; without them, "
@@ -96,7 +106,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         (server_arguments, *_read(server_arguments, arguments.chat, 1 + len(second)))
         for server_arguments in (arguments, *second)
     ]
-    images = _read_images(arguments.image, [spec for _, spec, _ in launches])
+    media = _read_media(arguments, [spec for _, spec, _ in launches])
     labels = _labels([server_arguments for server_arguments, *_ in launches])
     with contextlib.ExitStack() as stack:
         servers = [
@@ -104,7 +114,7 @@ def _serve(arguments: argparse.Namespace) -> None:
             for label, (server_arguments, spec, execution) in zip(labels, launches, strict=True)
         ]
         if arguments.chat:
-            chat([_conversation(*pair, arguments, images) for pair in zip(servers, labels, strict=True)])
+            chat([_conversation(*pair, arguments, media) for pair in zip(servers, labels, strict=True)])
             return
         if API_KEY_VARIABLE not in os.environ:
             print(f"API key: {servers[0].api_key}", flush=True)
@@ -135,24 +145,37 @@ def _labels(servers: Sequence[argparse.Namespace]) -> list[str]:
     return [f"{name}-{one.version or number}" for number, (name, one) in enumerate(zip(names, servers, strict=True), 1)]
 
 
-def _read_images(files: Sequence[Path], specs: Sequence[LaunchSpec]) -> list[str]:
-    """Return pictures as `data:` addresses. Raises RecipeError for a model that takes fewer; as `read_picture`."""
-    for spec in specs if files else ():
-        if len(files) > spec.max_images:
-            raise RecipeError(
-                f"--image: {spec.model} reads text alone; choose a model with a processor of pictures"
-                if not spec.max_images
-                else f"--image: found {len(files)}, and {spec.model} takes {spec.max_images} in a request "
-                "(`serving.max_images`); give fewer"
-            )
-    return [read_picture(file) for file in files]
+def _read_media(arguments: argparse.Namespace, specs: Sequence[LaunchSpec]) -> list[dict[str, Any]]:
+    """Return media as parts of a message.
+
+    Raises RecipeError for a model that takes fewer, and DataError as `read_medium`.
+    """
+    given: dict[MediaKind, list[Path]] = {kind: getattr(arguments, kind) for kind in KINDS}
+    for kind, files in given.items():
+        for spec in specs if files else ():
+            if len(files) > spec.limits.of(kind):
+                raise RecipeError(f"--{kind}: {_refusal(kind, len(files), spec)}")
+    limits = [spec.limits for spec in specs]
+    return [read_medium(kind, file, limits) for kind, files in given.items() for file in files]
 
 
-def _conversation(server: Server, label: str, arguments: argparse.Namespace, images: Sequence[str]) -> Conversation:
+def _refusal(kind: MediaKind, number: int, spec: LaunchSpec) -> str:
+    if most := spec.limits.of(kind):
+        return f"found {number}, and {spec.model} takes {most} in a request (`serving.max_images`); give fewer"
+    if kind == "video" and spec.limits.unseen:
+        return f"{spec.model} is not served with videos: {spec.limits.unseen}"
+    if spec.max_images:
+        return f"{spec.model} is not served with {NOUNS[kind]}s; choose {SERVED[kind]}"
+    return f"{spec.model} reads text alone; choose a model with a processor of {NOUNS[kind]}s"
+
+
+def _conversation(
+    server: Server, label: str, arguments: argparse.Namespace, media: Sequence[dict[str, Any]]
+) -> Conversation:
     options, phrase = sampling_of(server.spec.model, arguments.temperature)
     print_timed(f"{label} answers {phrase}")
     limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
-    return Conversation(server.client, label, {**options, **limit}, arguments.system, images)
+    return Conversation(server.client, label, {**options, **limit}, arguments.system, media)
 
 
 def _read(arguments: argparse.Namespace, is_chat: bool, num_servers: int) -> tuple[LaunchSpec, ServeExecution]:

@@ -13,8 +13,12 @@ from typing import Any
 from stages.core.errors import DataError, ServerError
 from stages.core.files import read_json_object
 from stages.core.lines import visible
-from stages.data.media.images import MAX_BYTES, PictureError, as_data_address, inspect_picture
+from stages.data.media.addresses import file_address
+from stages.data.media.folder import MOST_BYTES
+from stages.data.media.images import inspect_picture
+from stages.models.media import NOUNS, MediaError, MediaKind
 from stages.serving.client import Client
+from stages.serving.pictures import Limits, address_for
 
 NEW = "/new"
 PROMPT = "> "
@@ -24,15 +28,15 @@ PROMPT = "> "
 class Conversation:
     """Conversation of the terminal chat with one served model.
 
-    label: name shown where there are two models. options: sampling parameters. system: first message, or None. images:
-    `data:` addresses of the pictures that stand before the first question.
+    label: name shown where there are two models. options: sampling parameters. system: first message, or None. media:
+    parts of a message that stand before the first question.
     """
 
     client: Client
     label: str
     options: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
-    images: Sequence[str] = ()
+    media: Sequence[dict[str, Any]] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,22 +62,27 @@ class Conversation:
             print(flush=True)
 
     def _content(self, question: str) -> str | list[dict[str, Any]]:
-        if not self.images or any(message["role"] == "user" for message in self.messages):
+        if not self.media or any(message["role"] == "user" for message in self.messages):
             return question
-        pictures = [{"type": "image_url", "image_url": {"url": address}} for address in self.images]
-        return [*pictures, {"type": "text", "text": question}]
+        return [*self.media, {"type": "text", "text": question}]
 
 
-def read_picture(path: Path) -> str:
-    """Return a picture's file as a `data:` address. Raises DataError for one that a dataset's row could not have."""
+def read_medium(kind: MediaKind, path: Path, limits: Sequence[Limits]) -> dict[str, Any]:
+    """Return a medium's file as a part of a message. limits: of the servers that get it.
+
+    Raises DataError for one that a dataset's row could not have, or that a server refuses.
+    """
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        inspect_picture(data)
-        return as_data_address(data)
-    except (OSError, PictureError) as error:
+            data = file.read(MOST_BYTES[kind] + 1)
+        if kind == "image":
+            inspect_picture(data)
+        for one in limits:
+            address_for(kind, data, one)
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": file_address(kind, data)}}
+    except (OSError, MediaError) as error:
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
-        raise DataError(f"the picture {path} {what}") from error
+        raise DataError(f"the {NOUNS[kind]} {path} {what}") from error
 
 
 def chat(conversations: Sequence[Conversation]) -> None:

@@ -281,9 +281,10 @@ def _changing(adapter: Adapter, config: TrainConfig, base: Path, head: Head) -> 
 
 
 def _note_use(config: TrainConfig, data: TrainingData, folder: Path) -> None:
-    """Record in the trained model's folder whether it learned from chats, and its chat template and date."""
+    """Record in the trained model's folder what it learned from, chats and media, and its chat template and date."""
     own_date = config.data.template_date if config.data.template_date != DEFAULT_DATE else None
-    note_trained_on(folder, conversations=data.conversations, template_date=own_date)
+    media = data.media_kinds if isinstance(data, RowData) else ()
+    note_trained_on(folder, conversations=data.conversations, template_date=own_date, media=media)
     if config.data.chat_template:
         shutil.copyfile(config.data.chat_template, folder / "chat_template.jinja")
 

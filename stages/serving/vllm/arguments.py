@@ -12,8 +12,9 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
+from stages.models.media import KINDS
 from stages.serving.config import Speculation, SpeculationMethod
-from stages.serving.engine import UncheckedOptions, problems_by_parser
+from stages.serving.engine import LaunchSpec, UncheckedOptions, problems_by_parser
 from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -127,16 +128,26 @@ def speculation_arguments(speculation: Speculation | None) -> list[str]:
     return ["--speculative-config", json.dumps({**SPECULATION[speculation.method], **draft})]
 
 
-def picture_arguments(max_images: int) -> list[str]:
-    """Return the command-line arguments of a model that sees: pictures inside of requests, and nothing fetched.
+def media_arguments(spec: LaunchSpec) -> list[str]:
+    """Return the command-line arguments of a model that sees: media inside of requests, and nothing fetched.
 
-    Their sizes are bounded as in training, by the processor's files in the model's folder. max_images: 0: none.
+    Their sizes are bounded as in training, by the processor's files in the model's folder; so is the rate of frames.
     """
-    if not max_images:
+    if not spec.max_images:
         return []
-    limits = {"image": max_images, "video": 0, "audio": 0}
+    limits = spec.limits
+    rate = []
+    if limits.frames:
+        # vLLM takes the frames; the processor, whose files say that it does so, would take some of these.
+        rate += ["--media-io-kwargs", json.dumps({"video": vars(limits.frames)})]
+        rate += ["--mm-processor-kwargs", json.dumps({"do_sample_frames": False})]
+        # Else the tower would subtract the mean of pictures from videos, whose processor has its own.
+        rate += ["--no-mm-device-do-normalize"]
     # The last one is for us alone, as the proxy passes no such request on: prompts of token ids and pictures.
-    return ["--limit-mm-per-prompt", json.dumps(limits), "--allowed-media-domains", NOWHERE, "--enable-scale-out"]
+    return [
+        *("--limit-mm-per-prompt", json.dumps({kind: limits.of(kind) for kind in KINDS}), *rate),
+        *("--allowed-media-domains", NOWHERE, "--enable-scale-out"),
+    ]
 
 
 def argument_problems(

@@ -41,7 +41,7 @@ from stages.serving.engine import (
 from stages.serving.interpreter import find_package, inherited_environment, root_cause
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
-from stages.serving.vllm.arguments import argument_problems, picture_arguments, speculation_arguments, written
+from stages.serving.vllm.arguments import argument_problems, media_arguments, speculation_arguments, written
 from stages.serving.vllm.tool_parsers import parser_of
 from stages.serving.vllm.transfers.registry import TRANSFERS, chosen, transfer_arguments
 from stages.serving.vllm.transfers.transfer import WeightRoutes
@@ -150,7 +150,7 @@ class VllmProgram:
         command += speculation_arguments(spec.speculation)
         if parser := serving.tool_call_parser or parser_of(spec.model, self.python):
             command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
-        command += picture_arguments(spec.max_images)
+        command += media_arguments(spec)
         command += [part for parts in written(serving.arguments).values() for part in parts]
         if spec.for_training:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
@@ -314,7 +314,7 @@ class Vllm:
             from stages.serving.recorded_chats import chats_with_pictures
             from stages.serving.streamed_load import generate_load
 
-            if chats := chats_with_pictures(spec.folders[spec.served_name].parent, spec.max_images):
+            if chats := chats_with_pictures(spec.folders[spec.served_name].parent, spec):
                 return generate_load(client, 0, benchmark, folder, CHAT, chats=chats)
         arguments = [_load_arguments(client, spec, benchmark, concurrency) for concurrency in benchmark.concurrencies]
         results = _run_load_generator(client, arguments, folder)

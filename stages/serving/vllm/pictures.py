@@ -11,7 +11,7 @@ import aiohttp
 from pydantic import Field
 
 from stages.core.errors import ServerError, TransientError
-from stages.core.lines import counted
+from stages.data.media.addresses import kind_of_address
 from stages.models.recorded import Predicted
 from stages.remote.http import Answer, AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
@@ -140,13 +140,13 @@ def _choice(seen: SeenChoice) -> Choice:
 
 
 def _asked(model: str, document: SeenDocument) -> dict[str, Any]:
-    parts = [{"type": "image_url", "url": address} for address in document.pictures]
+    parts = [{"type": f"{kind_of_address(address)}_url", "url": address} for address in document.pictures]
     return {"model": model, "token_ids": document.prompt, "content_parts": parts}
 
 
 def _read_otherwise(num_tokens: int, document: SeenDocument) -> ServerError:
     return ServerError(
-        f"vLLM reads a document of {counted(len(document.pictures), 'picture')} as {num_tokens} tokens, and training "
+        f"vLLM reads a document of {len(document.pictures)} media as {num_tokens} tokens, and training "
         f"read it as {len(document.tokens)}, or as others of as many; serve the model with the processor's files of "
         "its training"
     )

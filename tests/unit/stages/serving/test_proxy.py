@@ -25,6 +25,7 @@ from stages.data.media.images import as_data_address, decode_picture, from_data_
 from stages.serving import proxy as listening_module
 from stages.serving import proxy as proxy_module
 from stages.serving.backend import Backend, EngineAddress, Naming
+from stages.serving.pictures import Limits
 from stages.serving.proxy import CHAT, MAX_BODY_BYTES, ROUTES, Proxy, listening
 from stages.serving.tally import ServedVersion
 from tests.unit.stages.data.media.odd_pictures import odd_pictures
@@ -186,7 +187,7 @@ REFUSED = {
     "data in capitals": (at(PNG.replace("data", "DATA")), "nothing is fetched here"),
     "no picture": (at("data:text/html;base64,aGk="), "nothing is fetched here"),
     "no address": (at(None), "picture 1 is without an address"),
-    "no type": ({"image_url": "https://example.org/a.png"}, "is no text and no picture"),
+    "no type": ({"image_url": "https://example.org/a.png"}, "is no text and no medium"),
     "text with a picture": ({"type": "text", "text": "", "uuid": "1", "image_url": "file:///x"}, "is no text and"),
     "video": ({"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}, "a part of type 'video_url'"),
     "tensors": ({"type": "image_embeds", "image_embeds": "UEs="}, "a part of type 'image_embeds'"),
@@ -216,7 +217,7 @@ def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_
 
         deep, allowed = ODD["16 bits"], [chat(at(PNG), at(PNG)), chat()]
         for limit in (0, 2):
-            proxy.switch(backend := Backend(proxy._backend.address, max_images=limit))
+            proxy.switch(backend := Backend(proxy._backend.address, limits=Limits(limit)))
             for name, (part, message) in REFUSED.items():
                 found = await refusal(json.dumps(chat(part)).encode())
                 if limit or part.get("type") != "image_url":
@@ -237,10 +238,10 @@ def test_pictures_reach_the_engine_only_inside_of_requests_and_bounded(in_front_
         with Image.open(io.BytesIO(from_data_address(sent))) as image:
             assert image.mode == "RGB"
             assert image.tobytes() == decode_picture(deep).tobytes()
-        backend.max_images = 0
+        backend.limits = Limits()
         large = b"x" * (MAX_BODY_BYTES + 1)
         assert (await client.post(CHAT, content=large)).status_code == 413
-        backend.max_images = 1
+        backend.limits = Limits(1)
         assert (await client.post(CHAT, content=large)).status_code == 200
 
     in_front_of_two(trial)

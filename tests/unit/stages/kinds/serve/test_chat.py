@@ -133,6 +133,10 @@ def test_pictures_are_checked_before_a_server_starts(model, talk, capsys, tmp_pa
     assert "reads text alone" in refusal(f"--image={picture}")
     (model / "preprocessor_config.json").write_text("{}")
     assert "is no picture that can be opened" in refusal(f"--image={page}")
+    assert "is not served with videos" in refusal(f"--video={page}")
+    (model / "video_preprocessor_config.json").write_text('{"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2}')
+    (model / "trained_on.json").write_text('{"conversations": true, "media": ["video"]}')
+    assert "is no video that can be decoded" in refusal(f"--video={page}")
     assert "takes 1 in a request" in refusal(*[f"--image={picture}"] * 2, '--serving={"max_images": 1}')
 
 

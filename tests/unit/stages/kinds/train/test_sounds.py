@@ -65,17 +65,22 @@ ASKED = (
 
 @pytest.fixture
 def inputs(tmp_path):
+    return make_inputs(tmp_path)
+
+
+def make_inputs(tmp_path, seconds=2):
+    """Write a tiny Qwen2-Audio that hears so many seconds and sounds for rows; return the stage's inputs."""
     model, data = tmp_path / "base" / "model", tmp_path / "rows" / "data"
     for folder in (model, data):
         folder.mkdir(parents=True)
     fast = byte_tokenizer([*SPECIAL, SOUND], audio_token=SOUND, audio_bos_token=BEGIN, audio_eos_token=END)
-    extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=seconds)
     transformers.Qwen2AudioProcessor(extractor, fast, chat_template=TEMPLATE).save_pretrained(model)
     text = {"vocab_size": len(fast), "pad_token_id": fast.pad_token_id, "max_position_embeddings": 320}
-    fields = tiny_model("qwen2_audio").config.to_dict()["text_config"] | text
-    tiny_model("qwen2_audio", text_config=fields, audio_token_index=fast.convert_tokens_to_ids(SOUND)).save_pretrained(
-        model
-    )
+    fields = tiny_model("qwen2_audio").config.to_dict()
+    own = {"text_config": fields["text_config"] | text, "audio_token_index": fast.convert_tokens_to_ids(SOUND)}
+    own["audio_config"] = fields["audio_config"] | {"max_source_positions": 50 * seconds}
+    tiny_model("qwen2_audio", **own).save_pretrained(model)
     save_file(published(load_file(model / WEIGHTS)), model / WEIGHTS, metadata={"format": "pt"})
     for name, content in FILES.items():
         (data / name).write_bytes(content)

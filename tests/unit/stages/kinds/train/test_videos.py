@@ -53,19 +53,26 @@ SAMPLING = {"fps": 4.0, "max_frames": 8}
 
 @pytest.fixture
 def inputs(tmp_path):
+    return make_inputs(tmp_path)
+
+
+def make_inputs(tmp_path, family="qwen2_5_vl", processor=transformers.Qwen2_5_VLProcessor, of_videos="Qwen2VL"):
+    """Write a tiny model of a family of Qwen's and a folder of media for rows; return the stage's inputs."""
     model, data = tmp_path / "base" / "model", tmp_path / "rows" / "data"
     for folder in (model, data):
         folder.mkdir(parents=True)
     fast = byte_tokenizer([*SPECIAL, IMAGE, VIDEO], image_token=IMAGE, video_token=VIDEO)
     images, videos = (
-        made(**QWEN_SIZE) for made in (transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor)
+        made(**QWEN_SIZE)
+        for made in (transformers.Qwen2VLImageProcessor, getattr(transformers, f"{of_videos}VideoProcessor"))
     )
-    transformers.Qwen2_5_VLProcessor(images, fast, videos, chat_template=TEMPLATE).save_pretrained(model)
+    processor(images, fast, videos, chat_template=TEMPLATE).save_pretrained(model)
     names = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": SPECIAL[4]}
+    names["vision_end_token_id"] = SPECIAL[5]
     ids = {name: fast.convert_tokens_to_ids(token) for name, token in names.items()}
-    text = {"vocab_size": len(fast), "pad_token_id": fast.pad_token_id}
-    config = tiny_model("qwen2_5_vl").config.to_dict()
-    tiny_model("qwen2_5_vl", text_config=config["text_config"] | text, **ids).save_pretrained(model)
+    text = {"vocab_size": len(fast), "pad_token_id": fast.pad_token_id, "max_position_embeddings": 512}
+    config = tiny_model(family).config.to_dict()
+    tiny_model(family, text_config=config["text_config"] | text, **ids).save_pretrained(model)
     for name, content in {**FILES, "a.png": encoded(noise((40, 24)))}.items():
         (data / name).write_bytes(content)
     return {"base": tmp_path / "base", "rows": tmp_path / "rows"}

@@ -8,6 +8,7 @@ import pytest
 import trl
 
 from stages.core.errors import ModelError
+from stages.models.media import HeardSound
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
@@ -66,6 +67,24 @@ def test_a_model_that_sees_gets_pictures_of_its_requests_alone(tmp_path: Path) -
     assert json.loads(option(command, "--limit-mm-per-prompt")) == {"image": 2, "video": 0, "audio": 0}
     assert option(command, "--allowed-media-domains") == "none.invalid"
     assert ON_CPU.server_environment(seeing, "key")["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    own = {"video_processor_type": "Qwen3VLVideoProcessor", "fps": 2.5, "max_frames": None}
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"video_processor": own, "feature_extractor": {"sampling_rate": 8000}})
+    )
+    (tmp_path / "trained_on.json").write_text('{"conversations": true, "media": ["audio", "video"]}')
+    learned = spec(max_images=2).model_copy(update={"model": tmp_path})
+    command = ON_CPU.server_command(learned, SOCKET)
+    assert learned.limits.heard == HeardSound(8000, 300)
+    assert json.loads(option(command, "--limit-mm-per-prompt")) == {"image": 2, "video": 2, "audio": 2}
+    assert json.loads(option(command, "--media-io-kwargs")) == {
+        "video": {"fps": 2.5, "min_frames": 4, "max_frames": 768}
+    }
+    assert "--no-mm-device-do-normalize" in command
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"video_processor": own | {"video_processor_type": "Qwen2VLVideoProcessor"}})
+    )
+    other = spec(max_images=2).model_copy(update={"model": tmp_path})
+    assert other.limits.kinds == {"image"} and "Qwen2.5-VL otherwise" in (other.limits.unseen or "")
     assert not {"--limit-mm-per-prompt", "--enable-scale-out"} & set(ON_CPU.server_command(spec(), SOCKET))
     for name, engine in ENGINES.items():
         with nullcontext() if name == "vllm" else pytest.raises(ModelError, match="serve it with vLLM"):

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -31,7 +32,7 @@ from stages.serving.client import Client
 from stages.serving.served_models import ServedModel
 from tests.http_server import serving
 from tests.judge_server import KEY, MODEL, answer_in, judge_server
-from tests.unit.stages.data.media.conftest import config_fields, encoded, write_processor
+from tests.unit.stages.data.media.conftest import config_fields, encoded, sound, video, write_processor
 from tests.zoo.models import tiny_config
 
 COLORS = {"red": (255, 0, 0), "blue": (0, 0, 255), "lime": (0, 255, 0)}
@@ -213,6 +214,27 @@ def test_what_cannot_be_asked_is_refused(
     evaluation = asked(tasks, rows, **fields)
     with pytest.raises(EvaluationError, match=message):
         rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, model)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (["video", "audio"], ""),
+        (["video"], "the task colors has sounds, with which the model is not served"),
+        (["image"], "the task colors has videos, with which the model is not served"),
+    ],
+)
+def test_sounds_and_videos_are_asked_with_where_they_are_served(tasks: Path, kinds: list[Any], message: str) -> None:
+    from stages.harnesses.lm_eval.rehearsal import rehearse
+
+    (tasks / "a.wav").write_bytes(sound())
+    (tasks / "a.mp4").write_bytes(video())
+    columns = "doc_to_audio: [sounds]\nmetadata: {version: 1, doc_to_video: film}"
+    (tasks / "colors.yaml").write_text(TASK.replace("doc_to_image: [images]", columns))
+    rows = [{"question": "<video>or<audio>?", "sounds": ["a.wav"], "film": "a.mp4", "answer": "a"}]
+    evaluation = asked(tasks, rows, media_kinds=frozenset(kinds))
+    with pytest.raises(EvaluationError, match=message) if message else nullcontext():
+        rehearse(select_tasks(evaluation.tasks, evaluation.task_folder), evaluation, None)
 
 
 @pytest.mark.nightly
