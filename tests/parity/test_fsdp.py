@@ -218,7 +218,10 @@ def trained(request, fsdp_ranks, models, data, tmp_path_factory):
         spread = {"model": str(models / "balanced"), "config": {**make_config(SPREAD), "moe": MOE["balanced"]}}
         checkpoint = [1, str(output / "checkpoint-spread")]
         cases |= {"balanced-spread": {**spread, "save": checkpoint}, "resumed-spread": {**spread, "resume": checkpoint}}
-        cases["resumed-balanced"] = {**cases["balanced"], "resume": checkpoint}
+        # Fused matrices of experts: split, a shard is several rectangles.
+        cases["balanced-split"]["save"] = [1, str(output / "checkpoint-fused")]
+        cases["resumed-balanced-split"] = {**cases["balanced-split"], "save": None, "resume": checkpoint}
+        cases["resumed-balanced"] = {**cases["balanced"], "resume": cases["balanced-split"]["save"]}
         others["balanced-spread"] = "balanced"
         # Written by processes that split matrices or tokens, read by such as shard rows, and the other way round.
         for writer, reader in RESHARDED:
@@ -291,13 +294,13 @@ def test_checkpoints_go_on_with_split_matrices_or_tokens_or_with_shards(trained,
 
 
 @pytest.mark.parametrize("trained", [2], indirect=True)
-def test_checkpoints_go_on_with_spread_experts_to_the_bit_and_with_shards(trained, plain):
-    names = "resumed-spread", "resumed-balanced", "balanced-spread"
-    found, sharded, saved = (json.loads((trained[0] / f"{name}.json").read_text()) for name in names)
+def test_checkpoints_go_on_with_spread_experts_to_the_bit_and_with_split_ones(trained, plain):
+    names = "resumed-spread", "resumed-balanced-split", "resumed-balanced", "balanced-spread"
+    found, *others, saved = (json.loads((trained[0] / f"{name}.json").read_text()) for name in names)
     for metric in ("losses", "grad_norms", "aux_losses"):
         assert found[metric] == saved[metric][-2:]
-        assert sharded[metric] == pytest.approx(found[metric], rel=1e-5)
-    resumed, whole = (load_file(trained[0] / name / "model.safetensors") for name in names[::2])
+        assert [one[metric] for one in others] == [pytest.approx(found[metric], rel=1e-5)] * 2
+    resumed, whole = (load_file(trained[0] / name / "model.safetensors") for name in names[::3])
     assert all(torch.equal(resumed[name], one) for name, one in whole.items())
 
 

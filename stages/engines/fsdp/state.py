@@ -12,6 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from stages.adapters.effect import split_experts
+from stages.engines.fsdp.rectangles import RectanglesReader, RectanglesWriter
 from stages.models.stored_tensors import CheckpointReader, check_stored
 
 
@@ -40,7 +41,7 @@ class TrainingState:
         state["model"] = self._untied(state["model"])  # a tied head would be there though embedding and head are frozen
         state["model"] = self._by_expert(state["model"])
         state["optimizer"]["state"] = self._moments_by_expert(state["optimizer"]["state"])
-        return dcp.async_save(state, checkpoint_id=folder, process_group=self._group)
+        return dcp.async_save(state, checkpoint_id=folder, process_group=self._group, planner=RectanglesWriter())
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of either engine, reading own shards only; ModelError when it is another model's."""
@@ -51,7 +52,8 @@ class TrainingState:
         }
         # Before reading, so that all processes raise one error, which names what differs.
         check_stored(folder, {key: tuple(tensor.shape) for key, tensor in flatten_state_dict(wanted)[0].items()})
-        dcp.load(wanted, storage_reader=CheckpointReader(folder), process_group=self._group)
+        reader, planner = CheckpointReader(folder), RectanglesReader()
+        dcp.load(wanted, storage_reader=reader, planner=planner, process_group=self._group)
         # `wanted` holds the tensors of `state`, or views of them: loading has filled both.
         set_state_dict(
             self._model,
