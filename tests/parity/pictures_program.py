@@ -1,10 +1,11 @@
 """Test program that trains models that see on one or two processes, of which the second has no pictures.
 
-    pictures_program OUTPUT few|all|kinds|sounds FOLDER …
+    pictures_program OUTPUT few|all|kinds|sounds|experts FOLDER …
 
 Each folder's model is trained whole and with frozen parts, with and without recomputation, and by GRPO on completions
 of prompts with pictures. OUTPUT is a JSON file with loss and norm of the gradients of each step, by case. With `kinds`,
 one process has pictures and the other videos. With `sounds`, one has sounds and the other text.
+With `experts`, each has a part of them.
 """
 
 import json
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
 CASES = {
     "few": [((), "none"), (TOWER, "full")],
     "kinds": [((), "none"), (TOWER, "full")],
+    "experts": [((), "none"), (TOWER, "full")],
     "sounds": [((), "none"), (("audio_tower",), "full"), (("projector",), "full")],
     "all": [*product(((), TOWER), ("none", "full")), (SEEING, "none"), (("language_model",), "full")],
 }
@@ -63,21 +66,29 @@ def main() -> None:
     results = {}
     with joined_processes() as device:
         for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
-            found = train(folder, frozen, recompute, device, SIZES.get(cases))
+            found = train(folder, frozen, layout(cases, recompute), device, SIZES.get(cases))
             results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
         if cases not in SIZES:
-            results |= {f"{folder.name}, GRPO": reinforce(folder, device) for folder in map(Path, folders)}
+            results |= {
+                f"{folder.name}, GRPO": reinforce(folder, layout(cases), device) for folder in map(Path, folders)
+            }
     if is_main_process():
         Path(output).write_text(json.dumps(results))
 
 
-def reinforce(folder: Path, device: torch.device) -> list[tuple[float, float]]:
+def layout(cases: str, recompute: Any = "none") -> Layout:
+    """Return the layout of a training on all processes."""
+    size = torch.distributed.get_world_size()
+    return Layout(dp_shard=size, ep=size if cases == "experts" else 1, recompute=recompute)
+
+
+def reinforce(folder: Path, layout: Layout, device: torch.device) -> list[tuple[float, float]]:
     """Return loss and norm of the gradients of steps of GRPO on two completions of each of three prompts.
 
     They are dealt to the processes with the pictures of their prompts, of which one has none.
     """
     size, documents = torch.distributed.get_world_size(), Documents(folder)
-    settings = EngineSettings(Layout(dp_shard=size), "fp32", AdamSettings(1e-3), media=MediaSettings())
+    settings = EngineSettings(layout, "fp32", AdamSettings(1e-3), media=MediaSettings())
     engine = FsdpEngine(ModelFacts(folder), settings, device)
     for number, image in enumerate(one for images in documents.pictures for one in images):
         image.save(output := folder / f"{engine.data_rank}-{number}.png")
@@ -130,13 +141,12 @@ class Drawn:
 def train(
     folder: Path,
     frozen: tuple[str, ...],
-    recompute: str,
+    layout: Layout,
     device: torch.device,
     sizes: Sequence[Sequence[MediaSize]] | None,
 ) -> list[tuple[float, float]]:
     """Return loss and norm of the gradients of each step. sizes: of three documents' media; None: pictures."""
     size = torch.distributed.get_world_size()
-    layout = Layout(dp_shard=size, recompute=recompute)
     found = {kind_of(size) for own in sizes or () for size in own}
     media = MediaSettings(frozen, kinds=[kind for kind in KINDS if kind in found] or ("image",))
     engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)

@@ -7,13 +7,14 @@ the others.
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stages.data.batch import Candidates
 from stages.data.dataset import Description, PackedDataset
@@ -176,11 +177,31 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
     if processes == 2 and chosen == "few":
         split = {"cp": 2, "micro_batch_size": 2}
         cases |= {f"{name}-cp": train_config(engine, split, METHODS[name], False) for name in ("distill-top", "grpo")}
+    program = "methods_program" if engine == "fsdp" else "megatron_methods_program"
+    check(folder, cases, tmp_path, partial(ranks.run, f"tests.parity.{program}", processes))
+
+
+@pytest.mark.nightly
+def test_spread_experts_learn_what_one_process_of_transformers_learns(folder, fsdp_ranks, tmp_path):
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    options = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 64}
+    mixture = tmp_path / "mixture"
+    mixture.mkdir()
+    (mixture / "data").symlink_to(folder / "data")
+    for name in ("model", "teacher"):
+        torch.manual_seed(len(name))
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **options)).save_pretrained(mixture / name)
+    cases = {name: train_config("fsdp", {"dp_shard": 2, "ep": 2}, fields, False) for name, fields in METHODS.items()}
+    check(mixture, cases, tmp_path, partial(fsdp_ranks.run, "tests.parity.methods_program", 2))
+
+
+def check(folder, cases, tmp_path, run):
+    """Run the cases on several processes, and compare each with a plain loop."""
     folders = {name: str(folder / name) for name in ("data", "model", "teacher")}
     spec = {**folders, "output": str(tmp_path), "cases": cases}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    program = "methods_program" if engine == "fsdp" else "megatron_methods_program"
-    ranks.run(f"tests.parity.{program}", processes, tmp_path / "spec.json", log=tmp_path / "log.txt")
+    run(tmp_path / "spec.json", log=tmp_path / "log.txt")
     for name, fields in cases.items():
         expected, weights = trained_plainly(folder, dict(fields))
         assert name.split("-")[0] != "kto" or expected[-1]["metrics"]["kl"] > 1e-3, "or nothing is compared"
@@ -189,8 +210,10 @@ def test_every_layout_learns_what_one_process_of_transformers_learns(
             assert outcome["metrics"] == pytest.approx(step["metrics"], rel=1e-5, abs=1e-6), name
             assert outcome["loss"] == pytest.approx(step["loss"], rel=1e-5), name
             assert outcome.get("grad_norm", 0.0) == pytest.approx(step.get("grad_norm", 0.0), rel=1e-5), name
-        file = "adapter_model.safetensors" if fields.get("adapter") else "model.safetensors"
-        exported = load_file(tmp_path / name / file)
+        if fields.get("adapter"):
+            exported = load_file(tmp_path / name / "adapter_model.safetensors")
+        else:
+            exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).named_parameters())
         assert exported.keys() == weights.keys()
         for weight in weights:
             torch.testing.assert_close(exported[weight], weights[weight], rtol=0, atol=1e-5, msg=f"{name} {weight}")

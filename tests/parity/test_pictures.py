@@ -60,3 +60,8 @@ def test_processes_with_other_kinds_of_media_neither_hang_nor_change_the_loss(
 @pytest.mark.nightly
 def test_a_process_without_sounds_neither_hangs_nor_changes_the_loss(tmp_path: Path, fsdp_ranks: Ranks) -> None:
     check("qwen2_audio", "sounds", tmp_path, fsdp_ranks)
+
+
+@pytest.mark.nightly
+def test_spread_experts_beside_a_tower_learn_the_same(tmp_path: Path, fsdp_ranks: Ranks) -> None:
+    check("qwen3_vl_moe", "experts", tmp_path, fsdp_ranks)

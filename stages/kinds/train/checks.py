@@ -318,7 +318,6 @@ def media_errors(config: TrainFields, media: str = "media") -> Iterator[str]:
     options = {
         f"layout.tp: {config.layout.tp}": config.layout.tp > 1,
         f"layout.cp: {config.layout.cp}": config.layout.cp > 1,
-        f"layout.ep: {config.layout.ep}": config.layout.ep > 1,
         "precision: fp8": config.precision == "fp8",
         f"optimizer: {config.optimizer.name}": config.optimizer.name != "adamw",
     }
