@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,11 +62,27 @@ CASES = [
 def test_a_family_in_parts_learns_what_plain_transformers_does(
     family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    tiny_model(family, initializer_range=0.05).save_pretrained(tmp_path / family)
+    _check(tiny_model(family, initializer_range=0.05), family, LAYOUTS[name], fsdp_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 2])
+def test_processes_whose_experts_no_token_chose_neither_hang_nor_change_what_is_learnt(
+    experts_per_token: int, fsdp_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Only one process has the first two of four experts, to which a router's bias sends all tokens of all."""
+    model = tiny_model("gpt_oss", initializer_range=0.05, num_experts_per_tok=experts_per_token)
+    for name, weight in model.named_parameters():
+        if name.endswith("router.bias"):
+            weight.data += torch.tensor([200.0, 100.0, 0.0, 0.0])
+    _check(model, "gpt_oss", {**LAYOUTS["ep"], "recompute": "full"}, fsdp_ranks, tmp_path)
+
+
+def _check(model: Any, family: str, layout: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+    """Compare five steps from a model on several processes with plain Transformers."""
+    model.save_pretrained(tmp_path / family)
     data = make_data(5)
     losses, grad_norms, model = train_plainly(tmp_path / family, data)
-    found = _train(family, LAYOUTS[name], data, fsdp_ranks, tmp_path)
+    found = _train(family, layout, data, ranks, tmp_path)
     assert found["losses"] == pytest.approx(losses, rel=2e-6)
     assert found["grad_norms"] == pytest.approx(grad_norms, rel=1e-4)
     gradients = load_file(tmp_path / f"{family}.gradients.safetensors")
@@ -100,7 +117,7 @@ def test_the_zoo_has_the_families() -> None:
 
 def _train(
     family: str,
-    layout: dict[str, int],
+    layout: dict[str, Any],
     data: list[list[list[list[int]]]],
     ranks: Ranks,
     folder: Path,

@@ -111,11 +111,11 @@ def _along(placement: Placement, dimension: int) -> Placement:
 
 
 def _consecutive(indices: list[int]) -> list[Run]:
-    found: list[Run] = []
+    runs: list[Run] = []
     for place, index in enumerate(indices):
-        start, begin, length = found[-1] if found else (-1, 0, 0)
-        if found and start + length == index:
-            found[-1] = start, begin, length + 1
+        start, begin, length = runs[-1] if runs else (-1, 0, 0)
+        if runs and start + length == index:
+            runs[-1] = start, begin, length + 1
         else:
-            found.append((index, place, 1))
-    return found
+            runs.append((index, place, 1))
+    return runs
