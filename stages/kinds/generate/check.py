@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.contract import StageInput
-from stages.core.errors import LifecycleError
-from stages.kinds.generate.config import GenerateConfig
+from stages.core.errors import DataError, LifecycleError
+from stages.kinds.generate.config import GenerateConfig, Solved
 from stages.rewards.judging import opening_problems
 from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import media_of, read_prompts
@@ -23,6 +23,9 @@ def check(stage_input: StageInput) -> Iterator[tuple[str, LifecycleError]]:
         if folder:  # a serve stage's artifact has none; its prompts are read when its turn comes
             data = stage_input.inputs[config.prompts.dataset] / "data"
             media = media_of(data, config.prompts.split, base or folder)
-            read_prompts(data, config.prompt_options, folder, media, base)
+            prompts = read_prompts(data, config.prompt_options, folder, media, base)
+            if isinstance(config.keep, Solved) and any(one.pictures for one in prompts):
+                reason = "keeps rows of text alone, and these have pictures; name another `keep`"
+                yield "keep", DataError(f"`keep: {{solved: …}}` {reason}")
     except LifecycleError as error:
         yield "prompts", error

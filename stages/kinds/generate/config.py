@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from stages.core.contract import DatasetReference, Reported, StageConfig
 from stages.core.fields import SplitName, StrictModel
@@ -12,6 +12,8 @@ from stages.rewards.registry import AnyReward, RewardName
 from stages.rollouts.options import PromptOptions, SamplingOptions
 from stages.serving.config import StopTexts
 from stages.serving.served_models import AskedModelConfig
+
+Ranking = Literal["all", "best", "pairs"]
 
 
 class PromptsConfig(StrictModel):
@@ -35,6 +37,16 @@ class Above(StrictModel):
     """Threshold on the sum of rewards, above which completions are kept."""
 
     above: float = Field(allow_inf_nan=False, description="Keep completions whose sum of rewards is greater than this.")
+
+
+class Solved(StrictModel):
+    """Numbers of a prompt's completions that are right, between which the prompt itself is kept, for training by RL."""
+
+    solved: tuple[NonNegativeInt, NonNegativeInt] = Field(
+        description="Smallest and largest number of right completions of a prompt to keep: [1, 7] of 8 leaves out what "
+        "the model never or always solves."
+    )
+    above: float = Field(0.0, allow_inf_nan=False, description="A sum of rewards above this counts as right.")
 
 
 class GenerateConfig(AskedModelConfig):
@@ -71,11 +83,12 @@ class GenerateConfig(AskedModelConfig):
     rewards: dict[RewardName, AnyReward] = Field(
         default_factory=dict, description="Rewards that score each completion, by the names that they get in metrics."
     )
-    keep: Literal["all", "best", "pairs"] | Above = Field(
+    keep: Ranking | Above | Solved = Field(
         "all",
         description="Completions to keep as training rows. all: all but cut-off, empty and repeated ones; best: each "
         "prompt's with the largest sum of rewards; {above: x}: all with a sum above x; pairs: best as "
-        "chosen and worst as rejected.",
+        "chosen and worst as rejected; {solved: [m, n]}: the dataset's own rows whose prompts get m to n right "
+        "completions, as prompts for GRPO.",
     )
     min_gap: PositiveFloat | None = Field(
         None,
@@ -133,6 +146,13 @@ class GenerateConfig(AskedModelConfig):
             raise ValueError(f"`keep: {self.keep}` chooses among several completions; raise `num_samples`, which is 1")
         if self.min_gap is not None and self.keep != "pairs":
             raise ValueError("`min_gap` is of `keep: pairs` alone; remove it")
+        if isinstance(self.keep, Solved):
+            least, most = self.keep.solved
+            if not least <= most <= self.num_samples:
+                raise ValueError(
+                    f"`keep.solved: [{least}, {most}]` counts right ones among `num_samples: {self.num_samples}`; "
+                    f"expected two rising numbers up to {self.num_samples}"
+                )
         return self
 
     @model_validator(mode="after")

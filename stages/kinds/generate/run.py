@@ -114,7 +114,7 @@ def _chosen(
     for number, prompt in enumerate(prompts):
         # The samples of a prompt stand together, in the order of the prompts.
         own = candidates[number * config.num_samples : (number + 1) * config.num_samples]
-        yield ScoredPrompt(prompt, own, choose(prompt.prompt.document, own, config))
+        yield ScoredPrompt(prompt, own, choose(prompt.prompt, own, config))
 
 
 def _write(answered: Sequence[ScoredPrompt], config: GenerateConfig, context: StageContext) -> int:

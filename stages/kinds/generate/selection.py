@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stages.data.any_rows import Prompt
 from stages.data.messages import Document, PlainText
-from stages.kinds.generate.config import Above, GenerateConfig
+from stages.kinds.generate.config import Above, GenerateConfig, Ranking, Solved
 from stages.rewards.judging import Judgement
 from stages.rollouts.asking import Sample
 
@@ -22,19 +23,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Training rows chosen among a prompt's completions. outcomes: `kept`, `chosen`, `rejected`, or why dropped."""
+    """Training rows chosen among a prompt's completions. outcomes: `kept`, `chosen`,
+    `rejected`, `right` or `wrong`, or why dropped."""
 
     rows: tuple[Row, ...]
     outcomes: tuple[str, ...]
 
 
-def choose(document: Document, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
-    """Choose which completions of one prompt become training rows, as the config's `keep` says."""
+def choose(prompt: Prompt, candidates: Sequence[Candidate], config: GenerateConfig) -> Choice:
+    """Choose which completions of one prompt become training rows, or whether itself, as the config's `keep` says."""
+    document, keep = prompt.document, config.keep
+    if isinstance(keep, Solved):
+        return _choose_solved(prompt, candidates, keep)
     unusable = dict(_unusable(candidates))
     usable = [candidate for candidate in candidates if candidate.sample.sample not in unusable]
-    labels, reason = _labelled(usable, config)
+    labels, reason = _labelled(usable, keep, config.min_gap or 0.0)
     texts = {label: completion.sample.text for completion in usable if (label := labels.get(completion.sample.sample))}
-    if config.keep == "pairs":
+    if keep == "pairs":
         rows = [_pair(document, texts["chosen"], texts["rejected"])] if texts else []
     else:
         rows = [_row(document, completion.sample.text) for completion in usable if completion.sample.sample in labels]
@@ -43,12 +48,22 @@ def choose(document: Document, candidates: Sequence[Candidate], config: Generate
     return Choice(tuple(rows), tuple((labels | dropped)[number] for number in numbers))
 
 
-def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict[int, str], str]:
+def _choose_solved(prompt: Prompt, candidates: Sequence[Candidate], keep: Solved) -> Choice:
+    """Choose the prompt's own row if as many completions are right as `keep` says."""
+    least, most = keep.solved
+    right = [one.judgement.total > keep.above for one in candidates]
+    if least <= sum(right) <= most:
+        return Choice((prompt.row,), tuple("right" if one else "wrong" for one in right))
+    reason = f"dropped: {sum(right)} of {len(right)} are right, not {least} to {most}"
+    return Choice((), (reason,) * len(right))
+
+
+def _labelled(usable: Sequence[Candidate], keep: Ranking | Above, min_gap: float) -> tuple[dict[int, str], str]:
     """Return the labels (kept, chosen, rejected) of kept completions by number, and why all others are dropped."""
     ranked = sorted(
         usable, key=lambda candidate: -candidate.judgement.total
     )  # stable: the first of equal ones is the best
-    match config.keep:
+    match keep:
         case "all":
             return {candidate.sample.sample: "kept" for candidate in usable}, ""
         case "best":
@@ -57,7 +72,7 @@ def _labelled(usable: Sequence[Candidate], config: GenerateConfig) -> tuple[dict
             }, "another of its prompt is better, or as good"
         case "pairs":
             gap = ranked[0].judgement.total - ranked[-1].judgement.total if ranked else 0.0
-            if gap == 0 or gap < (config.min_gap or 0):
+            if gap == 0 or gap < min_gap:
                 return {}, f"the best and the worst of its prompt are {gap:g} apart"
             labels = {ranked[0].sample.sample: "chosen", ranked[-1].sample.sample: "rejected"}
             return labels, "neither the best nor the worst of its prompt"

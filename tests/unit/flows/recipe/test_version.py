@@ -134,6 +134,11 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
             "rewards": {"form": {"type": "json_schema", "json_schema": {}}, "tested": {"type": "code"}},
             "keep": {"above": 0.1},
         },
+        {
+            **GENERATION,
+            "rewards": {"form": {"type": "format"}},
+            "keep": {"solved": [0, 1]},
+        },
         {**GENERATION, "rewards": {"liked": JUDGE, "likely": {"type": "reward_model", "model": "critic"}}},
         {**GENERATION, "rewards": {"liked": {**JUDGE, "template": None, "key_variable": "x"}}},
     ],
@@ -173,6 +178,7 @@ VALUES = (
     ["de"],
     *MAPPINGS,
     ["projector"],
+    [1, 1],
 )
 """Sample values of every type that a config field may have; a new type of field needs a sample here."""
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from stages.data.any_rows import Prompt
 from stages.data.formats import RowReader
 from stages.data.messages import Conversation, PlainText
 from stages.kinds.generate.config import GenerateConfig
@@ -13,6 +15,7 @@ from stages.rollouts.asking import Sample
 
 CHAT = Conversation([{"role": "user", "content": "What is 1 + 2?"}])
 PROMPTS = {"dataset": "problems"}
+ROW = {"question": "What is 1 + 2?", "answer": "3", "level": 2}
 
 
 def chosen(*completions: tuple[str, float], document: Any = CHAT, cut: tuple[int, ...] = (), **config: Any) -> Choice:
@@ -25,7 +28,7 @@ def chosen(*completions: tuple[str, float], document: Any = CHAT, cut: tuple[int
         )
         for number, (text, total) in enumerate(completions)
     ]
-    return choose(document, candidates, read)
+    return choose(Prompt(document, "3", ROW), candidates, read)
 
 
 def answers(choice: Choice) -> list[str]:
@@ -64,6 +67,19 @@ def test_pairs_without_a_gap_are_no_pairs(worst: float, min_gap: float | None, n
     assert len(choice.rows) == num_pairs
     if not num_pairs:
         assert set(choice.outcomes) == {f"dropped: the best and the worst of its prompt are {1 - worst:g} apart"}
+
+
+def test_rows_are_kept_whole_whose_prompts_are_solved_sometimes() -> None:
+    answered = (("3", 1), ("4", 0), ("3", 1))
+    choice = chosen(*answered, keep={"solved": [1, 2]})
+    assert choice == Choice((ROW,), ("right", "wrong", "right")), "a repeated answer counts, too"
+    for bounds in ([0, 1], [3, 3]):
+        assert chosen(*answered, keep={"solved": bounds}).rows == ()
+    none = chosen(*answered, keep={"solved": [1, 3], "above": 1})
+    assert none.outcomes == ("dropped: 0 of 3 are right, not 1 to 3",) * 3
+    for bounds in ([2, 1], [1, 4]):
+        with pytest.raises(ValidationError, match=r"expected two rising numbers up to 3"):
+            chosen(*answered, keep={"solved": bounds})
 
 
 def test_what_nobody_should_learn_from() -> None:
