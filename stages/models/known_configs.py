@@ -102,6 +102,10 @@ CONFIGS = {
     "glm 4.7 flash": PublishedConfig(
         {"model_type": "glm4_moe_lite"}, 29.94e9, f"Transformers' Glm4MoeLiteConfig; {_COUNTED} (29.94 B)"
     ),
+    "glm 4.5 air": PublishedConfig(
+        _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 106.85e9,
+        "Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B)",
+    ),
     "kimi k2": PublishedConfig(
         _sizes("deepseek_v3", 61, 7168, 64, 64) | {
             "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,

@@ -58,6 +58,11 @@ def shard_group(layout: Layout) -> Group:
     return Group(layout.optimizer_shards, layout.tp)
 
 
+def same_experts_group(layout: Layout) -> Group:
+    """Return the group that shards the experts of one rank where others of its shard group have other experts."""
+    return Group(max(1, layout.optimizer_shards // layout.ep), layout.tp * layout.ep)
+
+
 def replica_group(layout: Layout) -> Group:
     """Return the process group whose ranks hold replicas of the same data-parallel shard."""
     return Group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)

@@ -130,7 +130,10 @@ def step_time(
 def step_traffic(
     shape: ModelShape, engine: EngineName, layout: Layout, workload: Workload, *, stage_index: int = 0
 ) -> dict[str, float]:
-    """Return the bytes that a rank's collectives carry in a step by kind, except those of tokens sent to experts."""
+    """Return the bytes that a rank's collectives carry in a step by kind, except tokens that Megatron sends to experts.
+
+    Experts are assumed to be met equally.
+    """
     costs = COSTS[engine]
     case = StepCase(workload.trained_shape(shape), costs, layout, workload, costs.program(layout))
     stage = pipeline_stages(shape.num_layers, layout.pp, case.software.balances_head)[stage_index]
@@ -150,7 +153,7 @@ def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffi
     recomputed = case.software.recomputed_share if layout.recompute == "full" else 0.0
     if case.engine.splits_by_plan:
         traffic = _split_traffic(case, layers, ends)
-        return [*traffic, *_context_traffic(case, layers)]
+        return [*traffic, *_context_traffic(case, layers), *_expert_traffic(case, layers)]
     reductions = layers * (2 * (1 + recomputed) + 2) + ends
     if layout.sequence_parallel:
         # Gradients of weights need the whole inputs of the layer's two inward products once more.
@@ -176,6 +179,17 @@ def _split_traffic(case: StepCase, layers: float, ends: float) -> list[Traffic]:
         Traffic("all-reduce", group, layers * summed * size + ends * case.hidden_bytes),
         Traffic("all-gather", group, layers * (1 + again) * values.gathered * size),
     ]
+
+
+def _expert_traffic(case: StepCase, layers: float) -> list[Traffic]:
+    """Return what processes of `ep` send each other: states of chosen tokens to their experts, and results back.
+
+    Their weights go with them, in the precision of the states.
+    """
+    shape, layout = case.shape, case.layout
+    mixtures = layers * shape.num_mixture_layers / shape.num_layers
+    sent = case.tokens * shape.experts_per_token * (2 * shape.hidden_size + 1) * case.workload.compute_bytes
+    return [Traffic("all-to-all", network.Group(layout.ep, layout.tp), mixtures * (2 + layout.recomputes) * sent)]
 
 
 def _context_traffic(case: StepCase, layers: float) -> list[Traffic]:

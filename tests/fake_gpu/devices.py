@@ -160,6 +160,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (parallelize, "init_device_mesh", _real(init_device_mesh)),
     # By the ranks in a mesh.
     (DeviceMesh, "_concatenate", staticmethod(_real(DeviceMesh._concatenate))),
+    (DeviceMesh, "_create_unflatten_mesh", _real(DeviceMesh._create_unflatten_mesh)),
     # A fake index would be read as some number.
     (shards, "compute_local_shape_and_global_offset", _real(shards.compute_local_shape_and_global_offset)),
     (model, "logits_transform", _real(model.logits_transform)),  # by values that a model gives

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from stages.models.linear_layers import linear_layers, stacked_parameters
 from stages.parallel.layout import Layout
 from stages.planner import network
-from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, saved_parameters
+from stages.planner.adapted import frozen_bytes, gathered_layer_bytes, merged_experts, saved_parameters
 from stages.planner.compilation import not_compiled
 from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.towers import frozen_parts, layers_of_tower
-from stages.planner.workload import ProgramTraits, StateBytes
+from stages.planner.workload import ProgramTraits, StateBytes, Workload
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 
@@ -133,11 +133,18 @@ class FsdpCosts(EngineCosts):
         if case.workload.pictures:  # a frozen tower has no backward pass
             again = _gathers_again(layout) and case.workload.learns("vision_tower")
             gathered += (1 + again) * case.workload.compute_bytes * layers_of_tower(case.shape)
-        learning = case.trained(stage).total
+        learning = case.trained(stage)
+        # Experts are gathered and reduced among the ranks that have the same ones.
+        experts = case.workload.compute_bytes * _held(case, stage).expert * (layout.ep > 1)
+        of_experts = (1 + _gathers_again(layout)) * experts
+        shards, same = network.shard_group(layout), network.same_experts_group(layout)
+        dense, expert = (learning.dense, learning.expert) if layout.ep > 1 else (learning.total, 0.0)
         return (
-            Traffic("all-gather", network.shard_group(layout), _gatherings(case) * (gathered + root.gathered)),
-            Traffic("reduce-scatter", network.shard_group(layout), _reductions(case) * 4 * learning),
-            Traffic("all-reduce", network.replica_group(layout), 4 * learning / layout.optimizer_shards),
+            Traffic("all-gather", shards, _gatherings(case) * (gathered - of_experts + root.gathered)),
+            Traffic("all-gather", same, _gatherings(case) * of_experts),
+            Traffic("reduce-scatter", shards, _reductions(case) * 4 * dense),
+            Traffic("reduce-scatter", same, _reductions(case) * 4 * expert),
+            Traffic("all-reduce", network.replica_group(layout), 4 * self.optimizer_parameters(learning, layout)),
         )
 
     def data_parallel_s(
@@ -201,10 +208,12 @@ class FsdpCosts(EngineCosts):
             for dp_shard in sorted({request.num_gpus // together, of_node}):
                 if request.num_gpus % (together * dp_shard) == 0:
                     replicas = request.num_gpus // (together * dp_shard)
-                    yield from self._variants(request, {**split, "dp_shard": dp_shard, "dp_replicate": replicas})
+                    for ep in _spreads(request, dp_shard * split["cp"], split["tp"]):
+                        degrees = {**split, "ep": ep, "dp_shard": dp_shard, "dp_replicate": replicas}
+                        yield from self._variants(request, degrees)
 
     def _variants(self, request: SearchRequest, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
-        compiles_too = not not_compiled(request) and degrees["cp"] == 1
+        compiles_too = not not_compiled(request) and degrees["cp"] * degrees["ep"] == 1
         for compiles in (False, True) if compiles_too else (False,):
             for recompute in ("none", "selective", "full"):
                 for reshard in (True, False) if degrees["dp_shard"] * degrees["cp"] > 1 else (True,):
@@ -266,9 +275,7 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
     shape, workload = request.shape, request.workload
     most = min(request.num_gpus, request.hardware.gpus_per_node)
     heads = {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
-    is_tried = workload.precision != "fp8" and not (
-        workload.predicts_ahead or workload.scores_documents or workload.pictures
-    )
+    is_tried = _is_tried(workload)
     splits_matrices = is_tried and workload.adapter is None and workload.state_bytes == StateBytes()
     most_tp = most if splits_matrices else 1
     most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK) if is_tried else 1
@@ -276,6 +283,23 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
         for cp in _powers_of_two(min(most_cp, most // tp)):
             if cp == 1 or all(number % (tp * cp) == 0 for number in heads):
                 yield {"tp": tp, "cp": cp}
+
+
+def _spreads(request: SearchRequest, num_ranks: int, tp: int) -> Iterator[int]:
+    """Yield the degrees worth searching by which experts are spread over ranks of a node, 1 first."""
+    shape, adapter = request.shape, request.workload.adapter
+    adapts_experts = bool(adapter and merged_experts(shape, adapter))
+    most = min(num_ranks, request.hardware.gpus_per_node // tp)
+    can = shape.num_experts and _is_tried(request.workload) and not adapts_experts
+    for ep in _powers_of_two(most if can else 1):
+        if num_ranks % ep == 0:
+            yield ep
+
+
+def _is_tried(workload: Workload) -> bool:
+    """Return whether degrees other than data parallelism go with the precision, the losses and the rows."""
+    unlike = workload.predicts_ahead or workload.scores_documents or workload.pictures
+    return workload.precision != "fp8" and not unlike
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from flows.planning.model_shape import published_shape
 from flows.planning.plan import plan
 from flows.recipe.recipe import load_recipe
 from flows.store.record import Index
@@ -14,6 +15,8 @@ from stages.data.formats import RowReader
 from stages.data.messages import Conversation
 from stages.data.templates import ChatTemplate
 from stages.models.linear_layers import Projection
+from stages.parallel.engines.registry import RULES
+from stages.planner.memory import memory
 from stages.serving.vllm.servability import AttentionHeads, check_servable
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -142,3 +145,24 @@ def test_templates_of_tools_show_definitions_calls_and_answers_and_mark_the_call
     definition = '{"type": "function", "function": {"name": "add", "description": "Adds <b>.", "parameters": '
     assert "Be brief.\n\nFunctions that may be called:\n" + definition in rendered.text
     assert rendered.text.count("Be brief.") == rendered.text.count("Adds <b>.") == 1
+
+
+SPLIT = {
+    "gemma-3-27b-8gpu": ("gemma-3-27b", {"tp": 4, "dp_shard": 2}, 80),
+    "gpt-oss-20b-8gpu": ("gpt-oss-20b", {"ep": 8, "dp_shard": 8}, 80),
+    "glm-4.5-air-lora-16gpu": ("GLM-4.5-Air", {"ep": 8, "dp_shard": 16}, 80),
+    "qwen3.5-27b-64k-16gpu": ("Qwen3.5-27B", {"tp": 4, "dp_shard": 4}, 139.8 / 0.9),  # tight
+}
+"""Model, degrees and GiB a GPU of recipes that split layers with FSDP2."""
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_model_that_fsdp_splits_allows_the_layout_and_fits(name):
+    model, degrees, gib = SPLIT[name]
+    shape = published_shape(model)
+    (config,) = stages_of(name, "train").values()
+    assert config.layout.model_dump(include=set(degrees)) == degrees
+    assert config.processes * config.execution.nodes == config.layout.world_size
+    assert list(RULES[config.engine].model_errors(config.layout, shape)) == []
+    assert list(RULES[config.engine].layout_warnings(config.layout, config.constraints, shape)) == []
+    assert memory(shape, config.engine, config.layout, config.workload).peak_gib < 0.9 * gib

@@ -188,6 +188,21 @@ def test_long_rows_are_shared_by_tokens_and_matrices_where_the_engine_can():
     assert not any(layout.cpu_offload and layout.tp > 1 for _, layout in legal_layouts(long))
 
 
+def test_experts_are_spread_where_the_engine_can():
+    mixture = SearchRequest(KNOWN["qwen3 30b"], Workload(4096, 64), A100, 16, engines=("fsdp",))
+    assert {layout.ep for _, layout in legal_layouts(mixture)} == {1, 2, 4, 8}
+    assert not any(layout.compile for _, layout in legal_layouts(mixture))
+    sharded = Layout(dp_shard=16, recompute="full", accumulate="sharded")
+    layouts = sharded.model_copy(update={"ep": 8}), sharded
+    spread, whole = (estimate(mixture, "fsdp", layout) for layout in layouts)
+    assert spread.memory.peak_gib < whole.memory.peak_gib
+    assert spread.time.parts.expert_parallel > 0 == whole.time.parts.expert_parallel
+    of_experts = PlannedAdapter(8, target_parameters=("mlp.experts.gate_up_proj",))
+    for adapter, degrees in ((of_experts, {1}), (PlannedAdapter(8, ("q_proj",)), {1, 2, 4, 8})):
+        adapted = replace(mixture, workload=replace(mixture.workload, adapter=adapter))
+        assert {layout.ep for _, layout in legal_layouts(adapted)} == degrees
+
+
 def test_with_less_room_another_is_the_best(found):
     best = found.best
     tight = SearchRequest(SMALL.shape, SMALL.workload, A100, 8, available_gib=best.memory.peak_gib - 0.01)
