@@ -93,7 +93,7 @@ CAPABILITIES = (
         "published models that see, on a GPU",
     ),
     Capability(
-        "videos and sounds: SFT, DPO, KTO, distill, serving",
+        "videos and sounds: methods, merging, quantization, serving",
         (
             *("tests/unit/stages/kinds/train/test_videos.py", "tests/unit/stages/kinds/train/test_sounds.py"),
             *("tests/pipeline/test_serve_media.py", "tests/unit/stages/serving/test_media_requests.py"),
