@@ -37,7 +37,14 @@ from flows.servers.programs import (
     ServerProgram,
     listener,
 )
-from flows.servers.records import ServerRecord, host_of, is_unsettled_copy, read_records, write_records
+from flows.servers.records import (
+    ServerRecord,
+    has_restored_database,
+    host_of,
+    is_unsettled_copy,
+    read_records,
+    write_records,
+)
 from flows.servers.supervised_commands import HandOver, SupervisedCommand
 from stages.core.errors import ServerError
 from stages.core.files import read_end
@@ -259,7 +266,7 @@ def _refuse_elsewhere(records: Mapping[str, ServerRecord]) -> None:
 def _settle(records: Mapping[str, ServerRecord], endpoints: Endpoints) -> None:
     """Pause the schedules that a copied lifecycle home has from its original, and print their names."""
     paused: list[str] = []
-    if PREFECT.name in endpoints.local and not os.environ.get(PREFECT_DATABASE):
+    if PREFECT.name in endpoints.local and (not os.environ.get(PREFECT_DATABASE) or has_restored_database()):
         paused = copied.stop_copied_runs(endpoints.prefect_api_url, endpoints.password)
     write_records(records, settled=True)
     resume = "; `lifecycle schedules resume NAME` has this home run one, too" if paused else ""

@@ -58,11 +58,13 @@ class ServerRecords(StrictModel):
     """Contents of `servers.json`: the records of all local servers of a lifecycle home.
 
     home: where it was written; None in old files. is_copy: its schedules must be paused before a worker starts.
+    restored_database: a copy's database of Prefect, which the environment names, is its own.
     """
 
     servers: dict[str, ServerRecord] = Field(default_factory=dict)
     home: HomeIdentity | None = None
     is_copy: bool = False
+    restored_database: bool = False
 
 
 def read_records() -> dict[str, ServerRecord]:
@@ -79,13 +81,23 @@ def write_records(records: Mapping[str, ServerRecord], *, settled: bool = False)
     """Replace all servers' records. settled: this home is no copy any more. Raises what `read_records` raises."""
     is_copy = is_unsettled_copy() and not settled
     # The copy's own identity is written: from here on only `is_copy` says that it is one.
-    written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy)
+    restored = is_copy and has_restored_database()
+    written = ServerRecords(servers=dict(records), home=home_identity(), is_copy=is_copy, restored_database=restored)
     write_atomically(_file(), written.model_dump_json(indent=1))
 
 
-def mark_as_copy(folder: Path) -> None:
-    """Record that the home in a folder is a copy whose servers were never started, whatever its original recorded."""
-    write_atomically(folder / FILE, ServerRecords(is_copy=True).model_dump_json(indent=1))
+def mark_as_copy(folder: Path, *, restored_database: bool = False) -> None:
+    """Record that the home in a folder is a copy whose servers were never started, whatever its original recorded.
+
+    restored_database: Prefect's database, which the environment names, was restored for this home, and is not shared.
+    """
+    record = ServerRecords(is_copy=True, restored_database=restored_database)
+    write_atomically(folder / FILE, record.model_dump_json(indent=1))
+
+
+def has_restored_database() -> bool:
+    """Return whether Prefect's database, which the environment names, was restored for this home alone."""
+    return _read().restored_database
 
 
 def address_of(name: str) -> str | None:

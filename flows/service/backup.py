@@ -141,7 +141,7 @@ def restore(folder: Path, name: str | None = None) -> BackupResult:
             partial.mkdir(mode=PRIVATE, parents=True)
             for path, saved in backup.files.items():
                 _restore_file(folder, partial, path, saved)
-            mark_as_copy(partial)
+            mark_as_copy(partial, restored_database="prefect" in backup.databases)
             for server, saved in backup.databases.items():
                 _restore_file(folder, partial, DUMPED, saved)
                 restore_dump(server, databases[server], partial / DUMPED)
