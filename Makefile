@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp media test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo evalscope llama-cpp media skypilot test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -145,6 +145,15 @@ llama-cpp: .venv-llama-cpp/.ready
 	@$(INSTALL) --python .venv-llama-cpp/bin/python --requirement $<
 	@touch $@
 
+# Only for the nightly part `deployment`.
+skypilot: .venv-skypilot/.ready
+
+.venv-skypilot/.ready: $(PINS)/skypilot.txt | .venv/bin/uv
+	@echo "Installing SkyPilot into .venv-skypilot …"
+	@$(PYTHON) -m venv .venv-skypilot
+	@$(INSTALL) --python .venv-skypilot/bin/python --requirement $<
+	@touch $@
+
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata ./$(HOOK)
 SERVE_cuda := -r $(PINS)/serve-cuda.txt
 
@@ -160,6 +169,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt
 	$(COMPILE) $(PINS)/llama-cpp.in -o $(PINS)/llama-cpp.txt
+	$(COMPILE) $(PINS)/skypilot.in -o $(PINS)/skypilot.txt
 	env -u UV_FIND_LINKS $(COMPILE) --python-platform x86_64-manylinux_2_28 $(PINS)/serve-cuda.in -o $(PINS)/serve-cuda.txt
 	sed -i -E '/^($(BUILT_FOR_A_DEVICE))==/,/^    # via/ { s/^(torch==[0-9.]*)\+cpu/\1/; s/ \\$$//; /--hash=/d }' $(PINS)/*.txt
 	$(subst 3.11,3.12,$(COMPILE)) --no-deps $(addprefix --constraint $(PINS)/,pipeline.txt test.txt) \
@@ -171,4 +181,4 @@ upgrade: environments .venv/.test-ready
 	.venv/bin/python tests/upgrade.py $(if $(RESOLVE),--resolve) $(if $(APPLY),--apply) $(WITHOUT:%=--without %)
 
 clean:
-	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope
+	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-skypilot

@@ -192,9 +192,7 @@ def layouts(
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option(
-    "--stage", required=True, metavar="NAME", help="Stage to print as manifests; a serve stage becomes a Deployment."
-)
+@click.option("--stage", metavar="NAME", help="Stage to print as manifests; a serve stage becomes a Deployment.")
 @SET_OPTION
 @click.option("--replicas", nargs=2, type=click.IntRange(1), default=(1, 4), show_default=True, metavar="LEAST MOST")
 @click.option(
@@ -202,12 +200,34 @@ def layouts(
     metavar="NAMESPACE",
     help="Also print a PodMonitor, and let Prometheus of that namespace in; for clusters with Prometheus Operator.",
 )
+@click.option(
+    "--skypilot",
+    nargs=2,
+    metavar="GPUS BUCKET",
+    help="Instead print a SkyPilot task for the whole refresh, on a machine with GPUs such as H100:8, with backups of "
+    "its home in a bucket such as s3://ours.",
+)
 def render(
-    recipe: Path, stage: str, overrides: Sequence[str], replicas: tuple[int, int], monitored_from: str | None
+    recipe: Path,
+    stage: str | None,
+    overrides: Sequence[str],
+    replicas: tuple[int, int],
+    monitored_from: str | None,
+    skypilot: tuple[str, str] | None,
 ) -> None:
-    """Print Kubernetes manifests of a stage, for `kubectl apply --filename -`."""
+    """Print Kubernetes manifests of a stage, for `kubectl apply --filename -`, or a SkyPilot task, for `sky launch`."""
     import yaml
 
+    if bool(stage) == bool(skypilot):
+        raise click.UsageError("expected one of --stage and --skypilot")
+    if not stage:
+        from flows.launch.skypilot import skypilot_task
+        from flows.recipe.recipe import load_recipe
+
+        assert skypilot
+        task = skypilot_task(load_recipe(recipe, overrides), recipe, overrides, *skypilot)
+        click.echo(yaml.safe_dump(task, sort_keys=False), nl=False)
+        return
     from flows.cli.render import stage_manifests
     from flows.launch.serving_manifests import Replicas
 

@@ -77,6 +77,12 @@ PARTS = (
         ("unit/stages/kinds/evaluate",),
         makes="evalscope",
     ),
+    Part(
+        "deployment",
+        "SkyPilot takes a rendered task, Prometheus Operator a monitor",
+        ("unit/flows/launch",),
+        makes="skypilot",
+    ),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )
 

@@ -22,7 +22,8 @@ from flows.launch.cluster import order_of
 from flows.launch.kubernetes_jobs import COLLECTIONS
 from flows.launch.manifests import job_manifests
 from flows.launch.serving_manifests import DEREGISTRATION_S, Replicas, serving_manifests
-from flows.recipe.recipe import load_stages
+from flows.launch.skypilot import skypilot_task
+from flows.recipe.recipe import load_recipe, load_stages
 from stages.core.errors import RecipeError
 from stages.kinds.registry import KINDS
 from stages.serving.proxy_program import LAST_ANSWERS_TIMEOUT_S
@@ -442,3 +443,77 @@ def test_kustomize_builds_what_is_shipped():
 def test_a_server_without_a_key_is_refused():
     with pytest.raises(RecipeError, match=r"stages.chat.execution.kubernetes.secrets: expected {VLLM_API_KEY"):
         served(secrets={})
+
+
+# ----------------------------------------------------------------------------------------------------------- SkyPilot
+
+SKYPILOT = ROOT / ".venv-skypilot" / "bin" / "python"
+READ_BY_THEM = """
+import json, sys
+import sky
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor
+task, monitor = json.load(sys.stdin)
+script = task["run"]
+read = sky.Task.from_yaml_config(task)
+(wanted,) = read.resources
+shown = PodMonitor.model_validate(monitor).model_dump(by_alias=True, exclude_unset=True)
+print(json.dumps([wanted.accelerators, read.num_nodes, read.run == script, [*read.storage_mounts], shown]))
+"""
+"""Program for SkyPilot's environment: reads a task and a PodMonitor; prints what the models of both took."""
+
+
+def skypilot_task_of(folder, gpus="H100:8", base=None, **execution):
+    file = folder / "night one.yaml"
+    base = base or {"kind": "download", "model": "builtin/qwen3-1m", "execution": execution}
+    file.write_text(yaml.safe_dump({"name": "night_1", "stages": {"base": base}}))
+    return skypilot_task(load_recipe(file), file, ["stages.base.execution.retries=1"], gpus, "s3://ours/nights")
+
+
+def test_a_task_for_skypilot_runs_the_recipe_between_a_restore_and_a_backup(tmp_path):
+    task = skypilot_task_of(tmp_path)
+    assert task["resources"] == {"accelerators": "H100:8"}
+    assert task["file_mounts"]["~/lifecycle-recipes"] == str(tmp_path)
+    machine = tmp_path / "machine"
+    (machine / "lifecycle-backups" / "backups").mkdir(parents=True)
+    (machine / "lifecycle-backups" / "backups" / "1.json").touch()
+    (machine / ".venv" / "bin").mkdir(parents=True)
+    program = machine / ".venv" / "bin" / "lifecycle"
+    program.write_text(f'#!/bin/sh\necho "$LIFECYCLE_HOME" "$@" >> {machine}/said\n[ "$1" != run ] || exit 5\n')
+    program.chmod(0o700)
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=machine, env={"HOME": str(machine), "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 5
+    home, recipe, backups = (f"{machine}/lifecycle-{name}" for name in ("home", "recipes/night one.yaml", "backups"))
+    assert (machine / "said").read_text().splitlines() == [
+        f"{home} restore {backups}",
+        f"{home} run {recipe} --set stages.base.execution.retries=1",
+        f"{home} backup {backups}",
+    ]
+
+
+def test_what_skypilots_one_machine_cannot_run_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"stages\.base\.execution\.launcher: found slurm, expected local"):
+        skypilot_task_of(tmp_path, launcher="slurm")
+    with pytest.raises(RecipeError, match="expected GPUs such as H100:8"):
+        skypilot_task_of(tmp_path, gpus="H100:0")
+    with pytest.raises(RecipeError, match=r"stages\.base: /elsewhere/rows is not below the recipe's folder"):
+        skypilot_task_of(tmp_path, base={"kind": "download", "dataset": "file:///elsewhere/rows"})
+
+
+@pytest.mark.nightly
+def test_skypilot_and_prometheus_operator_take_what_is_printed(tmp_path):
+    task, monitor = skypilot_task_of(tmp_path), served("monitoring")[-1]
+    environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [SKYPILOT, "-c", READ_BY_THEM],
+        input=json.dumps([task, monitor]),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    accelerators, num_nodes, same_script, mounts, shown = json.loads(done.stdout.splitlines()[-1])
+    assert (accelerators, num_nodes, same_script) == ({"H100": 8}, 1, True)
+    assert mounts == ["~/lifecycle-backups"]
+    assert shown == monitor
