@@ -38,6 +38,8 @@ def main() -> None:
             engine = FsdpEngine(ModelFacts(Path(case["model"])), config.engine_settings, device)
             gradients = first_gradients(engine)
             result = train_case(engine, config, spec["data"], case)
+            first_row = pack(spec["data"][0][:1])  # also of a case that goes on from later batches
+            result["log_probabilities"] = engine.document_log_probabilities(first_row).tolist()
             engine.export(exported := Path(spec["output"]) / name, torch.float32)
             # To a sampling server, which gets adapters by folder.
             given = None if config.adapter else dict(engine.whole_weights(torch.float32))
@@ -96,7 +98,6 @@ def train(engine: FsdpEngine, config: TrainConfig, global_batches: list[list[Row
         "losses": [outcome.loss for outcome in outcomes],
         "grad_norms": [outcome.grad_norm for outcome in outcomes],
         "aux_losses": [outcome.measured.get("aux_loss") for outcome in outcomes],
-        "log_probabilities": engine.document_log_probabilities(pack(global_batches[0][:1])).tolist(),
     }
 
 

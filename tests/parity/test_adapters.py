@@ -61,8 +61,13 @@ LAYOUTS = {
         "sharded": {"dp_shard": 2},
         "replicated": {"dp_replicate": 2},
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
+        "split": {"tp": 2},
     },
+    4: {"split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1, "recompute": "full"}},
 }
+PROCESSES = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
+RESHARDED = (("split", "sharded"), ("sharded", "split"))
+"""Names of layouts that write a checkpoint, and of those that go on from it."""
 ROUNDED = {"nf4": Nf4Linear, "int8": Int8Linear}
 SEED = 3
 
@@ -130,22 +135,37 @@ def round_base(model, precision):
             parameter.copy_(parameter.bfloat16().float())
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda processes: f"{processes}-processes")
+def splits(case):
+    """Return whether a case's matrices can be split: its family has a plan, and its base is not quantized."""
+    return case[0] not in ("gpt2", "gpt-oss") and CASES[case].get("base_precision") not in ROUNDED
+
+
+@pytest.fixture(scope="module", params=PROCESSES, ids=lambda processes: f"{processes}-processes")
 def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
     """Provide the output folder of adapters trained under all layouts, and each case's model and adapter."""
     layouts = LAYOUTS[request.param]
     first = next(iter(layouts))
     cases = {f"qwen3-all-{name}": ("qwen3", "all", name) for name in layouts}
     cases |= {f"{model}-{name}": (model, name, first) for model, name in CASES if name != "all"}
-    third = list(layouts)[2]
-    cases |= {f"qwen3-dora-{third}": ("qwen3", "dora", third), f"wide-nf4-{third}": ("wide", "nf4", third)}
-    cases["moe-experts-recomputed"] = ("moe", "experts", list(layouts)[2])
     output = tmp_path_factory.mktemp("trained")
-    cases["moe-experts-recomputed"] = ("moe", "experts", list(layouts)[2])
+    if request.param == 4:
+        cases = {name: case for name, case in cases.items() if splits(case[:2])}
+    else:
+        third = list(layouts)[2]
+        cases |= {f"qwen3-dora-{third}": ("qwen3", "dora", third), f"wide-nf4-{third}": ("wide", "nf4", third)}
+        cases["moe-experts-recomputed"] = ("moe", "experts", third)
+    if request.param == 2 and len(data) > NUM_STEPS[0]:  # nightly
+        cases |= {f"{'-'.join(case)}-split": (*case, "split") for case in CASES if splits(case)}
     given = {
         name: {"model": str(folders / model), "config": config_of((model, adapter), layouts[layout])}
         for name, (model, adapter, layout) in cases.items()
     }
+    if request.param == 2:
+        for writer, reader in RESHARDED:
+            checkpoint = [1, str(output / f"checkpoint-{writer}")]
+            given[f"qwen3-all-{writer}"]["save"] = checkpoint
+            given[f"resumed-{reader}"] = {**given[f"qwen3-all-{reader}"], "resume": checkpoint}
+            given[f"resumed-{reader}"].pop("save", None)
     half = {**config_of(("qwen3", "all"), layouts[first]), "precision": "bf16"}
     given["half"] = {"model": str(folders / "qwen3"), "config": half}
     (output / "spec.json").write_text(json.dumps({"data": data, "cases": given, "output": str(output)}))
@@ -174,6 +194,20 @@ def test_losses_and_gradient_norms_equal_those_of_peft(trained, plain):
         losses, grad_norms, _ = plain[case]
         assert result["losses"] == pytest.approx(losses, rel=0, abs=1e-6), name
         assert result["grad_norms"] == pytest.approx(grad_norms, rel=1e-5), name
+
+
+def test_they_go_on_under_another_layout(trained):
+    output, cases = trained
+    for writer, reader in RESHARDED if "qwen3-all-split" in cases else ():
+        saved, resumed = (
+            json.loads((output / f"{name}.json").read_text()) for name in (f"qwen3-all-{writer}", f"resumed-{reader}")
+        )
+        assert resumed["losses"] == pytest.approx(saved["losses"][1:], rel=0, abs=1e-6)
+        tensors, others = (
+            load_file(output / name / "adapter_model.safetensors")
+            for name in (f"qwen3-all-{writer}", f"resumed-{reader}")
+        )
+        assert max((tensors[name] - one).abs().max().item() for name, one in others.items()) < 1e-6
 
 
 def test_gradients_equal_those_of_peft(trained, plain):

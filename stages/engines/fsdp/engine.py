@@ -305,7 +305,7 @@ class FsdpEngine:
         twin = deepcopy(self._model) if files else None  # compared in fp32
         if twin and hasattr(twin.causal_lm, ATTRIBUTE):
             delattr(twin.causal_lm, ATTRIBUTE)  # Transformers has none to compare with
-        copies = (deepcopy(twin), deepcopy(twin)) if twin and layout.tp * layout.ep > 1 else None
+        copy = deepcopy(twin) if layout.tp * layout.ep > 1 else None
         for model in (self._model, twin) if twin else (self._model,):
             model.context_group = self._context_group
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
@@ -314,8 +314,12 @@ class FsdpEngine:
             # With `cpu_offload` shards stay in host memory, where FSDP2 expects them.
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)
             check_sharded(self._model, twin, layout, self._mesh, self.device)
-            if copies:
-                check_split(*copies, files, layout, self.device)
+        if layout.tp * layout.ep > 1:
+            if not files or not copy or self._adapter:
+                # What a plan lacks, the base alone tells: PEFT's layers give its weights no gradients.
+                copy, files = find_weights(self._folder, trust_remote_code=self._trust_remote_code)
+                drop_weights(copy, list(copy.parameters()))
+            check_split(deepcopy(copy), copy, files, layout, self.device)
 
     def _add_adapter(self, settings: EngineSettings, rows: InputRows | None) -> LoraConfig:
         """Add the LoRA adapter before sharding; keep factors taken out of the base's weights for the export."""

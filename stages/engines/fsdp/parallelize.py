@@ -19,6 +19,7 @@ from stages.engines import attention_kernels  # noqa: F401  # its operations are
 from stages.engines.fsdp.experts import DIMENSION, OTHERS, exchange_tokens, shard_of, spread_experts, spread_in
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
+from stages.engines.fsdp.split_adapters import plan_adapters
 from stages.engines.fsdp.tensor_parallel import split_matrices
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.layers import text_layers, transformer_layers
@@ -167,6 +168,8 @@ def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh)
         # Tokens travel within what `tp` adds up: a sum of results is smaller than one of what each expert gave.
         experts = exchange_tokens(model.causal_lm, model.expert_mesh.get_group(DIMENSION))
     if layout.tp > 1:
+        if any(hasattr(one, "lora_A") for one in model.modules()):
+            plan_adapters(model.causal_lm)
         split_matrices(model.causal_lm, mesh["tp"])
         model.vocabulary_group = mesh.get_group("tp")
     if model.expert_mesh:

@@ -107,6 +107,8 @@ def changed(module: nn.Module, change: Any) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(own)
+        for name in own.keys() & module._buffers.keys():  # PEFT's way to restore what it has replaced
+            del module._buffers[name]
 
 
 def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:

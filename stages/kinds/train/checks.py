@@ -259,7 +259,12 @@ def _split_errors(config: TrainFields) -> Iterator[str]:
         "mtp_loss_weight": config.mtp_loss_weight > 0,
         f"method: {config.method}": config.learning.needs_score_head,
     }
-    of_tp = {"adapter": config.adapter is not None, "layout.cpu_offload": config.layout.cpu_offload}
+    adapter = config.adapter or AdapterConfig()
+    of_tp = {
+        f"adapter.base_precision: {adapter.base_precision}": adapter.base_precision in ("nf4", "int8"),
+        "adapter.init: eva": adapter.init == "eva",
+        "layout.cpu_offload": config.layout.cpu_offload,
+    }
     options = {
         "tp": {**of_tp, **both, **dict.fromkeys(low, True)},
         "cp": {"layout.compile": config.layout.compile, **both},
