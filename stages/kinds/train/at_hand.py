@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from stages.adapters.config import AdapterConfig
 from stages.adapters.named_layers import missing_layers
 from stages.core.contract import ModelAtHand
 from stages.core.errors import DataError, LayoutError, LifecycleError
@@ -21,7 +22,9 @@ from stages.kinds.train.checks import media_problems
 from stages.kinds.train.fields import TrainFields
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.model_folder import check_config, check_model_folder, check_unquantized, code_not_run
+from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
+from stages.planner.adapted import merged_experts
 
 
 def model_findings(
@@ -56,6 +59,8 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
     if rules.builds_from_shape or degrees > 1:  # else any model fits, and none has to be walked
         shape = rules.shape_of(facts)
         errors = [*rules.model_errors(config.layout, shape)]
+        if config.adapter and config.layout.ep > 1 and not rules.has("splits_all"):
+            errors += _adapted_experts(config.adapter, config.layout.ep, shape)
         if gpu_type:
             errors += rules.device_errors(gpu_type, config.layout, config.precision, shape)
         if errors:
@@ -66,6 +71,14 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
         yield (
             f"data.sequence_length {config.data.sequence_length} is beyond the {limit} positions of {model.source}; "
             "documents of that length are refused or badly learned"
+        )
+
+
+def _adapted_experts(adapter: AdapterConfig, ep: int, shape: ModelShape) -> Iterator[str]:
+    if merged_experts(shape, adapter.for_planner):
+        yield (
+            f"layout: ep {ep} spreads experts without adapters, but `adapter.target_modules: {adapter.target_modules}` "
+            "means experts, too; set `ep: 1`, or leave them out by `adapter.exclude_modules`"
         )
 
 

@@ -6,7 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from flows.recipe.recipe import load_stages
+from stages.core.contract import ModelAtHand
 from stages.core.errors import LayoutError, RecipeError
+from stages.kinds.train.at_hand import model_findings
 from stages.kinds.train.checks import media_errors
 from stages.parallel.layout import Layout
 from tests.train_stage import make_config
@@ -80,6 +82,19 @@ def test_what_shared_tokens_or_matrices_have_not_been_tried_with_is_refused_by_n
 def test_pictures_are_refused_where_tokens_are_shared():
     (problem,) = media_errors(make_config(layout={"cp": 2, "micro_batch_size": 2}))
     assert "rows with media do not go with `layout.cp: 2`" in problem
+
+
+def test_adapters_of_spread_experts_are_refused_before_a_start_by_name():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    base = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 16, **sizes, **experts}
+    model = ModelAtHand("here", base, None)
+    layout = {"dp_shard": 2, "ep": 2, "micro_batch_size": 1}
+    for targets, number in (("all-linear", 1), (["q_proj", "v_proj"], 0)):
+        config = make_config(layout=layout, adapter={"rank": 4, "target_modules": targets})
+        errors = [str(one) for field, one in model_findings(config, lambda: model, None) if field == "layout"]
+        assert len(errors) == number
+        assert all("ep 2 spreads experts" in one and "`adapter.target_modules: all-linear`" in one for one in errors)
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():
