@@ -96,7 +96,7 @@ class MediaInputs:
     runs: Sequence[tuple[int, int]]
     """First token, and token after the last, of each run of tokens that stand for media, in the flattened rows."""
     patches: Sequence[int] = ()
-    """Number of patches of each medium, by which its costs are counted."""
+    """Number of patches of each picture, and of each frame of a video, by which its costs are counted."""
 
 
 @dataclass(frozen=True)

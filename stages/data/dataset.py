@@ -54,7 +54,8 @@ class Description(StrictModel):
     conversations: whether a chat template rendered the documents. num_good: of labelled answers. bytes_per_token: UTF-8
     bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
     with tools per dataset that has them. picture_prompts: the first ones with pictures. num_patches: of all pictures,
-    as a vision tower takes them. most_patches: of the pictures of one row.
+    as a vision tower takes them. most_patches: of the pictures of one row. num_frames: of pictures and of videos'
+    frames that a vision tower takes.
     """
 
     sequence_length: PositiveInt
@@ -77,6 +78,7 @@ class Description(StrictModel):
     num_media: NonNegativeInt = 0
     num_patches: NonNegativeInt = 0
     most_patches: NonNegativeInt = 0
+    num_frames: NonNegativeInt = 0
 
 
 See = Callable[[Batch, Sequence[Sequence["Medium"]]], Batch]
@@ -229,10 +231,11 @@ class PackedDataset:
         return self._media_folder
 
     def patches(self, row: int) -> list[int]:
-        """Return the number of patches of each medium of a packed row, by the sizes in its records."""
+        """Return the number of patches of each picture, or frame of a video, of a packed row, by their sizes."""
         if self._processor is None:
             return []
-        return [self._processor.num_patches(one.size) for media in self.media(row) for one in media]
+        sizes = [one.size for media in self.media(row) for one in media]
+        return [number for size in sizes for number in self._processor.patches(size)]
 
     def pictures(self, row: int, sampling: Sampling | None = None) -> list[list[Medium]]:
         """Return the decoded media of each document of a packed row. Raises DataError if one has changed.

@@ -3,7 +3,7 @@
 Tokens do not bound a tower's memory: families that see make 4 to 16 patches of what becomes one token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +15,8 @@ from stages.data.media_reference import MediaReference, of_records
 from stages.data.units import NUM_NAMED, Units
 from stages.models.media import MediaSize
 
-PatchesOf = Callable[[MediaSize], int]
-"""Function that returns the number of patches of a medium by its size."""
+PatchesOf = Callable[[MediaSize], Sequence[int]]
+"""Function that returns the number of patches of a picture, or of each of a video's frames, by its size."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PatchBound:
         ends = np.cumsum(units.media_lengths)
         for number in np.flatnonzero(units.media_lengths).tolist():
             records = units.media[ends[number] - units.media_lengths[number] : ends[number]]
-            documents[number] = sum(self.patches_of(one.size) for one in of_records(records.tobytes()))
+            documents[number] = sum(sum(self.patches_of(one.size)) for one in of_records(records.tobytes()))
         before = np.concatenate([[0], np.cumsum(documents)])
         return np.diff(before[np.concatenate([[0], np.cumsum(units.num_documents)])])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ from stages.data.media.folder import MediaFolder
 from stages.data.media.prompts import MOST_PROMPTS, PicturePrompt
 from stages.data.media_reference import of_records
 from stages.data.mixture import joined
-from stages.data.patches import PatchBound
+from stages.data.patches import PatchBound, PatchesOf
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
 from stages.data.tokenized_rows import FileState, Reporter, TokenizedRowsSource
@@ -51,7 +51,7 @@ from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
-from stages.models.media import MediaKind, MediaSize
+from stages.models.media import MediaKind
 from stages.models.processor import reads_media
 from stages.models.recorded import ToolPrompt
 
@@ -263,7 +263,7 @@ class _Run:
         )
         self._tokenizer = self._source.tokenizer.tokenizer
         # The processor is made for the first picture.
-        writer.patches_of = lambda size: self._tokenizer.processor.num_patches(size)
+        writer.patches_of = lambda size: self._tokenizer.processor.patches(size)
         self._unread = IgnoredFields()
         self._notes = TokenizerNotes()
         self._seen = seen
@@ -294,6 +294,7 @@ class _Run:
                 num_media=self._writer.num_media,
                 num_patches=self._writer.num_patches,
                 most_patches=self._writer.most_patches,
+                num_frames=self._writer.num_frames,
                 num_rows=self._writer.num_rows,
                 num_documents=self._writer.num_documents,
                 num_tokens=self._writer.num_tokens,
@@ -449,8 +450,7 @@ class _NamedReporter:
 class DatasetWriter:
     """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
-    patches_of: Callable[[MediaSize], int]
-    """Function that returns the number of patches of a picture by its size, (width, height)."""
+    patches_of: PatchesOf
 
     def __init__(self, folder: Path, *, is_labelled: bool = False, may_have_media: bool = False) -> None:
         self._folder = folder
@@ -466,6 +466,7 @@ class DatasetWriter:
         self.num_media = 0
         self.num_patches = 0
         self.most_patches = 0
+        self.num_frames = 0
         self._num_media_bytes = 0
         if may_have_media:
             self._streams[MEDIA_STARTS].write(np.zeros(1, np.int64).tobytes())
@@ -515,10 +516,11 @@ class DatasetWriter:
         begins = np.concatenate([[0], np.cumsum(lengths)])[documents_before]
         for begin, end in pairwise(begins.tolist()):
             found = of_records(media[begin:end].tobytes())
-            patches = sum(self.patches_of(one.size) for one in found)
+            patches = [number for one in found for number in self.patches_of(one.size)]
             self.num_media += len(found)
-            self.num_patches += patches
-            self.most_patches = max(self.most_patches, patches)
+            self.num_frames += len(patches)
+            self.num_patches += sum(patches)
+            self.most_patches = max(self.most_patches, sum(patches))
 
     def finish(self, about: Description) -> None:
         """Flush all arrays to disk, then write the description that makes the folder complete."""

@@ -63,6 +63,8 @@ ENDS_A_SECOND = 40
 """Part of a second, as 1 / 40, at the end of a sound by which it is found whether a processor takes all of it."""
 SAMPLING = ("fps", "num_frames", "max_frames", "cap_pixels_per_frame")
 """Fields of a processor of videos that say which frames a model takes, and of what size."""
+GRID = "video_grid_thw"
+"""Name of the feature that holds a video's frames, of which Qwen and GLM join two, and their height and width."""
 VALUES = ("pixel_values", "pixel_values_videos")
 """Names of the features that hold patches of pictures and of videos' frames."""
 
@@ -156,7 +158,14 @@ class MediaProcessor:
 
     def num_patches(self, size: MediaSize) -> int:
         """Return the number of patches that a tower of pictures makes of a medium of this size; of sounds, none."""
-        return 0 if isinstance(size, SoundSize) else self._patches(size)
+        return sum(self.patches(size))
+
+    def patches(self, size: MediaSize) -> tuple[int, ...]:
+        """Return the number of patches of a picture, or of each of a video's frames as the tower takes them.
+
+        Patches of two frames do not attend to each other. Of sounds there are none.
+        """
+        return () if isinstance(size, SoundSize) else self._patches(size)
 
     def num_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
@@ -402,10 +411,14 @@ class MediaProcessor:
         found = self._blank_call(sizes, return_text_replacement_offsets=True)
         return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
 
-    def _count_patches(self, size: MediaSize) -> int:
-        found = self._blank_call((size,))
-        values = next(found[name] for name in VALUES if name in found)
-        return num_patches(values.shape, patch_side(self.config))
+    def _count_patches(self, size: MediaSize) -> tuple[int, ...]:
+        outputs = self._blank_call((size,))
+        values = next(outputs[name] for name in VALUES if name in outputs)
+        number = num_patches(values.shape, patch_side(self.config))
+        if not isinstance(size, VideoSize):
+            return (number,)
+        num_frames = int(outputs[GRID][0, 0]) if GRID in outputs else len(self.frames(size))
+        return (number // num_frames,) * num_frames
 
     def _sampled(self, size: VideoSize) -> tuple[int, ...]:
         part = self._processor.video_processor

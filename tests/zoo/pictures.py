@@ -15,6 +15,7 @@ from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_media
 from stages.models.facts import ModelFacts
+from stages.models.media import MediaSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.models.walked import shape_of
 from tests.zoo.models import tiny_model
@@ -101,19 +102,20 @@ class Documents:
         return torch.tensor(self.processor._tokens(replaced))
 
 
-def tower_error(folder: Path, size: tuple[int, int]) -> float:
-    """Return by what share the planner's FLOPs of a picture differ from those that torch counts in the tower."""
+def tower_error(folder: Path, size: MediaSize) -> float:
+    """Return by what share the planner's FLOPs of a picture or video differ from those that torch counts."""
     keep_shape(folder)
     processor, shape = MediaProcessor(folder), shape_of(ModelFacts(folder))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    features = processor.merged([processor.features([picture(size)])])
-    asked = inspect.signature(model.get_image_features).parameters
+    features = processor.merged([processor.features([processor.drawn(size)])])
+    tower = model.get_video_features if kind_of(size) == "video" else model.get_image_features
+    asked = inspect.signature(tower).parameters
     given = {name: features.get(name) for name in asked if name in features or asked[name].default is asked[name].empty}
     given.pop("kwargs", None)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.get_image_features(**given)
+        tower(**given)
     assert shape.tower
-    return shape.tower.flops().forward([processor.num_patches(size)]) / counter.get_total_flops() - 1
+    return shape.tower.flops().forward(processor.patches(size)) / counter.get_total_flops() - 1
 
 
 def load_seeing(folder: Path) -> Any:

@@ -31,7 +31,7 @@ from stages.models.facts import ModelFacts
 from stages.models.known_configs import CONFIGS
 from stages.models.known_vision import SEEING
 from stages.models.loading import model_without_weights
-from stages.models.media import SoundSize
+from stages.models.media import SoundSize, VideoSize
 from stages.models.walked import shape_of
 from stages.parallel.layout import Layout
 from tests.parity.pictures_program import Drawn
@@ -100,6 +100,14 @@ def test_what_a_processor_writes_for_pictures_is_never_learned(family: str, tmp_
 def test_the_planner_counts_a_picture_as_torch_does(family: str, tmp_path: Path) -> None:
     save_family(family, tmp_path)
     errors = [abs(tower_error(tmp_path, size)) for size in ((40, 40), (48, 90), (100, 70))]
+    assert max(errors) <= MOST_FLOPS_ERROR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm46v"])
+def test_the_planner_counts_a_video_as_torch_does(family: str, tmp_path: Path) -> None:
+    save_family(family, tmp_path)
+    errors = [abs(tower_error(tmp_path, size)) for size in (VideoSize(64, 40, 30, 3.0), VideoSize(48, 90, 12, 2.0))]
     assert max(errors) <= MOST_FLOPS_ERROR
 
 

@@ -115,7 +115,8 @@ class RowData:
         if not training.has_media:
             return None
         about = training.about
-        return RowPictures(about.most_patches, about.num_patches / about.num_rows, about.num_patches / about.num_media)
+        num_pictures = about.num_frames or about.num_media  # rows that were prepared before have no frames counted
+        return RowPictures(about.most_patches, about.num_patches / about.num_rows, about.num_patches / num_pictures)
 
     @property
     def _counts_by_dataset(self) -> dict[str, float]:
