@@ -13,6 +13,7 @@ from stages.harnesses.lm_eval.tasks import select_tasks
 from stages.kinds.evaluate.config import EvaluateConfig
 from tests.unit.flows.cli.test_init import chat, lifecycle, model  # noqa: F401
 from tests.unit.stages.data.media.conftest import NUM_TOKENS, config_fields, encoded, noise, write_processor
+from tests.unit.stages.kinds.train import test_videos as videos
 from tests.zoo.models import tiny_config
 
 
@@ -95,3 +96,12 @@ def test_rows_of_all_kinds_are_surveyed_with_their_pictures(seeing_rows, kind):
     assert facts.is_counted and facts.longest > NUM_TOKENS * (2 if kind == "pairs" else 1)
     assert facts.questions and all(one["question"].startswith("<image>What is") for one in facts.questions)
     assert {name for one in facts.questions for name in one["images"]} == facts.pictures.keys()
+
+
+def test_a_first_recipe_names_the_frames_of_videos_that_the_model_leaves_open(tmp_path):
+    inputs = videos.inputs._get_wrapped_function()(tmp_path)
+    folder, source = inputs["rows"] / "data", inputs["base"] / "model"
+    videos.write_rows(folder, videos.ASKED * 10, "completion")
+    facts = survey(folder, {}, KnownModel(f"file://{source}", folder=source))
+    assert (facts.media_kinds, facts.bounds.named) == ({"image", "video"}, {"fps": 2.0, "max_frames": 32})
+    assert facts.is_counted and facts.num_bad_rows == 0
