@@ -114,7 +114,7 @@ def explained(request: SearchRequest, text: str) -> Explained:
     if errors:
         raise LayoutError("\n".join([f"the layout {text!r} cannot work:", *(f"  {error}" for error in errors)]))
     warnings = [*RULES[engine].layout_warnings(layout, constraints, shape)]
-    if layout.tp > 1 and not layout.sequence_parallel:
+    if layout.tp > 1 and not layout.sequence_parallel and "sequence_parallel" in RULES[engine].own_fields:
         warnings += ["layout: tp without sequence_parallel keeps the whole of norms and dropout on every rank"]
     return Explained(request, estimate(request, engine, layout), tuple(warnings))
 
