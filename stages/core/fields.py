@@ -16,7 +16,7 @@ class StrictModel(BaseModel):
     """Immutable base class of configs (pydantic), which refuses unknown fields."""
 
     # A diverged loss is NaN, and must come back as such from `result.json`.
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants", defer_build=True)
 
     @classmethod
     def read_or_none(cls, path: Path) -> Self | None:
