@@ -10,7 +10,7 @@ from stages.models.facts import ModelFacts
 from stages.models.known_models import PublishedConfig, longest_match
 from stages.models.known_vision import SEEING
 
-_FULL, _LINEAR, _WINDOW = "full_attention", "linear_attention", "sliding_attention"
+_FULL, _LINEAR = "full_attention", "linear_attention"
 _NEMOTRON = {"M": "mamba", "E": "moe", "*": "attention"}
 """Kinds of Nemotron-H's layers, by the letters of its patterns."""
 
@@ -19,25 +19,6 @@ def _sizes(family: str, layers: int, hidden: int, heads: int, kv_heads: int) -> 
     return {
         "model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-    }  # fmt: skip
-
-
-def _qwen3_5(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **others: Any) -> dict[str, Any]:
-    family = "qwen3_5_moe_text" if "num_experts" in others else "qwen3_5_text"
-    return _sizes(family, layers, hidden, heads, kv_heads) | {"linear_num_value_heads": value_heads, **others}
-
-
-def _qwen3_5_moe(layers: int, hidden: int, experts: int, active: int) -> dict[str, Any]:
-    return _qwen3_5(
-        layers, hidden, 32, 2, 64, num_experts=experts, num_experts_per_tok=active, moe_intermediate_size=1024,
-        shared_expert_intermediate_size=1024,
-    )  # fmt: skip
-
-
-def _gemma4(layers: int, hidden: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
-    return _sizes("gemma4_text", layers, hidden, heads, kv_heads) | {
-        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 1024,
-        "layer_types": [*[_WINDOW] * 5, _FULL] * (layers // 6), **others,
     }  # fmt: skip
 
 
@@ -52,55 +33,19 @@ def _granite4(hidden: int, heads: int, kv_heads: int, mamba_heads: int, **others
 _COUNTED = "llama.cpp's llama-bench"
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext: hf_model_configs.py"
 _CARD_GRANITE = "github.com/DocDBrown/IBMGranite4Tiny README.md (IBM's card)"
-_QWEN35_27B = _qwen3_5(64, 5120, 24, 4, 48, intermediate_size=17408)
 
 CONFIGS = {
     **SEEING,
     "qwen3 next 80b": PublishedConfig(
         {"model_type": "qwen3_next"}, 79.67e9, f"Transformers' Qwen3NextConfig; {_MAXTEXT}; {_COUNTED} (79.67 B)"
     ),
-    "qwen3.5 4b": PublishedConfig(
-        _qwen3_5(32, 2560, 16, 4, 32, intermediate_size=9216, tie_word_embeddings=True), 4.21e9,
-        f"github.com/radixark/miles scripts/models/qwen3.5-4B.sh; {_COUNTED} (4.21 B)",
-    ),
-    "qwen3.5 9b": PublishedConfig(
-        {"model_type": "qwen3_5_text"}, 8.95e9,
-        f"Transformers' Qwen3_5TextConfig; apxml.com/models/qwen35-9b; {_COUNTED} (8.95 B)",
-    ),
-    "qwen3.5 27b": PublishedConfig(
-        _QWEN35_27B, 26.90e9,
-        f"github.com/THUDM/slime scripts/models/qwen3.5-27B.sh; {_COUNTED} (26.90 B)",
-    ),
-    "qwen3.5 35b": PublishedConfig(
-        {"model_type": "qwen3_5_moe_text"}, 34.66e9, f"Transformers' Qwen3_5MoeTextConfig; {_COUNTED} (34.66 B)"
-    ),
-    "qwen3.6 27b": PublishedConfig(
-        _QWEN35_27B, 26.90e9, f"67ailab.com/posts/qwen36-27b-deep-dive-architecture-efficiency; {_COUNTED} (26.90 B)"
-    ),
-    "qwen3.6 35b": PublishedConfig({"model_type": "qwen3_5_moe_text"}, 34.66e9, f"{_COUNTED} (34.66 B, of Qwen3.6)"),
-    "qwen3.5 397b": PublishedConfig(
-        _qwen3_5_moe(60, 4096, 512, 10), 396.35e9, f"{_MAXTEXT}; {_COUNTED} (396.35 B)"
-    ),
-    "gemma4 26b": PublishedConfig(
-        _gemma4(
-            30, 2816, 16, 8, num_global_key_value_heads=2, intermediate_size=2112, enable_moe_block=True,
-            num_experts=128, top_k_experts=8, moe_intermediate_size=704,
-        ), 25.2e9, f"{_MAXTEXT}; andysmith.ai/wiki/gemma-4-model-card (25.2B)",
-    ),
-    "gemma4 31b": PublishedConfig(
-        _gemma4(60, 5376, 32, 16, num_global_key_value_heads=4, intermediate_size=21504), 30.7e9,
-        f"{_MAXTEXT}; andysmith.ai/wiki/gemma-4-model-card (30.7B)",
-    ),
-    "gemma4 e2b": PublishedConfig(
-        {"model_type": "gemma4_text"}, 5.1e9,
-        "Transformers' Gemma4TextConfig; andysmith.ai/wiki/gemma-4-model-card (5.1B with embeddings)",
-    ),
     "glm 5": PublishedConfig(
         {"model_type": "glm_moe_dsa"}, 744e9,
         f"Transformers' GlmMoeDsaConfig; {_MAXTEXT}; glennklockwood.com/garden/GLM-5 (744B)",
     ),
     "glm 4.7 flash": PublishedConfig(
-        {"model_type": "glm4_moe_lite"}, 29.94e9, f"Transformers' Glm4MoeLiteConfig; {_COUNTED} (29.94 B)"
+        {"model_type": "glm4_moe_lite"}, 29.9e9,
+        "Transformers' Glm4MoeLiteConfig; ollama.com/library/glm-4.7-flash (29.9B)",
     ),
     "glm 4.5 air": PublishedConfig(
         _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 106.85e9,
@@ -116,6 +61,14 @@ CONFIGS = {
             "block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "vocab_size": 65536
         }, 1_170_340_608, "deepwiki.com/kreasof-ai/OpenFormer; aifasthub.com/LiquidAI/LFM2-1.2B (card)",
     ),
+    "lfm2 8b": PublishedConfig(
+        _sizes("lfm2_moe", 24, 2048, 32, 8) | {
+            "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4,
+            "num_dense_layers": 2, "vocab_size": 65536, "tie_word_embeddings": True,
+            "layer_types": [_FULL if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        }, 8.3e9,
+        "github.com/lablup/mlxcel (config of LFM2-8B-A1B); kiadev.net/news/2025-10-11-lfm2-8b-a1b-on-device-moe (8.3B)",
+    ),
     "nemotron3 nano 30b": PublishedConfig(
         _sizes("nemotron_h", 52, 2688, 32, 2) | {
             "layers_block_type": [
@@ -123,7 +76,8 @@ CONFIGS = {
             ],
             "mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128, "num_experts_per_tok": 6,
             "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
-        }, 31.58e9, f"github.com/THUDM/slime scripts/models/nemotron-nano-30B-A3B.sh; {_COUNTED} (31.58 B)",
+        }, 31.6e9, "github.com/THUDM/slime scripts/models/nemotron-nano-30B-A3B.sh; "
+        "huggingface.co/basecompute/NVIDIA-Nemotron-3-Nano-30B-A3B (31.6B)",
     ),
     "ernie 4.5 21b": PublishedConfig(
         {"model_type": "ernie4_5_moe"}, 21.83e9, f"Transformers' Ernie4_5_MoeConfig; {_COUNTED} (21.83 B)"
