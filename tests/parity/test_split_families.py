@@ -93,6 +93,19 @@ def _check(model: Any, family: str, layout: dict[str, Any], ranks: Ranks, tmp_pa
         assert (exported[weight] - value).abs().max() < 5e-6, weight
 
 
+@pytest.mark.parametrize("name", ["tp", "ep, tp"])
+def test_an_adapter_made_of_whole_weights_starts_from_the_base_beside_fused_matrices(
+    name: str, fsdp_ranks: Ranks, tmp_path: Path
+) -> None:
+    """The first process has the weights, of which the others get their parts: of both projections in one matrix."""
+    tiny_model("qwen3_moe", initializer_range=0.05).save_pretrained(tmp_path / "qwen3_moe")
+    data = make_data(1)
+    losses, _, _ = train_plainly(tmp_path / "qwen3_moe", data)
+    adapter = {"rank": 4, "target_modules": ["q_proj"], "init": "pissa"}
+    found = _train("qwen3_moe", LAYOUTS[name], data, fsdp_ranks, tmp_path, adapter=adapter)
+    assert found["losses"] == pytest.approx(losses, rel=2e-6)
+
+
 def test_a_plan_that_lacks_a_sum_is_refused(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     """Nemotron has no plan; Qwen3 has one, by which norms of heads whose gradients are not summed would be wrong."""
     torch.manual_seed(0)
@@ -122,8 +135,9 @@ def _train(
     ranks: Ranks,
     folder: Path,
     program: str = "tests.parity.fsdp_program",
+    **fields: Any,
 ) -> dict[str, list[float]]:
-    case = {"model": str(folder / family), "config": make_config(layout)}
+    case = {"model": str(folder / family), "config": {**make_config(layout), **fields}}
     (folder / "spec.json").write_text(
         json.dumps({"data": data, "cases": {family: case}, "output": str(folder / "out")})
     )

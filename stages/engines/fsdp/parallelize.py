@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -156,7 +156,7 @@ def parallelize(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh,
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: give_back_freed_memory(LEAST_FREED_BYTES))
     if is_spread:
-        _spread_weights(model, weights, layout)
+        _spread_weights(model, weights, mesh)
 
 
 def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh) -> None:
@@ -343,9 +343,19 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _spread_weights(model: TargetLogProbabilities, weights: dict[str, torch.Tensor], layout: Layout) -> None:
-    # Collective: only rank 0 has `weights`; the others receive their shards.
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=layout.cpu_offload)
-    set_model_state_dict(model, weights, options=options)
+@torch.no_grad()
+def _spread_weights(model: TargetLogProbabilities, weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    # Collective: only rank 0 has `weights`. Torch's own way takes a shard for one rectangle, which those of fused
+    # matrices are not.
+    for name, kept in model.state_dict().items():
+        whole = torch.empty(kept.shape, dtype=kept.dtype, device=mesh.device_type)
+        if name in weights:
+            whole.copy_(weights[name])
+        dist.broadcast(whole, src=0)
+        if isinstance(kept, DTensor):
+            own = distribute_tensor(whole, kept.device_mesh, kept.placements, src_data_rank=None)
+            kept.to_local().copy_(own.to_local())
+        else:
+            kept.copy_(whole)
     for buffer in model.buffers():  # rotary frequencies and the like are in no state dict
         dist.broadcast(buffer, src=0)
