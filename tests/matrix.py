@@ -69,7 +69,7 @@ CAPABILITIES = (
     Capability(
         "FSDP2 with split matrices (tp)",
         ("tests/parity/test_split_families.py",),
-        not_run="GPUs; pictures, sequence parallelism",
+        not_run="GPUs; sequence parallelism",
     ),
     Capability(
         "Megatron-core: TP, PP, VPP, CP, EP, ETP",

@@ -52,6 +52,7 @@ SIZES = {
 TOWER, SEEING = ("vision_tower",), ("vision_tower", "projector")
 CASES = {
     "few": [((), "none"), (TOWER, "full")],
+    "split": [((), "none"), (TOWER, "full")],
     "kinds": [((), "none"), (TOWER, "full")],
     "experts": [((), "none"), (TOWER, "full")],
     "sounds": [((), "none"), (("audio_tower",), "full"), (("projector",), "full")],
@@ -79,7 +80,8 @@ def main() -> None:
 def layout(cases: str, recompute: Any = "none") -> Layout:
     """Return the layout of a training on all processes."""
     size = torch.distributed.get_world_size()
-    return Layout(dp_shard=size, ep=size if cases == "experts" else 1, recompute=recompute)
+    tp = min(size, 2) if cases == "split" else 1
+    return Layout(dp_shard=size // tp, tp=tp, ep=size if cases == "experts" else 1, recompute=recompute)
 
 
 def reinforce(folder: Path, layout: Layout, device: torch.device) -> list[tuple[float, float]]:
@@ -87,13 +89,13 @@ def reinforce(folder: Path, layout: Layout, device: torch.device) -> list[tuple[
 
     They are dealt to the processes with the pictures of their prompts, of which one has none.
     """
-    size, documents = torch.distributed.get_world_size(), Documents(folder)
+    documents = Documents(folder)
     settings = EngineSettings(layout, "fp32", AdamSettings(1e-3), media=MediaSettings())
     engine = FsdpEngine(ModelFacts(folder), settings, device)
     for number, image in enumerate(one for images in documents.pictures for one in images):
-        image.save(output := folder / f"{engine.data_rank}-{number}.png")
+        image.save(output := folder / f"{torch.distributed.get_rank()}-{number}.png")
     media = MediaFolder.of(output.parent, ())
-    names = iter(f"{engine.data_rank}-{number}.png" for number in range(3))
+    names = iter(f"{torch.distributed.get_rank()}-{number}.png" for number in range(3))
     shown = [tuple(media.reference("image", next(names), None) for _ in images) for images in documents.pictures]
     completions = [
         AnsweredPrompt(
@@ -103,7 +105,7 @@ def reinforce(folder: Path, layout: Layout, device: torch.device) -> list[tuple[
         for number in range(6)
     ]  # fmt: skip
     packing = Packing(128, 128, True, 1, 0, processor=documents.processor)
-    packed_answers = packing.share(completions, engine.data_rank, size)
+    packed_answers = packing.share(completions, engine.data_rank, engine.data_parallel_size)
     batches = []
     for one in packed_answers:
         batch = one.seen()
@@ -146,13 +148,12 @@ def train(
     sizes: Sequence[Sequence[MediaSize]] | None,
 ) -> list[tuple[float, float]]:
     """Return loss and norm of the gradients of each step. sizes: of three documents' media; None: pictures."""
-    size = torch.distributed.get_world_size()
     found = {kind_of(size) for own in sizes or () for size in own}
     media = MediaSettings(frozen, kinds=[kind for kind in KINDS if kind in found] or ("image",))
     engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)
     documents = Drawn(folder, sizes) if sizes else Documents(folder)
     dealt = SHARES_OF_KINDS if len(found) > 1 else SHARES
-    shares = [share for own in dealt for share in own] if size == 1 else dealt[engine.data_rank]
+    shares = [share for own in dealt for share in own] if engine.data_parallel_size == 1 else dealt[engine.data_rank]
     batches = [documents.batch(share) for share in shares]
     steps = [engine.train_step(batches, SftLoss(), 1e-3, None) for _ in range(NUM_STEPS)]
     engine.close()

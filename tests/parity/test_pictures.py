@@ -24,14 +24,14 @@ LARGEST = 1e-6
 """Largest relative difference of losses and of gradients' norms between one process and two."""
 
 
-def check(family: str, cases: str, tmp_path: Path, fsdp_ranks: Ranks) -> None:
-    """Train a family on one process, and on two."""
+def check(family: str, cases: str, tmp_path: Path, fsdp_ranks: Ranks, processes: int = 2) -> None:
+    """Train a family on one process, and on several."""
     folder = save_family(family, tmp_path / family)
     results = []
-    for processes in (1, 2):
-        output = tmp_path / f"{processes}.json"
+    for number in (1, processes):
+        output = tmp_path / f"{number}.json"
         arguments = (output, cases, folder)
-        fsdp_ranks.run("tests.parity.pictures_program", processes, *arguments, log=tmp_path / f"{processes}.log")
+        fsdp_ranks.run("tests.parity.pictures_program", number, *arguments, log=tmp_path / f"{number}.log")
         results.append(json.loads(output.read_text()))
     alone, together = results
     assert alone.keys() == together.keys()
@@ -65,3 +65,18 @@ def test_a_process_without_sounds_neither_hangs_nor_changes_the_loss(tmp_path: P
 @pytest.mark.nightly
 def test_spread_experts_beside_a_tower_learn_the_same(tmp_path: Path, fsdp_ranks: Ranks) -> None:
     check("qwen3_vl_moe", "experts", tmp_path, fsdp_ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "internvl", "mistral3"])
+def test_split_matrices_beside_whole_towers_learn_the_same(
+    family: str, processes: int, tmp_path: Path, fsdp_ranks: Ranks
+) -> None:
+    check(family, "split", tmp_path, fsdp_ranks, processes)
+
+
+@pytest.mark.nightly
+def test_a_model_that_sees_without_a_plan_is_refused(tmp_path: Path, fsdp_ranks: Ranks) -> None:
+    with pytest.raises(RuntimeError, match="has no plan of tensor parallelism in Transformers; set `tp: 1`"):
+        check("qwen3_vl", "split", tmp_path, fsdp_ranks)

@@ -317,7 +317,8 @@ class FsdpEngine:
         if layout.tp * layout.ep > 1:
             if not files or not copy or self._adapter:
                 # What a plan lacks, the base alone tells: PEFT's layers give its weights no gradients.
-                copy, files = find_weights(self._folder, trust_remote_code=self._trust_remote_code)
+                trusts, kinds = self._trust_remote_code, self._model.drawn.kinds if self._model.drawn else ()
+                copy, files = find_weights(self._folder, trust_remote_code=trusts, sees=kinds)
                 drop_weights(copy, list(copy.parameters()))
             check_split(deepcopy(copy), copy, files, layout, self.device)
 

@@ -139,7 +139,8 @@ def _values_and_norms(
     num_shares: data-parallel processes, which all have the same documents, and whose gradients FSDP2 adds up.
     """
     vocab_size = model.causal_lm.config.get_text_config().vocab_size
-    batch = packed((torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)).to(device)
+    documents = (torch.arange(sum(LENGTHS)) % vocab_size).split(LENGTHS)
+    batch = (model.drawn.batches(torch.float32)[0] if model.drawn else packed(documents)).to(device)
     model.causal_lm.eval()
     log_probabilities = model(batch)
     (log_probabilities.sum() / num_shares).backward()

@@ -18,9 +18,11 @@ from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
     TensorParallelLayer,
     apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
 )
 
 from stages.core.errors import ModelError
+from stages.models.layers import text_layers
 
 GATHERED = "colwise_gather_output"
 """Style of the head where Transformers computes its logits, to compare with; training never has them whole."""
@@ -116,7 +118,8 @@ def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
 
     Raises ModelError for a model without a plan.
     """
-    if not causal_lm.config.get_text_config().base_model_tp_plan:
+    plan = _plan_of_text(causal_lm)
+    if not plan:
         raise ModelError(
             f"{type(causal_lm).__name__} has no plan of tensor parallelism in Transformers; set `tp: 1`, and split it "
             "over more processes by `dp_shard`"
@@ -126,10 +129,20 @@ def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
     names = {module: name for name, module in causal_lm.named_modules()}
     ends = {names[causal_lm.get_input_embeddings()]: "vocabulary", names[causal_lm.get_output_embeddings()]: GATHERED}
     ties = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
-    causal_lm.tp_plan = {**causal_lm.tp_plan, **ends}
+    causal_lm.tp_plan = {**plan, **ends}
     apply_tensor_parallelism(causal_lm, mesh)
     if ties:
         causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+
+
+def _plan_of_text(causal_lm: Any) -> dict[str, str]:
+    """Return the styles of a model's plan for modules and weights of its text layers: each process has towers whole."""
+    names = {module: name for name, module in causal_lm.named_modules()}
+    known = set()
+    for layer in text_layers(causal_lm):
+        inner = [*layer.named_modules(remove_duplicate=False), *layer.named_parameters(remove_duplicate=False)]
+        known |= {replace_layer_number_by_wildcard(f"{names[layer]}.{name}") for name, _ in inner}
+    return {name: style for name, style in causal_lm.tp_plan.items() if name in known}
 
 
 def summed_gradients(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
