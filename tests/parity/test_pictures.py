@@ -69,7 +69,7 @@ def test_spread_experts_beside_a_tower_learn_the_same(tmp_path: Path, fsdp_ranks
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "internvl", "mistral3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_split_matrices_beside_whole_towers_learn_the_same(
     family: str, processes: int, tmp_path: Path, fsdp_ranks: Ranks
 ) -> None:
