@@ -85,6 +85,9 @@ def workspace_per_token(case: StepCase) -> float:
     whole = kept_bytes_per_token(_without_recomputation(case))
     kept = kept_bytes_per_token(replace(case, software=replace(case.software, recomputed_share=1.0)))
     gathered = 2 * case.shape.hidden_size
+    if case.engine.splits_by_plan and case.layout.tp > 1 and not case.layout.sequence_parallel:
+        # Gradients of one input by two matrices, each as computed and as summed over processes, until they are added.
+        gathered += 3 * case.shape.hidden_size
     widest = (2 if case.shape.gated_ffn else 1) * _ffn_width(case.shape) / case.layout.tp
     size = case.workload.compute_bytes
     if case.shape.kinds:
