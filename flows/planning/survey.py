@@ -48,10 +48,9 @@ from stages.harnesses.question_sets import question_text
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.hubs.fetched import FetchedConfig
 from stages.hubs.registry import HUBS, hub_of, parse_source
-from stages.kinds.train.blocks import PictureBounds
-from stages.kinds.train.picture_bounds import usual_sampling, with_picture_bounds
 from stages.models.facts import CONFIG_FILE, ModelFacts
 from stages.models.media import MediaKind
+from stages.models.picture_bounds import PictureBounds, usual_sampling, with_picture_bounds
 from stages.models.processor import reads_media
 from stages.models.shape import ModelShape
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 
 from stages.core.contract import Execution
-from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, PositiveFp32, Seconds, StrictModel
+from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, Seconds, StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
 from stages.models.tower import ModelPart
 from stages.planner.workload import Precision, StateBytes
@@ -117,43 +117,6 @@ class PartLearningRates(StrictModel):
     def named(self) -> dict[ModelPart, float]:
         """Learning rates of the parts that have one of their own."""
         return {part: rate for part, rate in self if rate is not None}  # type: ignore[misc]
-
-
-class PictureBounds(StrictModel):
-    """Config block of the sizes to which pictures are scaled, and of the frames that are taken of videos.
-
-    They are written into the exported processor; default: its own.
-    """
-
-    min_pixels: PositiveInt | None = Field(None, description="Least pixels of a picture; smaller ones grow.")
-    max_pixels: PositiveInt | None = Field(None, description="Most pixels of a picture; larger ones shrink.")
-    fps: Annotated[PositiveFp32 | None, AddedLater()] = Field(
-        None, description="Frames of a video that the model takes for each of its seconds."
-    )
-    max_frames: Annotated[PositiveInt | None, AddedLater()] = Field(
-        None, description="Most frames of a video that the model takes; longer ones have fewer a second."
-    )
-
-    @model_validator(mode="after")
-    def _smallest_is_not_above_largest(self) -> Self:
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(f"`min_pixels: {self.min_pixels}` is more than `max_pixels: {self.max_pixels}`")
-        return self
-
-    @property
-    def named(self) -> dict[str, float]:
-        """Bounds that the recipe sets."""
-        return {name: value for name, value in self if value is not None}
-
-    @property
-    def sampling(self) -> dict[str, float]:
-        """Those of videos."""
-        return {name: value for name, value in self.named.items() if name in ("fps", "max_frames")}
-
-    @property
-    def scaling(self) -> dict[str, int]:
-        """Those of pictures."""
-        return {name: int(value) for name, value in self.named.items() if name not in self.sampling}
 
 
 class TrainExecution(Execution):

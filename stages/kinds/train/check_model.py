@@ -11,9 +11,9 @@ from stages.core.errors import LayoutError, ModelError, ResourceError
 from stages.kinds.train.added_tokens import with_added_tokens
 from stages.kinds.train.blocks import MoeConfig
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.picture_bounds import with_picture_bounds
 from stages.models.facts import LEARNED_POSITIONS, ModelFacts
 from stages.models.model_folder import check_unquantized, code_not_run
+from stages.models.picture_bounds import with_picture_bounds
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES
 

@@ -22,13 +22,13 @@ from stages.kinds.train.blocks import (
     MoeConfig,
     OptimizerConfig,
     PartLearningRates,
-    PictureBounds,
     Rate,
     Seed,
     TrainExecution,
     TrainingPrecision,
 )
 from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.models.picture_bounds import PictureBounds
 from stages.models.tower import ModelPart
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
 from stages.planner.workload import ColocatedServer, RowPictures, Workload

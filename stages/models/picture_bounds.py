@@ -9,12 +9,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PositiveInt, model_validator
 
 from stages.core.cache import cached_folder
 from stages.core.errors import ModelError
+from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.core.files import read_json_object, write_atomically
-from stages.kinds.train.blocks import PictureBounds
 from stages.models.facts import PROCESSOR_FILES, ModelFacts
 from stages.models.loading import load_processor
 from stages.models.processor import MediaProcessor, reads_media, scales_to_pixels
@@ -26,6 +28,43 @@ CAP = "cap_pixels_per_frame"
 """Option of Qwen's processors of videos, whose default changes in Transformers 5.22."""
 INNER, INNER_VIDEOS = "image_processor", "video_processor"
 """Names of the parts for pictures and videos in `processor_config.json`; the other files are such a part alone."""
+
+
+class PictureBounds(StrictModel):
+    """Config block of the sizes to which pictures are scaled, and of the frames that are taken of videos.
+
+    They are written into the exported processor; default: its own.
+    """
+
+    min_pixels: PositiveInt | None = Field(None, description="Least pixels of a picture; smaller ones grow.")
+    max_pixels: PositiveInt | None = Field(None, description="Most pixels of a picture; larger ones shrink.")
+    fps: Annotated[PositiveFp32 | None, AddedLater()] = Field(
+        None, description="Frames of a video that the model takes for each of its seconds."
+    )
+    max_frames: Annotated[PositiveInt | None, AddedLater()] = Field(
+        None, description="Most frames of a video that the model takes; longer ones have fewer a second."
+    )
+
+    @model_validator(mode="after")
+    def _smallest_is_not_above_largest(self) -> Self:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"`min_pixels: {self.min_pixels}` is more than `max_pixels: {self.max_pixels}`")
+        return self
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Bounds that the recipe sets."""
+        return {name: value for name, value in self if value is not None}
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Those of videos."""
+        return {name: value for name, value in self.named.items() if name in ("fps", "max_frames")}
+
+    @property
+    def scaling(self) -> dict[str, int]:
+        """Those of pictures."""
+        return {name: int(value) for name, value in self.named.items() if name not in self.sampling}
 
 
 def usual_sampling(folder: Path) -> PictureBounds:
