@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp media skypilot test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo evalscope llama-cpp media skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -120,6 +120,10 @@ HOOK_FILES := $(addprefix $(HOOK)/,pyproject.toml torchvision_without_cuda.py to
 # Only for rows with videos or sound: 110 MB that nothing else needs. The tests' packages have them, too.
 media: .venv/.media-ready
 
+# Only for LIFECYCLE_TRACKERS: TensorBoard, Weights & Biases, SwanLab.
+trackers: .venv/.ready
+	@$(INSTALL) --python .venv/bin/python $(call PINNED,trackers)
+
 .venv/.media-ready: $(PINS)/media.in $(PINS)/media.txt .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,media)
 	@touch $@
@@ -165,6 +169,7 @@ BUILT_FOR_A_DEVICE := torch|torchvision|torchaudio|torchcodec|torchao|triton|xfo
 lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/pipeline.in -o $(PINS)/pipeline.txt
 	$(COMPILE) $(PINS)/media.in -o $(PINS)/media.txt
+	$(COMPILE) $(PINS)/trackers.in -o $(PINS)/trackers.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,9 @@ from flows.tracking.rows import (
 from flows.tracking.spans import send_missing_spans
 from flows.tracking.writing import LONGEST_VALUE, log_datasets, log_files, log_metrics, log_params, set_tags
 from stages.core.errors import StoreError
+from stages.core.files import read_json_object
 from stages.core.garbage import collect_rarely
+from stages.core.lines import say
 from stages.core.metric_series import MetricSeries, last_steps
 from stages.core.redaction import redact, shortened
 from stages.kinds.registry import makes
@@ -72,6 +75,9 @@ RUN_STATUS = {
 }
 ATTEMPT_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "killed": "KILLED"}
 CLOSE_TIMEOUT_S = 30.0
+OTHERS_VARIABLE = "LIFECYCLE_TRACKERS"
+OTHERS_TIMEOUT_S = 10.0
+"""Seconds that all other trackers together may take at the end of a refresh."""
 
 
 class Shipper:
@@ -190,7 +196,7 @@ class Shipper:
         return str(self.client.create_run(experiment, start_time=started_ms, tags=tags, run_name=name).info.run_id)
 
     def _ship_metrics(self, attempt: AttemptRecord, known: ShippedAttempt) -> ShippedAttempt:
-        folder = _folder(attempt)
+        folder = folder_of(attempt)
         # A step that an earlier attempt has logged, too, is not shipped again.
         earlier = last_steps(folder, attempt.began.first_byte)
         series = MetricSeries(folder, known.next_byte, attempt.last_byte, earlier)
@@ -203,7 +209,7 @@ class Shipper:
     def _finish_attempt(self, attempt: AttemptRecord, run: str) -> None:
         ended = attempt.ended
         assert ended and attempt.outcome
-        folder = _folder(attempt)
+        folder = folder_of(attempt)
         log_metrics(self.client, run, final_rows(attempt.metrics, folder, ended.last_byte, ended.time_ms))
         tags = attempt.tags | ({"error": ended.error} if ended.error else {})
         scores = scores_text(attempt.tags["kind"], attempt.metrics)
@@ -313,16 +319,17 @@ def experiment_id(client: MlflowClient) -> str:
     return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
 
 
-def _folder(attempt: AttemptRecord) -> Path:
+def folder_of(attempt: AttemptRecord) -> Path:
     """Return the folder of an attempt's files: its work folder, or the artifact that this became, perhaps later."""
     artifact = store_root() / attempt.tags["kind"] / f"{attempt.began.stage}-{attempt.tags['version']}"
     return attempt.folder if attempt.folder.exists() else artifact
 
 
 class Tracker:
-    """Handle of the separate process that copies one refresh to MLflow, on a best-effort basis.
+    """Handle of the separate processes that copy one refresh to MLflow, and to other trackers that are asked for.
 
-    Importing mlflow costs two CPU-seconds, and a call to a slow server may take any time; neither delays a stage.
+    LIFECYCLE_TRACKERS names those, with commas between; all is done on a best-effort basis. Importing mlflow costs two
+    CPU-seconds, and a call to a slow server may take any time; neither delays a stage.
     Events are in the ledger first, so nothing is lost when MLflow, or that process, is away.
     """
 
@@ -330,14 +337,21 @@ class Tracker:
         self._folder = ledger.folder
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
+        self._others: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, environment: dict[str, str]) -> None:
         """Start the copying process, which ends after `close` or this process's death. environment: where MLflow is."""
         self._environment = environment
+        self._process = self._started("flows.tracking.shipper")
+        for name in other_trackers():
+            if name not in self._others:
+                self._others[name] = self._started("flows.tracking.copies", name)
+
+    def _started(self, *program: str) -> subprocess.Popen[bytes]:
         with (self._folder / "tracking.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows.tracking.shipper", str(self._folder)],
-                env={**os.environ, **environment},
+            return subprocess.Popen(
+                [sys.executable, "-m", *program, str(self._folder)],
+                env={**os.environ, **self._environment},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -356,6 +370,42 @@ class Tracker:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+        self._close_others()
+
+    def _close_others(self) -> None:
+        """Let the other trackers finish within some seconds altogether, and name those that lack a part, once."""
+        others, self._others = self._others, {}
+        for process in others.values():
+            assert process.stdin
+            process.stdin.close()
+        end_s = time.monotonic() + OTHERS_TIMEOUT_S
+        for name, process in others.items():
+            trouble = None
+            try:
+                process.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                trouble = f"it did not finish in {OTHERS_TIMEOUT_S:g} s"
+            # Helpers of a tracker belong to its session, and end with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if trouble or process.returncode:
+                trouble = trouble or _trouble_of(self._folder, name)
+                say(f"warning: {name} lacks a part of this refresh, and gets it with the next: {trouble}", sys.stderr)
+
+
+def other_trackers() -> list[str]:
+    """Return the names of the trackers beside MLflow that LIFECYCLE_TRACKERS asks for, each once."""
+    names = (name.strip() for name in os.environ.get(OTHERS_VARIABLE, "").split(","))
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def _trouble_of(ledger_folder: Path, tracker: str) -> str:
+    """Return why a tracker's process failed, from the file that it left (`copies.py`)."""
+    with contextlib.suppress(OSError, ValueError):
+        if trouble := read_json_object(ledger_folder / f"copied-{tracker}.json").get("trouble"):
+            return str(trouble)
+    return f"its process ended at once; {ledger_folder / 'tracking.log'} may tell why"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """A pipeline run sent to MLflow has complete metric curves, and links that open its MLflow runs."""
 
+import importlib.util
 import json
+import os
 import re
+import time
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -10,6 +13,7 @@ import pytest
 from flows.ledger.events import AttemptBegan, RefreshEnded
 from flows.ledger.refreshes import Ledger, end_of, ledger_of
 from flows.servers.guard import LOGIN_PAGE
+from flows.tracking import copies, shipper
 from tests.beginnings import beginning
 from tests.promotion import own_mlflow
 
@@ -122,3 +126,115 @@ def test_scores_are_a_column_of_evaluations_and_of_their_refresh(tmp_path, clien
     assert runs["evaluate-1"]["mlflow.runType"] == "evaluation"  # which unfolds the refresh in the list of runs
     assert "mlflow.runType" not in runs["sft-1"]
     assert client.get_run(shipper.shipped.parent_run_id).data.tags["scores"] == "evaluate: sums.exact_match 0.9877"
+
+
+class Lines:
+    """Tracker whose run is a file with a value a line; a process that finds BROKEN cannot write beyond three values."""
+
+    def __init__(self, folder, refresh, name, config):
+        self.file = (folder / "values.jsonl").open("x")
+        self.is_broken = "BROKEN" in os.environ
+
+    def log(self, rows):
+        for number, row in enumerate(rows):
+            if self.is_broken and row.step + number > 2:
+                raise OSError(28, "No space left on device")
+            self.file.write(json.dumps([row.name, row.step, row.value]) + "\n")
+
+    def finish(self):
+        self.file.close()
+
+
+def test_another_tracker_has_each_value_of_the_ledger_once_also_after_it_was_full(tmp_path, monkeypatch):
+    """The oracle is `metrics.jsonl` itself, of which the second attempt is a resumed one."""
+    monkeypatch.setenv("LIFECYCLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(copies.WRITERS, "lines", Lines)
+    ledger = resumed(tmp_path / "work")
+    with monkeypatch.context() as full:
+        full.setenv("BROKEN", "1")
+        copier = copies.Copier(ledger, "lines")
+        with pytest.raises(OSError, match="No space left"):
+            copier.copy()
+    assert copies.Copied.read_or_none(copies.copied_file(ledger.folder, "lines")) is None
+    for _ in range(2):  # the second finds nothing to do
+        copies.Copier(ledger, "lines").copy()
+    runs = sorted((tmp_path / "home" / "trackers" / "lines" / "nightly-1").glob("*/values.jsonl"))
+    assert [run.parent.name for run in runs] == ["sft-1", "sft-2"]
+    copied = [json.loads(line) for run in runs for line in run.read_text().splitlines()]
+    logged = [json.loads(line) for line in (tmp_path / "work" / "metrics.jsonl").read_text().splitlines()]
+    expected = [[name, row["step"], row[name]] for row in logged for name in ("loss", "mfu")]
+    assert copied[: len(expected)] == expected
+    assert {name for name, _, _ in copied[len(expected) :]} == {"evaluation_loss", "stage_time_s"}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("asked", ["tensorboard", "wandb", "swanlab", "mirror, wandb"])
+def test_trackers_get_the_whole_curve_and_never_hold_a_refresh_up(tmp_path, monkeypatch, capfd, asked):
+    for name, value in own_mlflow(tmp_path).items():
+        if name != "PYTHONPATH":  # which may say where the trackers are
+            monkeypatch.setenv(name, value)
+    for name, value in {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", shipper.OTHERS_VARIABLE: asked}.items():
+        monkeypatch.setenv(name, value)
+    if "," in asked:  # the one does not exist, the other hangs
+        (tmp_path / "wandb.py").write_text("import time\ntime.sleep(600)\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ledger = resumed(tmp_path / "work")
+    tracker = shipper.Tracker(ledger)
+    tracker.start({})
+    began_s = time.monotonic()
+    tracker.close()
+    assert time.monotonic() - began_s < shipper.CLOSE_TIMEOUT_S + 2 * shipper.OTHERS_TIMEOUT_S
+    said = capfd.readouterr().err
+    if "," in asked:
+        assert "mirror lacks a part of this refresh, and gets it with the next: ValueError: there is no tracker" in said
+        assert "wandb lacks a part of this refresh, and gets it with the next: it did not finish in 10 s" in said
+        return
+    if importlib.util.find_spec(asked) is None:
+        assert f"{asked} lacks a part of this refresh" in said and f"No module named '{asked}'" in said
+        pytest.skip(f"`make trackers` has not installed {asked}: only its absence was tried")
+    assert "warning" not in said
+    runs = tmp_path / "home" / "trackers" / asked / "nightly-1"
+    found = {"tensorboard": of_tensorboard, "wandb": of_wandb, "swanlab": of_swanlab}[asked](runs)
+    assert found == [(step, 9.0 - step) for step in range(NUM_STEPS)]
+
+
+def of_tensorboard(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = []
+    for run in sorted(runs.iterdir()):
+        read = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+        points += [(one.step, one.value) for one in read.Scalars("loss")]
+    return points
+
+
+def of_wandb(runs):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    points = []
+    for file in sorted(runs.rglob("*.wandb")):
+        data, position = file.read_bytes(), 7
+        assert len(data) < 32768, "one block of LevelDB's log"
+        while position < len(data):
+            size = int.from_bytes(data[position + 4 : position + 6], "little")
+            record = Record()
+            record.ParseFromString(data[position + 7 : position + 7 + size])
+            row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            points += [(row["_step"], row["loss"])] if "loss" in row else []
+            position += 7 + size
+    return points
+
+
+def of_swanlab(runs):
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    points = []
+    for file in sorted(runs.rglob("*.swanlab")):
+        reader, record = DataStoreReader(), Record()
+        reader.open(file)
+        for data in reader:
+            record.ParseFromString(data)
+            points += [(record.scalar.step, record.scalar.value.number)] if record.scalar.key == "loss" else []
+        reader.close()
+    return points
