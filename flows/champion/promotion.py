@@ -76,7 +76,6 @@ def complete(artifact: Path, work: Path) -> None:
     candidate = _candidate(verdict.name, record)
     registry = Registry()
     with promotion_lock(candidate.name):
-        groups = registry.approvers(candidate.name) or approvals.asked_groups(artifact)
         approval = approvals.over(artifact)
         # Under the lock: the champion cannot change between this look and the move.
         succeeds = (
@@ -85,6 +84,7 @@ def complete(artifact: Path, work: Path) -> None:
             and not registry.is_champion(candidate, verdict.champion_version)
             and not registry.was_rolled_back(candidate, record.attempt)
         )
+        groups = registry.approvers(candidate.name) or approvals.asked_groups(artifact)
         if succeeds and groups:
             approval = approval or approvals.ask(artifact, groups)
         if approval:
