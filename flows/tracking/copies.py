@@ -4,7 +4,8 @@ python -m flows.tracking.copies TRACKER LEDGER_FOLDER
 
 It copies until stdin ends (the refresh ended, or died), then the rest. Each attempt at a stage is a run of its own, in
 a folder of the lifecycle home: `trackers/TRACKER/REFRESH/ATTEMPT`. A run that an earlier process left unfinished is
-written anew, so that it has each value once. `copied-TRACKER.json`, beside the ledger, lists the finished ones.
+written from its beginning, so that it has each value once. `copied-TRACKER.json`, beside the ledger, lists the runs
+that are complete.
 """
 
 import os
