@@ -24,6 +24,7 @@ COMMAND_LINES = {
     "flows.servers.supervisor": "`lifecycle up`, which also finds a running one by this name",
     "flows.service.worker": "deploy/compose.yaml, and the supervisor",
     "flows.tracking.shipper": "a refresh, which it outlives",
+    "flows.tracking.copies": "a refresh, which it outlives for ten minutes at most",
     "stages": "every stage process",
     "stages.core.pattern_program": "asked about regular expressions",
     "stages.data.template_program": "asked about chat templates",
@@ -48,7 +49,7 @@ SETTINGS = {
     *("LIFECYCLE_COMPLETE", "LIFECYCLE_DATABASE_PASSWORD_FILE", "LIFECYCLE_EVALSCOPE", "LIFECYCLE_FIRST_MACHINE"),
     *("LIFECYCLE_ATTENTION", "LIFECYCLE_HARDWARE", "LIFECYCLE_HOME", "LIFECYCLE_LLAMA_CPP", "LIFECYCLE_LMDEPLOY"),
     *("LIFECYCLE_RENDEZVOUS_FILE", "LIFECYCLE_SERVERS_KEY", "LIFECYCLE_SERVERS_KEY_FILE", "LIFECYCLE_SGLANG"),
-    *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_LOG", "LIFECYCLE_VLLM"),
+    *("LIFECYCLE_STAGE", "LIFECYCLE_STAGE_TOKEN", "LIFECYCLE_LOG", "LIFECYCLE_TRACKERS", "LIFECYCLE_VLLM"),
 }
 """Environment variables that people and processes of earlier versions set, so that they must keep their names."""
 STARTED = re.compile(r"""-m["',\s]+((?:flows|stages)\b[\w.]*)""")
