@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from flows.launch.local import code_folder
+from flows.planning.devices import GPU
 from flows.recipe.recipe import Recipe
 from stages.core.errors import RecipeError
 
@@ -67,7 +68,7 @@ def skypilot_task(
             # Backups are renamed into place, which a bucket that is mounted without a cache does not allow.
             BACKUPS: {"source": backups, "mode": "MOUNT_CACHED"},
         },
-        "setup": "make environments DEVICE=cuda",
+        "setup": f"make environments DEVICE={GPU.name}",
         "run": RUN.format(backups=BACKUPS, command=command),
     }
 

@@ -48,8 +48,9 @@ CONFIGS = {
         "Transformers' Glm4MoeLiteConfig; ollama.com/library/glm-4.7-flash (29.9B)",
     ),
     "glm 4.5 air": PublishedConfig(
-        _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 106.85e9,
-        "Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B)",
+        # without the MTP layer: 2.342e9 in itself, 0.034e9 where its inputs join, 1.241e9 for embedding and head
+        _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 110.47e9 - 3.617e9,
+        f"Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B); {_COUNTED} (110.47 B with MTP)",
     ),
     "kimi k2": PublishedConfig(
         _sizes("deepseek_v3", 61, 7168, 64, 64) | {

@@ -146,10 +146,6 @@ SEEING = {
             35, 1536, 1, 5, intermediate_size=6144, num_kv_shared_layers=20, use_double_wide_mlp=True
         ), 5.1e9, f"{_MAXTEXT}; {_GEMMA4_CARD}: 5.1B with embeddings); keras-hub gemma4_presets.py",
     ),
-    "gemma4 e4b": PublishedConfig(
-        _gemma4_small(42, 2560, 2, 6, intermediate_size=10240, num_kv_shared_layers=18), 7_941_100_832,
-        f"{_MAXTEXT}; {_GEMMA4_CARD}: 8B with embeddings); safetensors of google/gemma-4-E4B-it (7,941,100,832)",
-    ),
     "gemma4 26b": PublishedConfig(
         _gemma4_large(
             30, 2816, 16, 8, num_global_key_value_heads=2, intermediate_size=2112, enable_moe_block=True,

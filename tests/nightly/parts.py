@@ -78,6 +78,12 @@ PARTS = (
         makes="evalscope",
     ),
     Part(
+        "trackers",
+        "TensorBoard, Weights & Biases and SwanLab get the curves of the ledger",
+        ("unit/flows/tracking",),
+        makes="trackers",
+    ),
+    Part(
         "deployment",
         "SkyPilot takes a rendered task, Prometheus Operator a monitor",
         ("unit/flows/launch",),

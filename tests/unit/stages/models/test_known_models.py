@@ -82,7 +82,6 @@ def test_other_models_of_a_family_are_not_taken_for_a_known_one(written: str) ->
         ("google/gemma-3-12b-it", "gemma3 12b"),
         ("Qwen/Qwen3.6-35B-A3B", "qwen3.6 35b"),
         ("google/gemma-4-E2B-it", "gemma4 e2b"),
-        ("google/gemma-4-E4B-it", "gemma4 e4b"),
         ("LiquidAI/LFM2-8B-A1B", "lfm2 8b"),
         ("meta-llama/Llama-4-Maverick-17B-128E-Instruct", "llama4 maverick"),
         ("ibm-granite/granite-4.0-h-tiny", "granite4.0 h tiny"),
