@@ -27,6 +27,12 @@ def in_words(kinds: Collection[MediaKind]) -> str:
     return f"{', '.join(firsts)} and {last}" if firsts else last
 
 
+def counted(kinds: Sequence[MediaKind]) -> str:
+    """Return the numbers of media of each kind in messages: "1 picture and 2 videos"."""
+    numbers = {kind: kinds.count(kind) for kind in KINDS if kind in kinds}
+    return " and ".join(f"{number} {NOUNS[kind]}{'s' * (number > 1)}" for kind, number in numbers.items())
+
+
 class MediaError(ValueError):
     """Raised for a medium that cannot be used; the message goes on from its name: "`a.mp4` …"."""
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import mlflow.store.model_registry.sqlalchemy_store
 import mlflow.store.tracking.sqlalchemy_store
@@ -23,7 +24,7 @@ from flows.champion.registry import CHAMPION, PREVIOUS, Registry
 from flows.ledger.home import home, store_root
 from flows.store.store import Store
 from stages.kinds.promote.verdict import VERDICT_FILE, Verdict
-from tests.promotion import NAME, commit, offer
+from tests.promotion import NAME, commit, offer, write_question
 
 LATEST = 1.5
 """Time of the latest kill, in units of a promotion's normal duration: some kills come after the promotion's end."""
@@ -69,9 +70,12 @@ def promotion_of(mark: str, champion: str | None) -> Callable[[], None]:
     store = Store(store_root())
     planned, upstream = offer(store, mark, [1.0] * 10, max_regression_standard_errors=None)
     verdict = Verdict(outcome="promoted", name=NAME, champion_version=champion, against=None, missed=())
-    built = commit(
-        store, planned, upstream, lambda work: (work / VERDICT_FILE).write_text(verdict.model_dump_json()) and None
-    )
+
+    def write(work: Path) -> None:
+        write_question(work, planned, upstream)
+        (work / VERDICT_FILE).write_text(verdict.model_dump_json())
+
+    built = commit(store, planned, upstream, write)
     work = home() / "hook"
     work.mkdir(exist_ok=True)
     return lambda: promotion.complete(built.artifact, work)

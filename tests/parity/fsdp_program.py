@@ -39,6 +39,7 @@ def main() -> None:
             gradients = first_gradients(engine)
             result = train_case(engine, config, spec["data"], case)
             first_row = pack(spec["data"][0][:1])  # also of a case that goes on from later batches
+            result["left_whole"] = engine.tags.get("left_whole_by_tp", "")
             result["log_probabilities"] = engine.document_log_probabilities(first_row).tolist()
             engine.export(exported := Path(spec["output"]) / name, torch.float32)
             # To a sampling server, which gets adapters by folder.

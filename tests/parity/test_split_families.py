@@ -65,6 +65,13 @@ def test_a_family_in_parts_learns_what_plain_transformers_does(
     _check(tiny_model(family, initializer_range=0.05), family, LAYOUTS[name], fsdp_ranks, tmp_path)
 
 
+@pytest.mark.parametrize(("family", "whole"), [("deepseek_v3", "q_a_proj"), ("qwen3", "")])
+def test_what_a_plan_leaves_whole_is_said(family: str, whole: str, fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / family)
+    found = _train(family, LAYOUTS["tp"], make_data(1), fsdp_ranks, tmp_path)["left_whole"]
+    assert (f"self_attn.{whole}.weight" in found) if whole else not found
+
+
 @pytest.mark.parametrize("experts_per_token", [1, 2])
 def test_processes_whose_experts_no_token_chose_neither_hang_nor_change_what_is_learnt(
     experts_per_token: int, fsdp_ranks: Ranks, tmp_path: Path
@@ -136,7 +143,7 @@ def _train(
     folder: Path,
     program: str = "tests.parity.fsdp_program",
     **fields: Any,
-) -> dict[str, list[float]]:
+) -> dict[str, Any]:
     case = {"model": str(folder / family), "config": {**make_config(layout), **fields}}
     (folder / "spec.json").write_text(
         json.dumps({"data": data, "cases": {family: case}, "output": str(folder / "out")})

@@ -127,7 +127,7 @@ def test_people_are_told_of_nights_that_nobody_begins_and_a_service_of_those_tha
     for channel in ("webhook", "ping"):
         assert worker_home.lifecycle("notify", "add", channel, "--url-from", VARIABLE).returncode == 0
     listed = json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"]
-    everything = ["failed", "late", "skipped", "not-promoted", "promoted"]
+    everything = ["failed", "late", "skipped", "not-promoted", "waiting", "promoted"]
     assert [one["occasions"] for one in listed] == [["ran"], everything]
     worker_home.schedule(worker_home.write("late", {"rows": stage("ok", "late")}))
     worker = worker_home.servers()["worker"]["process"]["pid"]

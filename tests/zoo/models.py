@@ -1,5 +1,6 @@
 """Tiny models with random weights, made offline: one of each family in `text.py` and `media.py`."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
 def tiny_config(family: str, **fields: Any) -> PreTrainedConfig:
     """Return the config of a family's tiny model, with other values of some fields."""
-    return AutoConfig.for_model(family, **{**(FAMILIES | HEARING_FAMILIES)[family], **fields})
+    # A copy: a config of a model that sees writes into that of its text.
+    return AutoConfig.for_model(family, **deepcopy({**(FAMILIES | HEARING_FAMILIES)[family], **fields}))
 
 
 def tiny_model(family: str, **fields: Any) -> PreTrainedModel:

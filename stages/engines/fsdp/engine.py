@@ -310,6 +310,9 @@ class FsdpEngine:
             model.context_group = self._context_group
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
+        if whole := ", ".join(self._model.left_whole):
+            self.note = f"each process has these matrices whole, which the plan for `tp` does not split: {whole}"
+            self.tags = {**self.tags, "left_whole_by_tp": whole}
         if files and twin:
             # With `cpu_offload` shards stay in host memory, where FSDP2 expects them.
             read_shards(self._model.causal_lm, files, torch.device("cpu") if layout.cpu_offload else self.device)

@@ -69,6 +69,8 @@ class TargetLogProbabilities(nn.Module):
         self.is_compiled = False
         self.vocabulary_group: dist.ProcessGroup | None = None
         """Processes over which the head's entries are split, where they are."""
+        self.left_whole: list[str] = []
+        """Matrices of text layers that these processes do not split."""
         self.expert_mesh: DeviceMesh | None = None
         """Processes with the dimensions over which experts are spread and sharded, where they are."""
         self.context_group: dist.ProcessGroup | None = None

@@ -20,7 +20,7 @@ from stages.engines.fsdp.experts import DIMENSION, OTHERS, exchange_tokens, shar
 from stages.engines.fsdp.model import TargetLogProbabilities
 from stages.engines.fsdp.offload import offload_activations
 from stages.engines.fsdp.split_adapters import plan_adapters
-from stages.engines.fsdp.tensor_parallel import split_matrices
+from stages.engines.fsdp.tensor_parallel import matrices_left_whole, split_matrices
 from stages.engines.mixers import has_mixers, mixing_again
 from stages.models.layers import text_layers, transformer_layers
 from stages.models.loaded_weights import modules_kept_in_fp32
@@ -171,7 +171,7 @@ def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh)
         if any(hasattr(one, "lora_A") for one in model.modules()):
             plan_adapters(model.causal_lm)
         split_matrices(model.causal_lm, mesh["tp"])
-        model.vocabulary_group = mesh.get_group("tp")
+        model.vocabulary_group, model.left_whole = mesh.get_group("tp"), matrices_left_whole(model.causal_lm)
     if model.expert_mesh:
         spread_experts(experts, model.expert_mesh)
 

@@ -145,6 +145,19 @@ def _plan_of_text(causal_lm: Any) -> dict[str, str]:
     return {name: style for name, style in causal_lm.tp_plan.items() if name in known}
 
 
+def matrices_left_whole(causal_lm: Any) -> list[str]:
+    """Return the matrices of text layers that each process has whole, without the numbers of layers.
+
+    A plan may lack a part, such as DeepSeek-V3's attention. Factors of adapters count with the matrix that they adapt.
+    """
+    whole = set()
+    for layer in text_layers(causal_lm):
+        for name, weight in layer.named_parameters():
+            if weight.ndim > 1 and "lora_" not in name and not is_split(weight):
+                whole.add(name)
+    return sorted(whole)
+
+
 def summed_gradients(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return hidden states whose gradients, each by a process's entries of the vocabulary, are summed."""
     return _SumGradients.apply(hidden, group)

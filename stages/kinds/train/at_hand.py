@@ -77,8 +77,8 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
 def _adapted_experts(adapter: AdapterConfig, ep: int, shape: ModelShape) -> Iterator[str]:
     if merged_experts(shape, adapter.for_planner):
         yield (
-            f"layout: ep {ep} spreads experts without adapters, but `adapter.target_modules: {adapter.target_modules}` "
-            "means experts, too; set `ep: 1`, or leave them out by `adapter.exclude_modules`"
+            f"layout: ep {ep} spreads experts without adapters, but `adapter` means experts, too; set `ep: 1`, or "
+            "leave them out by `adapter.exclude_modules`"
         )
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from stages.core.errors import ServerError, TransientError
 from stages.data.media.addresses import kind_of_address
+from stages.models.media import counted
 from stages.models.recorded import Predicted
 from stages.remote.http import Answer, AnswerModel, Expected
 from stages.serving.backend import EngineAddress, post_to_engine
@@ -145,8 +146,8 @@ def _asked(model: str, document: SeenDocument) -> dict[str, Any]:
 
 
 def _read_otherwise(num_tokens: int, document: SeenDocument) -> ServerError:
+    media = counted([*map(kind_of_address, document.pictures)])
     return ServerError(
-        f"vLLM reads a document of {len(document.pictures)} media as {num_tokens} tokens, and training "
-        f"read it as {len(document.tokens)}, or as others of as many; serve the model with the processor's files of "
-        "its training"
+        f"vLLM reads a document of {media} as {num_tokens} tokens, and training read it as {len(document.tokens)}, or "
+        "as others of as many; serve the model with the processor's files of its training"
     )
