@@ -110,7 +110,8 @@ def filmed(codec: str = "libx264", pix_fmt: str = "yuv420p", kind: str = "mp4", 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (filmed("libsvtav1"), "is encoded as av1 with 8 bits a color"),
+        # Not AV1: in a process of root, its encoder takes real-time priority before all others, for good.
+        (filmed("msmpeg4", kind="matroska"), "is encoded as msmpeg4v3 with 8 bits a color"),
         (filmed(pix_fmt="yuv420p10le"), "is encoded as h264 with 10 bits a color"),
         (filmed(kind="matroska", every=3), "has 12 frames, and .* by its header"),
         (filmed(), "has 4 frames of 64 × 64 pixels that the model takes, in all 16,384 pixels; expected at most 9,999"),
