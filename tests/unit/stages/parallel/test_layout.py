@@ -94,7 +94,8 @@ def test_adapters_of_spread_experts_are_refused_before_a_start_by_name():
         config = make_config(layout=layout, adapter={"rank": 4, "target_modules": targets})
         errors = [str(one) for field, one in model_findings(config, lambda: model, None) if field == "layout"]
         assert len(errors) == number
-        assert all("ep 2 spreads experts" in one and "`adapter.target_modules: all-linear`" in one for one in errors)
+        assert all("ep 2 spreads experts" in one and "`adapter` means experts, too" in one for one in errors)
+        assert all("leave them out by `adapter.exclude_modules`" in one for one in errors)
 
 
 def test_checkpoints_outlive_engine_and_layout_but_nothing_else():
