@@ -114,10 +114,10 @@ def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Seque
 
 @cli.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, for completion and checks in editors."""
-    from flows.recipe.recipe import json_schema
+    """Print the JSON schema of recipes (draft-07), for completion and checks in editors."""
+    from flows.recipe.editors import editor_schema
 
-    print_json(json_schema())
+    print_json(editor_schema())
 
 
 COMMANDS = (

@@ -5,12 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from jsonschema import Draft7Validator, Draft202012Validator
 
+from flows.recipe.editors import editor_schema
 from flows.recipe.recipe import Recipe, json_schema, load_recipe
 from flows.recipe.text import without_secrets
 from stages.core.errors import RecipeError
 
-QUICKSTART = Path(__file__).parents[4] / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[4] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 
 RECIPE = """
 name: small
@@ -214,6 +218,44 @@ def test_the_schema_knows_every_field_of_every_kind():
     text = json.dumps(json_schema())
     assert all(word in text for word in ("learning_rate", "group_size", "task_folder", "trust_remote_code", "dp_shard"))
     assert json_schema()["properties"]["stages"]["additionalProperties"]["discriminator"]["propertyName"] == "kind"
+
+
+def test_the_schema_for_editors_is_draft_07_and_takes_what_the_other_takes():
+    schema = editor_schema()
+    Draft7Validator.check_schema(schema)
+    assert Draft7Validator(Draft7Validator.META_SCHEMA).is_valid(schema)
+    text = json.dumps(schema)
+    assert schema["$id"] and not any(word in text for word in ("$defs", "prefixItems", "discriminator"))
+    validators = Draft7Validator(schema), Draft202012Validator(json_schema())
+    recipes = {path: yaml.safe_load(path.read_text()) for path in [*CONFIGS.glob("*.yaml")]}
+    for path, recipe in recipes.items():
+        assert [error.message for one in validators for error in one.iter_errors(recipe)] == [], path
+    described = schema["definitions"]["ServeConfig"]["properties"]["serving"]
+    assert described["allOf"] == [{"$ref": "#/definitions/ServingConfig"}] and "default" in described
+    kept = schema["definitions"]["Solved"]["properties"]["solved"]["items"]
+    assert len(kept) == 2 and all(one["type"] == "integer" for one in kept)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "trian"},
+        {"kind": "train", "stepz": 5},
+        {"kind": "train", "method": "sft", "steps": "many"},
+        {"kind": "train", "layout": {"tp": 0}},
+        {"kind": "serve", "serving": {"engine": 5}},
+        {"kind": "download", "execution": {"retries": -1}},
+        {"kind": "generate", "keep": {"solved": [1, 7, 9]}},
+        {"kind": "generate", "keep": {"solved": [1, "all"]}},
+    ],
+    ids=lambda stage: str(stage)[:40],
+)
+def test_both_schemas_refuse_a_wrong_stage(wrong):
+    recipe = yaml.safe_load(QUICKSTART.read_text())
+    sound = next((stage for stage in recipe["stages"].values() if stage["kind"] == wrong["kind"]), {})
+    for validator in (Draft7Validator(editor_schema()), Draft202012Validator(json_schema())):
+        assert not validator.is_valid({"stages": {"one": {**sound, **wrong}}})
+        assert not validator.is_valid({**recipe, "stage": {}})
 
 
 @pytest.mark.parametrize(
