@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
 from stages.parallel.ranks import RENDEZVOUS_FILE
-from tests.merge_peak import INTERVAL_S, anonymous_bytes
+from tests.peak_memory import watched_memory
 
 NUM_STEPS = 2
 SIZES = {
@@ -92,27 +91,16 @@ def measure(folder: Path, tokens: int) -> None:
                 "layout": {"cp": number},
             }
         )
-        before = most = anonymous_bytes()
-        ended = Event()
-
-        def watch() -> None:
-            nonlocal most
-            while not ended.wait(INTERVAL_S):
-                most = max(most, anonymous_bytes())
-
-        watcher = Thread(target=watch)
-        watcher.start()
-        engine = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
-        ids = torch.randint(0, SIZES["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
-        batch = Batch.of(ids, ids, torch.arange(tokens)[None], Documents(torch.zeros_like(ids), 1, [tokens]))
-        engine.train_step([batch], SftLoss(), 1e-3, 1.0)
-        start = time.process_time()
-        for _ in range(NUM_STEPS):
+        with watched_memory() as peak:
+            engine = FsdpEngine(ModelFacts(folder), config.engine_settings, device)
+            ids = torch.randint(0, SIZES["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
+            batch = Batch.of(ids, ids, torch.arange(tokens)[None], Documents(torch.zeros_like(ids), 1, [tokens]))
             engine.train_step([batch], SftLoss(), 1e-3, 1.0)
-        seconds = (time.process_time() - start) / NUM_STEPS
-        ended.set()
-        watcher.join()
-        found = {"memory": most - before, "CPU-seconds": seconds}
+            start = time.process_time()
+            for _ in range(NUM_STEPS):
+                engine.train_step([batch], SftLoss(), 1e-3, 1.0)
+            seconds = (time.process_time() - start) / NUM_STEPS
+        found = {"memory": peak.added, "CPU-seconds": seconds}
         (folder / f"{number}.{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -13,9 +13,6 @@ The spec names `models` and `output` (folders) and what is to be done, any of
 
 import json
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.processes import joined_processes
 from tests.parity.fsdp_program import check_equal, pack
 from tests.parity.megatron_cases import EPSILON, LEARNING_RATE, NUM_ROWS, WEIGHT_DECAY, global_batches
+from tests.peak_memory import anonymous_bytes, watched_memory
 
 prepare_megatron()
 from stages.engines.fsdp.engine import FsdpEngine  # noqa: E402
@@ -88,33 +86,13 @@ def build(model: Path, layout: dict[str, Any], device: torch.device) -> tuple[An
 def measure(model: Path, layout: dict[str, Any], folder: Path, device: torch.device) -> dict[str, int]:
     """Return the peak host memory in bytes of loading and of exporting a model, beyond the model itself, on rank 0."""
     chunks, shape = build(model, layout, device)
-    reading = peak_of(lambda: load_weights(chunks, model, shape))
+    with watched_memory() as reading:
+        load_weights(chunks, model, shape)
     loaded = anonymous_bytes()
-    writing = peak_of(lambda: export_weights(chunks, source=ModelFacts(model), folder=folder, dtype=torch.float32))
+    with watched_memory() as writing:
+        export_weights(chunks, source=ModelFacts(model), folder=folder, dtype=torch.float32)
     parallel_state.destroy_model_parallel()
-    return {"reading": reading - loaded, "writing": writing - loaded}
-
-
-def peak_of(work: Callable[[], None]) -> int:
-    """Return this process's peak anonymous memory in bytes while `work` runs; page cache is not counted."""
-    samples, done = [anonymous_bytes()], threading.Event()
-
-    def sample() -> None:
-        while not done.is_set():
-            samples.append(anonymous_bytes())
-            time.sleep(0.001)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    work()
-    done.set()
-    sampler.join()
-    return max(samples)
-
-
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+    return {"reading": reading.whole - loaded, "writing": writing.whole - loaded}
 
 
 def travel(model: Path, journey: dict[str, Any], device: torch.device) -> dict[str, Any]:

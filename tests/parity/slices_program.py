@@ -11,7 +11,6 @@ import gc
 import json
 import sys
 from pathlib import Path
-from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from stages.engines.fsdp.parallelize import fsdp_modules
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import ModelFacts
 from stages.parallel.processes import joined_processes
-from tests.merge_peak import INTERVAL_S, anonymous_bytes
+from tests.peak_memory import watched_memory
 
 
 def main() -> None:
@@ -41,24 +40,11 @@ def main() -> None:
 
 
 def started(folder, settings, device):
-    before = most = anonymous_bytes()
-    ended = Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.wait(INTERVAL_S):
-            most = max(most, anonymous_bytes())
-
-    watcher = Thread(target=watch)
-    watcher.start()
-    try:
+    with watched_memory() as peak:
         engine = FsdpEngine(ModelFacts(folder), settings, device)
-    finally:
-        ended.set()
-        watcher.join()
     weights = engine._model.parameters()
     return {
-        "peak_bytes": most - before,
+        "peak_bytes": peak.added,
         "shard_bytes": sum(4 * one.to_local().numel() for one in weights),
         "gathered_bytes": gathered_bytes(engine),
     }
