@@ -41,8 +41,9 @@ def start_refresh(store: Store, mode: str) -> subprocess.Popen:
 
 
 def supervisor_of(flow: subprocess.Popen) -> int:
+    """Return the child of a flow that leads a session of its own, as no other does."""
     return tiny.eventually(
-        lambda: next((pid for pid, (parent, _) in living_processes().items() if parent == flow.pid), None),
+        lambda: next((pid for pid, family in living_processes().items() if family == (flow.pid, pid)), None),
         "the flow started no supervisor",
     )
 
