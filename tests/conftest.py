@@ -1,4 +1,5 @@
-"""Hooks for all tests: the longest test files run first, a crash fails one test, and no process outlives the last."""
+"""Hooks for all tests: the longest files run first, a crash fails one test, no process outlives the last, and none has
+real-time priority."""
 
 import gc
 import os
@@ -92,3 +93,14 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ("unit" in item.path.parts, places.get(item.path.name, len(places))))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fail a test after which this process has real-time priority, which would starve the servers of all others.
+
+    Encoders of some codecs take it where they may, in any process of root.
+    """
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        pytest.fail(f"{item.nodeid} or what it imports gave this process real-time priority")
