@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,16 @@ from stages.serving.vllm.swap import START, prepare_reloads
 from stages.serving.vllm.transfers.memory import MemoryConnection
 from tests.serving import engine_processes, kill, served_processes, wait_for
 from tests.slurm_cluster import free_ports
-from tests.train_stage import logged, make_artifacts, make_config, make_context, make_teacher, run_to_end, start
+from tests.train_stage import (
+    finish_again,
+    logged,
+    make_artifacts,
+    make_config,
+    make_context,
+    make_teacher,
+    run_to_end,
+    start,
+)
 
 OPTIONS: dict[str, Any] = {
     "num_generations": 4,
@@ -232,8 +241,73 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
     signals = [group.has_signal for group in first.groups]
     assert signals == sorted(signals, reverse=True), "those that teach something come first"
     assert 1 - sum(signals) / NUM_PROMPTS == pytest.approx(rows[0]["no_signal_share"])
-    _check_sampled(artifacts, config, first, top_p)
+    _check_sampled(artifacts, config, first, artifacts["base"] / "model")
     _check_held_out(artifacts, config, context.work, result)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lag", [1, 2])
+def test_rounds_are_sampled_a_fixed_lag_behind_those_that_are_learned(
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, lag: int
+) -> None:
+    """Each round is sampled by the weights that its record says, and a run that finds its rounds ends bitwise equal.
+
+    The last round's log-probabilities are, by Transformers, those of a training that ends `lag` rounds earlier.
+    `make test` covers the order (`test_rounds.py`) and synchronous rounds.
+    """
+    options = {**UNSERVED, "server": named_server, "asynchronous": {"lag": lag}}
+    config = make(12, learning_rate=1e-2, grpo=options, execution={"checkpoint_every_steps": 12 - 2 * lag})
+    work = make_context(tmp_path / "whole" / "work", artifacts, config).work
+    run_to_end(work, config)
+    expected = [min(step - 1, 2 * lag + (step - 1) % 2) for step in range(1, 13)]
+    assert [row["staleness_steps"] for row in logged(work)] == expected
+    assert [row["step"] for row in logged(work) if "mismatch_mean" in row] == [1, 2], "of equal versions alone"
+    assert all(0 <= row[f"{who}_idle_share"] <= 1 for row in logged(work) for who in ("trainer", "sampler"))
+    kept = {path.name: Round.read(path) for path in (work / "scratch" / "rollouts").glob("step-*.json")}
+    assert {name: one.weights_step for name, one in kept.items() if one.first_step > 12 - 2 * lag} == {
+        f"step-{first}.json": first - 1 - 2 * lag for first in range(13 - 2 * lag, 12, 2)
+    }
+    finish_again(work, 12 - 2 * lag, tmp_path / "again" / "work", artifacts, config)
+    weights = [load_file(one / "model" / "model.safetensors") for one in (work, tmp_path / "again" / "work")]
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+    shorter = make_context(tmp_path / "shorter" / "work", artifacts, config).work
+    run_to_end(shorter, config.model_copy(update={"steps": 10 - 2 * lag}))
+    _check_sampled(artifacts, config, kept["step-11.json"], shorter / "model")
+    with pytest.raises(AssertionError):
+        _check_sampled(artifacts, config, kept["step-11.json"], work / "model")
+
+
+@pytest.mark.nightly
+def test_a_kill_in_any_phase_changes_no_overlapped_round(
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
+) -> None:
+    """Killed before the first step, and later amid sampling, learning and checkpoints, a run does the same rounds."""
+    options = {**UNSERVED, "server": named_server, "asynchronous": {"lag": 1}}
+    config = make(24, grpo=options, execution={"checkpoint_every_steps": 4})
+    whole, killed = (make_context(tmp_path / name / "work", artifacts, config).work for name in ("whole", "killed"))
+    run_to_end(whole, config)
+    rounds, checkpoints = killed / "scratch" / "rollouts", killed / "scratch" / "checkpoints"
+    phases: list[Callable[[], object]] = [
+        lambda: (rounds / "step-1.json").exists(),
+        lambda: (rounds / "step-3.json").exists(),
+        lambda: len(logged(killed)) >= 2,
+        lambda: list(checkpoints.glob("*4*")),
+        lambda: (rounds / "step-9.json").exists(),
+        lambda: len(logged(killed)) >= 11,
+    ]
+    for reached in phases:
+        attempt = start(killed, config)
+        wait_for(lambda: attempt.poll() is not None or reached(), what="a phase")  # noqa: B023
+        attempt.send_signal(signal.SIGKILL)
+        attempt.wait()
+    run_to_end(killed, config)
+    assert asked(killed) == asked(whole), "the same prompts"
+    versions = [[row["staleness_steps"] for row in logged(work)] for work in (killed, whole)]
+    assert versions[0] == versions[1]
+    shown = [(work / "completions.jsonl").read_text().splitlines() for work in (killed, whole)]
+    texts = [[json.loads(line)["text"] for line in lines[:64]] for lines in shown]
+    assert texts[0] == texts[1], "the first rounds, of equal weights, have equal seeds"
+    assert "were not kept" not in (killed / "events.jsonl").read_text()
 
 
 def _check_held_out(artifacts: dict[str, Path], config: TrainConfig, work: Path, result: StageResult) -> None:
@@ -312,10 +386,10 @@ def test_answers_that_a_teacher_is_asked_about_are_the_same_after_a_kill(
         assert not torch.equal(untrained[name], values), "nothing was learned"
 
 
-def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Round, top_p: float) -> None:
+def _check_sampled(artifacts: dict[str, Path], config: TrainConfig, sampled: Round, folder: Path) -> None:
     """Check with Transformers that sampled tokens are within `top_p` and the server's log-probabilities are right."""
-    folder = artifacts["base"] / "model"
     assert config.rollouts
+    top_p = config.rollouts.top_p
     prompts = checked_prompts(config, config.rollouts, artifacts["problems"] / "data", ModelFacts(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for group in sampled.groups:

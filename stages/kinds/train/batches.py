@@ -108,6 +108,9 @@ class Batches(Protocol):
     def recorded(self) -> RecordedBatch:
         """Return a few documents whose log-probabilities later stages must reproduce, stored with the trained model."""
 
+    def settle(self) -> None:
+        """Finish what is made in advance, so that a run that resumes from a checkpoint of now finds it."""
+
     def close(self) -> None:
         """Release the resources that make the batches, such as a sampling server."""
 
@@ -189,6 +192,9 @@ class RowBatches:
         dataset = source.dataset
         pictures = dataset.pictures(0) if dataset.has_media else ()
         return RecordedBatch(dataset.batch([0], source.micro_batch_size), self.untrained, pictures)
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -202,10 +202,27 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
             f"{block}.num_generations: {options.num_generations} is more than the {serving.max_num_seqs} requests that "
             f"the server takes at a time; raise {block}.serving.max_num_seqs, or lower it"
         )
+    if options.asynchronous.lag:
+        yield from _overlapped(block, options)
     if config.needs_reference and not RULES[config.engine].has("second_model"):
         yield (
             f"`{block}.beta` needs a second model, the reference, which only `engine: {engines_with('second_model')}` "
             "can hold; choose it, or say `beta: 0`"
+        )
+
+
+def _overlapped(block: str, options: RolloutOptions) -> Iterator[str]:
+    """Yield options with which no round can be sampled while earlier ones are learned."""
+    lag = f"{block}.asynchronous.lag: {options.asynchronous.lag}"
+    if options.is_colocated:
+        yield (
+            f"{lag} samples while the model learns, and with `placement: colocated` the server sleeps then; say "
+            "`placement: separate`, or lag: 0"
+        )
+    if options.top_p < 1:
+        yield (
+            f"{lag} learns from the server's own log-probabilities, which with {block}.top_p {options.top_p:g} are of "
+            "the likeliest tokens alone; say `top_p: 1`, or lag: 0"
         )
 
 

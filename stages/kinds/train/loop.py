@@ -179,6 +179,7 @@ def _save_if_due(run: TrainingRun, step: int) -> None:
     run.checkpoints.poll()
     if run.trial is None and (step % run.checkpoint_every_steps == 0 or step == run.num_steps):
         run.watchdog.begins(f"the checkpoint of step {step}")
+        run.batches.settle()
         run.checkpoints.save(step)
 
 

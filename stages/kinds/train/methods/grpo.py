@@ -98,10 +98,11 @@ class GrpoConfig(RolloutOptions):
 
     @model_validator(mode="after")
     def _options_that_do_something(self) -> Self:
-        if not self.importance_sampling_correction:
+        if not self.importance_sampling_correction or self.asynchronous.lag:
+            why = "with `asynchronous.lag`" if self.asynchronous.lag else "without `importance_sampling_correction`"
             for name in ("importance_sampling_mode", "importance_sampling_clip_max"):
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"`{name}` does nothing without `importance_sampling_correction`; remove it")
+                    raise ValueError(f"`{name}` does nothing {why}; remove it")
         if not self.beta and not self.use_bias_correction_kl:
             raise ValueError("`use_bias_correction_kl` does nothing while `beta` is 0; remove it")
         if self.advantage != "group" and self.scale_rewards != "group":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
@@ -87,6 +87,17 @@ class SamplingOptions(StrictModel):
         return {} if self.server else installed_version(chosen_engine(self.serving))
 
 
+class AsynchronousOptions(StrictModel):
+    """Overlap of sampling with training."""
+
+    lag: NonNegativeInt = Field(
+        0,
+        le=16,
+        description="Number of rounds by which the weights that sample are older than those that learn from the "
+        "round: it is sampled while the rounds before are learned. 0: sampling and training take turns.",
+    )
+
+
 class RolloutOptions(SamplingOptions, ABC):
     """Options of sampling completions and judging them by rewards: server, sampling parameters, groups and rewards."""
 
@@ -131,6 +142,10 @@ class RolloutOptions(SamplingOptions, ABC):
         "separate",
         description="Devices of the sampling server. separate: its own. colocated: those that train; it sleeps during "
         "updates, so one GPU suffices. Not in the cache key.",
+    )
+
+    asynchronous: Annotated[AsynchronousOptions, AddedLater()] = Field(
+        AsynchronousOptions(), description="Sampling of later rounds while the model learns from earlier ones."
     )
 
     @property

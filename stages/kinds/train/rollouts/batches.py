@@ -6,6 +6,9 @@ learn from its parts, `num_iterations` times over.
 
 A file is kept until a checkpoint is made after its round, so that a resumed run finds the round that was sampled with
 the checkpoint's weights; later rounds are sampled again.
+
+With `asynchronous: {lag: k}` the round is started that is learned k rounds later, and a thread of rank 0 samples it
+meanwhile. A checkpoint waits for the k rounds that are under way: their weights are gone when a run is resumed.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import ClassVar
@@ -40,6 +43,7 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.media import check_media
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions
+from stages.kinds.train.rollouts.ahead import SamplingThread
 from stages.kinds.train.rollouts.documents import (
     AnsweredPrompt,
     PackedAnswers,
@@ -47,8 +51,10 @@ from stages.kinds.train.rollouts.documents import (
     completion_packing,
 )
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
+from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
 from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
-from stages.kinds.train.rollouts.server import BOUNDS_NATS, RolloutServer, SyncedServer, check_difference
+from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.synced import GatheredWeights, SyncedServer
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
@@ -68,7 +74,14 @@ class RolloutBatches:
     files: ClassVar[Sequence[str]] = (COMPLETIONS_FILE,)
 
     def __init__(
-        self, data: RolloutData, engine: Engine, watchdog: Watchdog, server: SyncedServer, reference: Engine | None
+        self,
+        data: RolloutData,
+        engine: Engine,
+        watchdog: Watchdog,
+        server: SyncedServer,
+        reference: Engine | None,
+        *,
+        last_step: int,
     ) -> None:
         self._context = data.context
         self._options = data.options
@@ -88,6 +101,10 @@ class RolloutBatches:
         self._is_first = True
         self._held_out = data.held_out
         self._num_evaluations = 0
+        self._last_step = last_step
+        self._ahead = SamplingThread() if self._plan.lag_steps and is_main_process() else None
+        self._age_steps = 0
+        """Age, in steps, of the weights that sampled a round, when its first step begins."""
 
     @property
     def steps_together(self) -> int:
@@ -103,7 +120,7 @@ class RolloutBatches:
         num_tokens = sum(int(one.batch.signal.has_target.sum()) for one in self._parts[self._plan.part(step)])
         return {
             **self._measured,
-            "staleness_steps": float(self._plan.staleness(step)),
+            "staleness_steps": float(self._age_steps + self._plan.staleness(step)),
             "train_s": update_s,
             "train_tokens_per_s": num_tokens / update_s,
         }
@@ -118,6 +135,7 @@ class RolloutBatches:
         The loss is the negative mean reward, so that less is better.
         """
         self._num_evaluations += 1
+        self.settle()
         path = self._folder / "evaluation.json"
         once = self._options.model_copy(update={"num_generations": 1})
 
@@ -134,18 +152,96 @@ class RolloutBatches:
     def recorded(self) -> RecordedBatch:
         return self._server.recorded()
 
+    def settle(self) -> None:
+        if self._ahead:
+            self._ahead.wait_for_all()
+
     def close(self) -> None:
+        if self._ahead:
+            self._server.give_up()
+            self._ahead.close()
         self._resources.close()
 
+    def _path(self, first_step: int) -> Path:
+        return self._folder / f"step-{first_step}.json"
+
     def _new_round(self, step: int) -> list[list[PackedAnswers]]:
-        path = self._folder / f"step-{step}.json"
         if is_main_process():
-            self._clear(path)
+            self._clear(step)
+        return self._overlapped_round(step) if self._plan.lag_steps else self._synchronous_round(step)
+
+    def _overlapped_round(self, step: int) -> list[list[PackedAnswers]]:
+        """Start the sampling of a later round with the weights of now, and return the one that is learned now."""
+        began_s = time.perf_counter()
+        self._start_rounds(step)
+        sync_s = time.perf_counter() - began_s
+        self._watchdog.begins(f"the completions for step {step}")
+        idle_shares = {}
+        if self._ahead:
+            self._ahead.wait_for(step)
+            idle_shares = self._ahead.idle_shares()
+        self._engine.broadcast_from_rank0(0.0)  # the others wait here until rank 0 has written the file
+        sampled = Round.read(self._path(step))
+        assert sampled.weights_step is not None
+        self._age_steps = step - 1 - sampled.weights_step
+        documents = self._documents(sampled)
+        parts, differences = self._parts_of(documents, is_lagging=True), {}
+        if self._age_steps == 0:
+            of_engine = self._parts_of(documents)
+            differences = self._differences(of_engine)
+            check_difference(
+                differences["mismatch_mean"], self._server.bound_dtype, f"at step {step}, the server that samples"
+            )
+        self._server.take_probe(documents)
+        self._measured = {**round_metrics(sampled), **differences, **idle_shares, "sync_s": sync_s}
+        self._samples.write(sampled)
+        return parts
+
+    def _start_rounds(self, step: int) -> None:
+        """Gather the engine's weights, and let the rounds be sampled with them that are due. Collective."""
+        due = self._plan.started_at(step, self._last_step, begins=self._is_first)
+        self._is_first = False
+        # Rank 0 decides for all: gathering weights is collective. Files are there if an attempt was killed.
+        missing = [one for one in due if not self._engine.broadcast_from_rank0(float(self._is_kept(one)))]
+        if not missing:
+            return
+        weights = self._server.gathered(f"step {step}")
+        if self._ahead:
+            self._open_judge()
+            for first_step in missing:
+                if (expected := self._plan.weights_step(first_step)) != step - 1:
+                    self._context.warn(
+                        f"the completions for step {first_step} were not kept when training was interrupted: they are "
+                        f"sampled with the weights of step {step - 1}, where those of step {expected} are gone"
+                    )
+                given = weights if first_step == missing[0] else None
+                self._ahead.start(first_step, partial(self._sample, first_step, step - 1, given), weights.close)
+
+    def _is_kept(self, first_step: int) -> bool:
+        """Return, on rank 0, whether an earlier attempt sampled a round with the weights of the plan."""
+        path = self._path(first_step)
+        return (
+            is_main_process()
+            and path.is_file()
+            and Round.read(path).weights_step == self._plan.weights_step(first_step)
+        )
+
+    def _sample(self, first_step: int, weights_step: int, weights: GatheredWeights | None) -> None:
+        """Sample a round in a thread of rank 0, and write it. weights: new ones; None: those that the server has."""
+        began_s = time.perf_counter()
+        server = self._server.give(weights) if weights else self._server.holding()
+        given_s = time.perf_counter() - began_s
+        sampled = self._sampler(server).sample(first_step)
+        measured = {**sampled.measured, "hand_over_s": given_s}
+        replace(sampled, weights_step=weights_step, measured=measured).write(self._path(first_step))
+
+    def _synchronous_round(self, step: int) -> list[list[PackedAnswers]]:
+        path, self._is_first = self._path(step), False
         # Rank 0 decides for all: sampling is collective. A file is there if an attempt was killed in this round.
         is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
         sync_s = 0.0
         if not is_kept:
-            sync_s = self._server.sample(f"step {step}", lambda server: self._sampler(server).sample(step).write(path))
+            sync_s = self._server.sample(f"step {step}", partial(self._write_round, step))
         sampled = Round.read(path)
         began_s = time.perf_counter()
         documents = self._documents(sampled)
@@ -159,7 +255,7 @@ class RolloutBatches:
                 )
                 # All processes come here, since the mean is of all; another one may have removed the file.
                 path.unlink(missing_ok=True)
-                return self._new_round(step)
+                return self._synchronous_round(step)
             check_difference(
                 differences["mismatch_mean"], self._server.bound_dtype, f"at step {step}, the server that samples"
             )
@@ -173,6 +269,10 @@ class RolloutBatches:
         self._samples.write(sampled)
         return parts
 
+    def _write_round(self, step: int, server: RolloutServer) -> None:
+        sampled = self._sampler(server).sample(step)
+        replace(sampled, weights_step=step - 1).write(self._path(step))
+
     def _sampler(self, server: RolloutServer) -> Sampler:
         media_tokens = self._server.packing.media_tokens
         return Sampler(server, self._open_judge(), self._prompts, self._options, self._plan, media_tokens)
@@ -185,16 +285,17 @@ class RolloutBatches:
             self._judge = self._resources.enter_context(judging(self._options.rewards, context))
         return self._judge
 
-    def _clear(self, path: Path) -> None:
+    def _clear(self, step: int) -> None:
         """Remove files of sampled completions that are no longer needed to resume, and those of an earlier attempt."""
         checkpoints = complete_checkpoints(self._context.scratch / "checkpoints")
-        # Rounds up to the latest checkpoint are learned; those after it, of an earlier attempt,
+        # Rounds up to the latest checkpoint are learned; those of an earlier attempt after it and its lag
         # were sampled with weights that no longer exist.
         latest = checkpoints[0][0] if checkpoints else 0
         for other in self._folder.glob("step-*.json"):
-            if other != path and (self._is_first or int(other.stem.removeprefix("step-")) <= latest):
+            first_step = int(other.stem.removeprefix("step-"))
+            is_needed = step <= first_step <= step + self._plan.lag_steps
+            if not is_needed and (self._is_first or first_step <= latest):
                 other.unlink()
-        self._is_first = False
 
     def _documents(self, sampled: Round) -> list[AnsweredPrompt]:
         rewards = torch.tensor([completion.reward for completion in sampled.completions], dtype=torch.float64)
@@ -210,8 +311,11 @@ class RolloutBatches:
             for completion in group.completions
         ]
 
-    def _parts_of(self, documents: Sequence[AnsweredPrompt]) -> list[list[PackedAnswers]]:
-        """Return this process's micro-batches for each step of a round, with the engine's log-probabilities."""
+    def _parts_of(self, documents: Sequence[AnsweredPrompt], *, is_lagging: bool = False) -> list[list[PackedAnswers]]:
+        """Return this process's micro-batches for each step of a round, with the old policy's log-probabilities.
+
+        is_lagging: the engine may no longer have the weights that sampled, so those that the server gave are taken.
+        """
         self._watchdog.begins("the engine's log-probabilities of the completions")
         # e.g. 96 completions, steps_per_generation 3: parts of 32, one for each optimizer step
         engine, size = self._engine, len(documents) // self._options.steps_per_generation
@@ -219,17 +323,20 @@ class RolloutBatches:
             self._server.packing.share(documents[first : first + size], engine.data_rank, engine.data_parallel_size)
             for first in range(0, len(documents), size)
         ]
-        return [[self._with_log_probabilities(packed) for packed in share] for share in shares]
+        return [[self._with_log_probabilities(packed, is_lagging) for packed in share] for share in shares]
 
-    def _with_log_probabilities(self, packed: PackedAnswers) -> PackedAnswers:
+    def _with_log_probabilities(self, packed: PackedAnswers, is_lagging: bool) -> PackedAnswers:
         seen = packed.seen()
-        assert seen.signal.rollouts
+        assert seen.signal.rollouts and seen.signal.rollouts.server_log_probabilities is not None
+        of_server = seen.signal.rollouts.server_log_probabilities
         reference = self._reference.target_log_probabilities(seen) if self._reference else None
         rollouts = replace(
             seen.signal.rollouts,
-            # before the round's first update, when the engine still has the weights that sampled
-            old_log_probabilities=self._engine.target_log_probabilities(seen),
+            # the engine's: before the round's first update, when it still has the weights that sampled
+            old_log_probabilities=of_server if is_lagging else self._engine.target_log_probabilities(seen),
             reference_log_probabilities=reference,
+            # compared with no others of equal weights, they correct nothing
+            server_log_probabilities=None if is_lagging else of_server,
         )
         return replace(packed, batch=packed.batch.with_signal(rollouts=rollouts))
 
@@ -354,7 +461,7 @@ class RolloutData:
             config, self.context, self.options, self.model, engine=engine, watchdog=watchdog, packing=packing
         )
         reference = self.build_reference(engine.device, self) if config.needs_reference else None
-        return RolloutBatches(self, engine, watchdog, server, reference)
+        return RolloutBatches(self, engine, watchdog, server, reference, last_step=last_step)
 
     @property
     def plan(self) -> RoundPlan:

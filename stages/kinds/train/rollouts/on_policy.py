@@ -28,7 +28,8 @@ from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
 from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, completion_packing
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
 from stages.kinds.train.rollouts.rounds import PromptRequest, request_seed, sample_completions
-from stages.kinds.train.rollouts.server import RolloutServer, SyncedServer
+from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.synced import SyncedServer
 from stages.kinds.train.teacher import TeacherTargets, with_candidates
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
@@ -94,6 +95,9 @@ class OnPolicyBatches:
 
     def recorded(self) -> RecordedBatch:
         return self.texts.recorded()
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         self.server.close()

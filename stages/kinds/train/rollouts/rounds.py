@@ -74,12 +74,14 @@ class Group:
 class Round:
     """Round of sampling: groups of completions that are sampled together with the same weights.
 
-    first_step: the first optimizer step that learns from them. measured: metrics of the sampling.
+    first_step: the first optimizer step that learns from them. measured: metrics of the sampling. weights_step: the
+    last optimizer step of the weights that sampled, 0 for those before training; None where it was not noted.
     """
 
     first_step: int
     groups: list[Group]
     measured: dict[str, float]
+    weights_step: int | None = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -111,8 +113,28 @@ class RoundPlan:
         return self.options.steps_per_generation * self.options.num_iterations
 
     def staleness(self, step: int) -> int:
-        """Return the age, in steps, of the weights that sampled a step's completions; less than `steps_per_round`."""
+        """Return the number of steps that have learned from a step's completions before; less than `steps_per_round`.
+
+        Without lag it is the age of the weights that sampled them.
+        """
         return (step - 1) % self.steps_per_round
+
+    @property
+    def lag_steps(self) -> int:
+        """Number of steps by which the weights that sample a round are older than those that first learn from it."""
+        return self.options.asynchronous.lag * self.steps_per_round
+
+    def weights_step(self, first_step: int) -> int:
+        """Return the last step of the weights that sample the round from `first_step`; 0 before training."""
+        return max(0, first_step - 1 - self.lag_steps)
+
+    def started_at(self, step: int, last_step: int, *, begins: bool) -> range:
+        """Return the first steps of rounds whose sampling starts before the round from `step` is learned.
+
+        begins: `step` is the first of an attempt, with no round under way yet.
+        """
+        newest = step + self.lag_steps
+        return range(step if begins else newest, min(newest, last_step) + 1, self.steps_per_round)
 
     def part(self, step: int) -> int:
         """Return which of a round's `steps_per_generation` parts a training step learns from, counted from 0."""

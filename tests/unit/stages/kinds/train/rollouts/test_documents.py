@@ -9,7 +9,7 @@ import torch
 
 from stages.data.batch import IGNORED
 from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
-from stages.kinds.train.rollouts.server import Probe
+from stages.kinds.train.rollouts.probe import Probe
 
 DOCUMENTS = [
     AnsweredPrompt([1, 2, 3], [4, 5], [-0.25, -0.5], 1.0),

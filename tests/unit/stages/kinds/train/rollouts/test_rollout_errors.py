@@ -40,6 +40,18 @@ def make(grpo: dict[str, Any] | None = None, **changed: Any) -> TrainConfig:
         ({}, {"adapter": {"use_dora": True}}, r"adapter\.use_dora: no server samples from such an adapter"),
         ({}, {"adapter": {"base_precision": "nf4"}}, "different from the server's"),
         ({"beta": 0.1}, {"engine": "megatron"}, "only `engine: fsdp` can hold"),
+        (
+            {"asynchronous": {"lag": 1}, "placement": "colocated"},
+            {},
+            r"asynchronous\.lag: 1 samples while .* sleeps then",
+        ),
+        (
+            {"asynchronous": {"lag": 1}, "top_p": 0.5},
+            {},
+            r"top_p 0\.5 are of the likeliest tokens alone; say `top_p: 1`",
+        ),
+        ({"asynchronous": {"lag": 17}}, {}, "less than or equal to 16"),
+        ({"asynchronous": {"lag": 1}, "importance_sampling_clip_max": 2}, {}, "does nothing with `asynchronous.lag`"),
         ({}, {"layout": {"dp_shard": 2}, "execution": {"nodes": 2}}, r"say `execution\.nodes: 1`"),
     ],
 )

@@ -4,7 +4,10 @@ Completions are asked for and checked by one function, for every method that sam
 """
 
 import ast
+import threading
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +16,7 @@ import pytest
 from stages.core.errors import ServerError
 from stages.kinds.train.methods.grpo import GrpoConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
+from stages.kinds.train.rollouts.ahead import SamplingThread
 from stages.kinds.train.rollouts.rounds import (
     Completion,
     Group,
@@ -45,6 +49,55 @@ def test_the_steps_of_a_round_learn_from_its_parts_in_turn() -> None:
     one = plan(steps_per_generation=2, num_iterations=2)
     assert [one.part(step) for step in range(1, 9)] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [one.staleness(step) for step in range(1, 9)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_round_is_sampled_by_weights_that_are_exactly_the_lag_behind() -> None:
+    """Whatever an attempt begins with, every round is started once, when the weights of the plan are at hand."""
+    assert plan().started_at(4, 9, begins=False) == range(4, 5), "without lag, the round that is learned next"
+    for lag, begin in ((1, 1), (2, 1), (2, 7)):
+        one = plan(num_iterations=2, asynchronous={"lag": lag})
+        starts = {step: list(one.started_at(step, 11, begins=step == begin)) for step in range(begin, 12, 2)}
+        assert sorted(first for due in starts.values() for first in due) == list(range(begin, 12, 2))
+        assert starts[begin] == list(range(begin, min(begin + 2 * lag, 11) + 1, 2))
+        for step in range(begin + 2, 12, 2):
+            assert all(one.weights_step(first) == step - 1 == first - 1 - 2 * lag for first in starts[step])
+    assert [plan(asynchronous={"lag": 2}).weights_step(first) for first in (1, 2, 3, 4)] == [0, 0, 0, 1]
+
+
+def test_rounds_are_sampled_in_turn_beside_the_training() -> None:
+    """The sampling thread works while the trainer does; what fails is raised by the wait, what waits is given back."""
+    sampled: list[int] = []
+    may_go_on, thread = threading.Event(), SamplingThread()
+
+    def sample(first_step: int) -> None:
+        assert may_go_on.wait(10)
+        sampled.append(first_step)
+        if first_step == 5:
+            raise ServerError("gone")
+
+    thread.start(1, partial(sample, 1), sampled.clear)
+    thread.start(3, partial(sample, 3), sampled.clear)
+    time.sleep(0.05)
+    idle = thread.idle_shares()
+    assert idle["trainer_idle_share"] == 0, "it has not waited yet"
+    assert idle["sampler_idle_share"] < 0.5
+    threading.Timer(0.05, may_go_on.set).start()
+    thread.wait_for(1)
+    thread.wait_for(1)  # a round of an earlier attempt needs no wait
+    thread.wait_for_all()
+    assert sampled == [1, 3]
+    assert thread.idle_shares()["trainer_idle_share"] > 0.5
+    thread.start(5, partial(sample, 5), sampled.clear)
+    with pytest.raises(ServerError, match="gone"):
+        thread.wait_for(5)
+    may_go_on.clear()
+    thread.start(7, partial(sample, 7), sampled.clear)
+    thread.start(9, partial(sample, 9), lambda: sampled.append(-9))
+    while not thread._rounds[7][0].running():
+        time.sleep(0.01)
+    threading.Timer(0.05, may_go_on.set).start()
+    thread.close()
+    assert sampled == [1, 3, 5, -9, 7]
 
 
 def test_prompts_that_are_drawn_again_are_others_with_seeds_of_their_own() -> None:

@@ -23,6 +23,7 @@ from stages.kinds.train.rollouts.server import MOST_RESTARTS, RolloutServer
 from stages.parallel.host_memory import give_back_freed_memory
 from stages.rollouts.asking import Answer, Request
 from stages.serving.config import ServingConfig
+from stages.serving.held_weights import HeldWeights
 from tests.serving import served_processes
 from tests.train_stage import make_artifacts, make_config, make_context
 from tests.vllm_stand_in import DEVICE_VARIABLE, KV_CACHE_BYTES, Device, StandIn, installed, resident_bytes
@@ -106,8 +107,7 @@ def answered_with(rollouts: RolloutServer) -> str:
 
 def give(rollouts: RolloutServer, folder: Path) -> None:
     """Give the server weights as a training does: by memory, once it runs."""
-    rollouts.hold(load_file(folder / "model.safetensors").items())
-    rollouts.take_held()
+    rollouts.take_held(HeldWeights.gather(load_file(folder / "model.safetensors").items()))
 
 
 def with_fault(device: Path, **faults: str) -> None:
