@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp media skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo evalscope llama-cpp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -113,7 +113,7 @@ HOOK_FILES := $(addprefix $(HOOK)/,pyproject.toml torchvision_without_cuda.py to
 	@.venv/bin/python -m compileall -q flows stages
 	@touch $@
 
-.venv/.test-ready: $(PINS)/test.in $(PINS)/media.in $(PINS)/test.txt .venv/.ready
+.venv/.test-ready: $(PINS)/test.in $(PINS)/media.in $(PINS)/shared-store.in $(PINS)/test.txt .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,test)
 	@touch $@
 
@@ -123,6 +123,10 @@ media: .venv/.media-ready
 # Only for LIFECYCLE_TRACKERS: TensorBoard, Weights & Biases, SwanLab.
 trackers: .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,trackers)
+
+# Only for homes whose store is shared through a bucket (`store.yaml`).
+shared-store: .venv/.ready
+	@$(INSTALL) --python .venv/bin/python $(call PINNED,shared-store)
 
 .venv/.media-ready: $(PINS)/media.in $(PINS)/media.txt .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,media)
@@ -170,6 +174,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/pipeline.in -o $(PINS)/pipeline.txt
 	$(COMPILE) $(PINS)/media.in -o $(PINS)/media.txt
 	$(COMPILE) $(PINS)/trackers.in -o $(PINS)/trackers.txt
+	$(COMPILE) $(PINS)/shared-store.in -o $(PINS)/shared-store.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt

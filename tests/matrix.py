@@ -61,6 +61,11 @@ CAPABILITIES = (
         ),
     ),
     Capability(
+        "a store on object storage, shared by homes",
+        ("tests/unit/flows/store/test_shared.py", "tests/faults/test_shared_store.py"),
+        not_run="gs and az; S3 itself: tests use a server of its API",
+    ),
+    Capability(
         "FSDP2: sharding, replicas, offload, recompute",
         ("tests/parity/test_fsdp.py", "tests/parity/test_slices.py", "tests/unit/stages/engines"),
         ("tests/gpu/test_training_on_gpu.py", "tests/gpu/test_kernels_on_gpu.py"),

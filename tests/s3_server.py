@@ -20,11 +20,26 @@ ENVIRONMENT = {
 }
 
 
+class Throttle:
+    """WSGI application before another one, which answers so many requests with `503 SlowDown`; `count` so far."""
+
+    def __init__(self, app: Any, requests: int) -> None:
+        self.app, self.count, self._requests = app, 0, requests
+
+    def __call__(self, environ: Any, start_response: Any) -> Any:
+        if self.count >= self._requests:
+            return self.app(environ, start_response)
+        self.count += 1
+        start_response("503 Slow Down", [("Content-Type", "application/xml")])
+        return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
+
+
 class S3Server:
     """Client of the tests' S3 server, in which a bucket has been created."""
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.wsgi: Any = None
         self._client: Any = boto3.client("s3", endpoint_url=url, region_name=ENVIRONMENT["AWS_REGION"])
         self._post("/moto-api/reset")
         self._client.create_bucket(Bucket=BUCKET)
@@ -32,6 +47,28 @@ class S3Server:
     def put(self, objects: Mapping[str, bytes]) -> None:
         for key, content in objects.items():
             self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def objects(self) -> dict[str, bytes]:
+        """Return the contents of all objects, by key."""
+        listed = self._client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+        return {one["Key"]: self._client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read() for one in listed}
+
+    def delete(self, key: str) -> None:
+        self._client.delete_object(Bucket=BUCKET, Key=key)
+
+    def empty(self) -> None:
+        for key in self.objects():
+            self.delete(key)
+
+    @contextmanager
+    def throttled(self, requests: int) -> Iterator["Throttle"]:
+        """Answer that many requests with `503 SlowDown`."""
+        throttle = Throttle(self.wsgi.app, requests)
+        self.wsgi.app = throttle
+        try:
+            yield throttle
+        finally:
+            self.wsgi.app = throttle.app
 
     def admit_nobody(self) -> None:
         """Make the S3 server refuse all further requests: turn on authentication, with no key registered."""
@@ -53,6 +90,7 @@ def running_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     host, port = moto.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     server = S3Server(f"http://{host}:{port}")
+    server.wsgi = moto._server
     try:
         yield server
     finally:

@@ -11,6 +11,7 @@ from flows.report.lineage import LineageSubject
 from flows.servers import local as servers
 from flows.servers.keyed import client_settings, key_file, read_key
 from flows.store.record import Artifact, Index
+from flows.store.shared import obtain
 from flows.store.store import Store
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import LifecycleError, ServerError, StoreError
@@ -92,7 +93,7 @@ def find_version(registry: Registry, uri: str) -> RegisteredVersion:
 def artifact_of(version: RegisteredVersion, key: str) -> Artifact:
     """Return a registered version's artifact by its key, `KIND/VERSION`. Raises StoreError when the store lacks it."""
     store = Store(store_root())
-    artifact = store.find(*key.split("/"))
+    artifact = obtain(store, *key.split("/"))
     if artifact is None:
         raise StoreError(f"version {version.number} of {version.name} is {key}, which is not in the store {store.root}")
     return artifact

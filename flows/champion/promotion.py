@@ -21,6 +21,7 @@ from flows.champion.registry import CHAMPION, PREVIOUS, RegisteredVersion, Regis
 from flows.ledger.home import store_root
 from flows.ledger.record import final_result
 from flows.store.record import Record, UpstreamEntry
+from flows.store.shared import obtain
 from flows.store.store import Store, read_artifact
 from flows.tracking.cursor import run_id_of
 from stages.__main__ import fail
@@ -164,7 +165,7 @@ def _champion(champion: RegisteredVersion, stage_input: StageInput, config: Prom
 def _comparable(champion: RegisteredVersion, candidate: Sequence[Path], context: StageContext) -> list[Path]:
     """Return the champion's evaluations; repeat them if the candidate's settings differ, or the artifacts are gone."""
     store = Store(store_root())
-    found = [store.find(*key.split("/")) for key in champion.registration.evaluations]
+    found = [obtain(store, *key.split("/")) for key in champion.registration.evaluations]
     folders = [artifact.folder for artifact in found if artifact]
     try:
         compare(candidate, folders)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.champion.registrations import TAG, Registration, note, registration_of, tags_of
-from flows.ledger.home import home
+from flows.champion.shared_champions import Crowned, SharedChampions
+from flows.ledger.home import home, store_root
+from flows.store.store import Store
 from flows.tracking.shipper import CLIENT_ENVIRONMENT, experiment_id
 from stages.core.errors import OutdatedVerdictError, ServerError, StoreError, TransientError
 
@@ -58,9 +60,35 @@ class Registry:
         from mlflow import MlflowClient
 
         self._client: MlflowClient = MlflowClient()
+        store = Store(store_root())
+        self._shared = SharedChampions(store) if store.remote else None
 
     def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
         """Return the version that an alias points to; None when the registered model or the alias does not exist."""
+        if alias in (CHAMPION, PREVIOUS):
+            self.follow(name)
+        return self._find(name, alias)
+
+    def follow(self, name: str) -> None:
+        """Bring a model's champion and previous champion to those of the shared store, if this home has one."""
+        while self._shared and (found := self._shared.read(name)):
+            crown, held = found
+            champion, previous = self._find(name, CHAMPION), self._find(name, PREVIOUS)
+            if _digest(champion) == crown.champion.digest and _digest(previous) == _digest(crown.previous):
+                return
+            former = self._known(crown.previous) if crown.previous else None
+            successor = self._known(crown.champion, former.number if former else None)
+            self._set_aliases(name, successor.number, former.number if former else None)
+            # Another process of this home may have followed an older state, or a newer one, meanwhile.
+            if (now := self._shared.read(name)) and now[1].content == held.content:
+                return
+
+    def _known(self, crowned: Crowned, predecessor: str | None = None) -> RegisteredVersion:
+        """Return the version of a model that another home may have crowned; register it if MLflow lacks it."""
+        registration = crowned.registration.model_copy(update={"mlflow_run_id": None})  # of the other home's MLflow
+        return self.register(registration, predecessor, crowned.promotion)
+
+    def _find(self, name: str, alias: str) -> RegisteredVersion | None:
         with _explained(f"asking for the {alias} of {name}"):
             return _unless_absent(lambda: _registered(self._client.get_model_version_by_alias(name, alias)))
 
@@ -103,7 +131,7 @@ class Registry:
     def promote(self, candidate: RegisteredVersion, champion: str | None) -> None:
         """Make a candidate champion, unless it is; raise OutdatedVerdictError if `champion` no longer is champion."""
         if not self.is_champion(candidate.registration, champion):
-            self._move(candidate.name, candidate.number, champion)
+            self._move(candidate, champion)
 
     def is_champion(self, candidate: Registration, judged_against: str | None) -> bool:
         """Return whether a candidate's model has exactly the same content as the present champion.
@@ -242,12 +270,19 @@ class Registry:
         with _explained(f"noting who was champion of {name}"):
             # Before any alias moves, since `repair` reads it.
             self._client.set_model_version_tag(name, successor.number, f"{TAG}predecessor", champion.number)
-        self._move(name, successor.number, champion.number)
+        self._move(successor, champion.number)
         crowned = self.find(name)
         assert crowned
         return crowned
 
-    def _move(self, name: str, champion: str, previous: str | None) -> None:
+    def _move(self, successor: RegisteredVersion, previous: str | None) -> None:
+        if self._shared:
+            former = self.version(successor.name, previous) if previous else None
+            # Before the aliases: a kill between leaves them to `follow`.
+            self._shared.crown(_crowned(successor), _crowned(former) if former else None)
+        self._set_aliases(successor.name, successor.number, previous)
+
+    def _set_aliases(self, name: str, champion: str, previous: str | None) -> None:
         with _explained(f"making version {champion} champion of {name}"):
             # `previous` first: a crash between the two leaves the old champion, and both aliases on it, for `repair`.
             if previous:
@@ -315,6 +350,16 @@ def _registered(version: Any) -> RegisteredVersion:
     """Return an MLflow model version as a `RegisteredVersion`. Raises StoreError when no promotion registered it."""
     predecessor, promotion = (version.tags.get(f"{TAG}{name}") for name in ("predecessor", "promotion"))
     return RegisteredVersion(registration_of(version), str(version.version), predecessor, promotion)
+
+
+def _crowned(version: RegisteredVersion) -> Crowned:
+    return Crowned(registration=version.registration, promotion=version.promotion)
+
+
+def _digest(model: RegisteredVersion | Crowned | None) -> str | None:
+    if isinstance(model, RegisteredVersion):
+        return model.registration.digest
+    return model.digest if model else None
 
 
 def _version(number: str | None) -> str:

@@ -177,7 +177,8 @@ def _decide_built(
         return Decision("run", f"judged, but {known}")
     finding = artifact.record.finding
     refusal = f", and refused since then: {shortened(str(finding), FINDING_CHARACTERS)}" if finding else ""
-    return Decision("cached", f"built {artifact.record.finished:%Y-%m-%d %H:%M} UTC{refusal}")
+    place = f", received from {artifact.elsewhere} at its turn" if artifact.elsewhere else ""
+    return Decision("cached", f"built {artifact.record.finished:%Y-%m-%d %H:%M} UTC{place}{refusal}")
 
 
 def _check_names(recipe: Recipe, names: Collection[str]) -> None:

@@ -27,6 +27,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
 from flows.running.comparison import LayoutComparison
+from flows.store.shared import with_shared
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, RecipeError, ResourceError
 from stages.core.redaction import redact, secrets_in
@@ -125,7 +126,14 @@ def _plan_of(
     unusual: list[str] = []
     with problems.noted():
         unusual = check_models(recipe, sound, index)
-    planned = plan(recipe, outside, index, force=request.force, until=request.until, unreachable=unreachable or {})
+    planned = plan(
+        recipe,
+        outside,
+        with_shared(store, index),
+        force=request.force,
+        until=request.until,
+        unreachable=unreachable or {},
+    )
     for name, missing in without_programs.items():
         if planned.stages[name].action == "run":
             problems.add(missing)

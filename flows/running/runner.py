@@ -17,7 +17,8 @@ from flows.ledger.trace import traced
 from flows.planning.plan import PlannedStage
 from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
 from flows.store.content import LOG_FILE, is_pending
-from flows.store.record import Record, UpstreamEntry
+from flows.store.record import Artifact, Record, UpstreamEntry
+from flows.store.shared import Claim, agree, agreed, claimed
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
@@ -123,26 +124,21 @@ def run_stage(
     resolved_inputs = _resolve_inputs(planned, upstream)
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
     # Without the lock, which another refresh may hold for hours: a complete artifact changes no more.
-    built = _find_cached(planned, resolved_inputs, store, started_s)
+    built = _find_cached(planned, resolved_inputs, store, started_s, agreed)
     if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
         raise_finding(built)
         return built
-    with store.lock(planned.kind, planned.resume_key, _Waiting(planned, observer, stop)):
-        # The wait for another refresh is no part of the stage's time.
-        started_s = time.monotonic()
+    waiting = _Waiting(planned, observer, stop)
+    with store.lock(planned.kind, planned.resume_key, waiting):
         # Looked up again under the lock: another process may have built it, or died while committing it.
         store.recover(planned.kind, planned.version)
-        if built := _find_cached(planned, resolved_inputs, store, started_s):
-            if not is_pending(built.artifact):
-                store.remove(work)  # left by a forced attempt that was killed
-                raise_finding(built)
-                return built
-            # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
-            with suppress(OutdatedVerdictError):
-                return _complete(Attempt(planned, work, attempt, False, upstream), built, store, observer, stop)
-        resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt == 1)
-        trial = Attempt(planned, work, attempt, resumed, upstream)
-        built = _build(trial, resolved_inputs, store, observer, stop, launch)
+        built = _find_cached(planned, resolved_inputs, store, time.monotonic(), agree)
+        if built is None or is_pending(built.artifact):
+            trial = Attempt(planned, work, attempt, False, upstream)
+            with claimed(store, planned.kind, planned.version, waiting) as claim:
+                built = _run_claimed(trial, resolved_inputs, store, observer, stop, launch, claim)
+        else:
+            store.remove(work)  # left by a forced attempt that was killed
     raise_finding(built)
     return built
 
@@ -155,6 +151,30 @@ def raise_finding(built: BuiltStage) -> None:
         raise refusal
 
 
+def _run_claimed(
+    attempt: Attempt,
+    resolved_inputs: ResolvedInputs,
+    store: Store,
+    observer: Observer,
+    stop: threading.Event,
+    launch: Launcher,
+    claim: Claim | None,
+) -> BuiltStage:
+    """Return a stage's artifact: newly built, or another home's that built it before this one could."""
+    planned, work = attempt.planned, attempt.work
+    # The wait for another home, or another refresh, is no part of the stage's time.
+    built = _find_cached(planned, resolved_inputs, store, time.monotonic(), agree)
+    if built and not is_pending(built.artifact):
+        store.remove(work)
+        return built
+    if built:
+        # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
+        with suppress(OutdatedVerdictError):
+            return _complete(attempt, built, store, observer, stop, claim)
+    resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt.number == 1)
+    return _build(replace(attempt, resumed=resumed), resolved_inputs, store, observer, stop, launch, claim)
+
+
 def _build(
     attempt: Attempt,
     resolved_inputs: ResolvedInputs,
@@ -162,6 +182,7 @@ def _build(
     observer: Observer,
     stop: threading.Event,
     launch: Launcher,
+    claim: Claim | None,
 ) -> BuiltStage:
     planned, work = attempt.planned, attempt.work
     key = observer.started(attempt)
@@ -176,11 +197,15 @@ def _build(
             note_attempt(work, resolved_inputs, process.token)
         result = watch(process, planned, work, observer.tick, stop, log_begin)
         seconds = time.monotonic() - started_s
+        if claim:
+            claim.check()
         # Before the commit: a crash after it then leaves an artifact that still has to be registered.
         hook.mark(work, planned.kind)
         artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)
         if is_pending(artifact.folder):
             result = hook.complete(store, planned, artifact.folder, observer.tick, stop)
+        if claim:
+            claim.send(artifact)
     except BaseException as error:
         if process:
             process.stop()
@@ -194,7 +219,12 @@ def _build(
 
 
 def _complete(
-    attempt: Attempt, built: BuiltStage, store: Store, observer: Observer, stop: threading.Event
+    attempt: Attempt,
+    built: BuiltStage,
+    store: Store,
+    observer: Observer,
+    stop: threading.Event,
+    claim: Claim | None,
 ) -> BuiltStage:
     """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
 
@@ -205,6 +235,8 @@ def _complete(
     seconds = time.monotonic() - started_s
     observer.started(attempt)
     observer.ended(AttemptEnd(built.artifact, seconds, result, None))
+    if claim and (artifact := store.find(built.kind, built.version)):
+        claim.send(artifact)
     return replace(built, state="built", seconds=seconds)
 
 
@@ -214,10 +246,14 @@ def _has_leftover(planned: PlannedStage, work: Path) -> bool:
 
 
 def _find_cached(
-    planned: PlannedStage, resolved_inputs: ResolvedInputs, store: Store, started_s: float
+    planned: PlannedStage,
+    resolved_inputs: ResolvedInputs,
+    store: Store,
+    started_s: float,
+    find: Callable[[Store, str, str, Mapping[str, str]], Artifact | None],
 ) -> BuiltStage | None:
-    artifact = None if planned.forced else store.find(planned.kind, planned.version)
-    if artifact is None or artifact.record.stale_field(resolved_inputs.digests):
+    artifact = None if planned.forced else find(store, planned.kind, planned.version, resolved_inputs.digests)
+    if artifact is None:
         return None
     if artifact.damage:
         remedy = f"run again with `--force {planned.name}` to build it again"

@@ -80,7 +80,8 @@ class Artifact:
     """Finished artifact in the store: its folder and record, its last use, and which of its files are damaged.
 
     used_s: when it was built or last found cached, in seconds since the epoch. damage: files that are missing or have
-    another size than recorded. pending: its follow-up program (`flows/launch/hook.py`) has yet to succeed.
+    another size than recorded. pending: its follow-up program (`flows/launch/hook.py`) has yet to succeed. elsewhere:
+    address of the shared store that has it, while its folder is not here yet.
     """
 
     folder: Path
@@ -88,6 +89,7 @@ class Artifact:
     used_s: float
     damage: tuple[str, ...] = ()
     pending: bool = False
+    elsewhere: str | None = None
 
 
 class Index:

@@ -16,12 +16,15 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
+from flows.ledger.home import HomeIdentity
+from flows.ledger.process_identity import boot_id
 from flows.store.content import (
     ATTEMPT_FILE,
     LAUNCH_FOLDER,
@@ -33,6 +36,7 @@ from flows.store.content import (
     is_pending,
 )
 from flows.store.record import Artifact, Index, Record
+from flows.store.remote import SETTING_FILE, Remote, read_setting
 from stages.core.errors import StoreError, full_disk_named
 from stages.core.fields import Product
 from stages.core.files import write_atomically
@@ -87,6 +91,17 @@ class Store:
 
     def __init__(self, root: Path):
         self.root = root.absolute()
+
+    @cached_property
+    def remote(self) -> Remote | None:
+        """Return the shared store that the setting beside the store's folder names; None without the setting."""
+        address = read_setting(self.root.parent / SETTING_FILE)
+        return Remote(address) if address else None
+
+    def identity(self) -> HomeIdentity:
+        """Return the identity by which other homes with the same shared store know this one."""
+        status = self.make_folder(self.root).stat()
+        return HomeIdentity(boot=boot_id(), device=status.st_dev, inode=status.st_ino)
 
     def folder_of(self, kind: str, stage: str, version: str) -> Path:
         """Return the folder of an artifact by kind, stage name and version; it need not exist."""

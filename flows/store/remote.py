@@ -1,0 +1,200 @@
+"""Shared store in object storage, beside the local one: contents by their sha256, records that list them, champions.
+
+    blobs/<sha256>                  content of a file
+    records/<kind>/<version>.json   an artifact; written last, and only if no other home wrote it meanwhile
+    leases/<kind>-<version>         who builds it now (`flows/store/lease.py`)
+    champions/<name>.json           the champion of a registered model
+
+<home>/store.yaml:
+
+    store: s3://BUCKET/PREFIX
+
+The local store stays the working copy: an artifact is received whole, each file compared with its sha256, or not at
+all. Nothing that comes from the bucket is trusted: names and digests of a record are checked before a file is written.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flows.recipe.text import parse_yaml, read_text
+from flows.recipe.version import version_of
+from flows.store.content import NOT_OF_THE_ARTIFACT, FileEntry, content_digest, hash_file
+from flows.store.objects import ADDRESS, Held, Listed, Objects
+from flows.store.record import Artifact, Record
+from stages.core.errors import DownloadError, RecipeError, StoreError, full_disk_named
+from stages.core.fields import StrictModel
+from stages.core.redaction import quoted
+from stages.hubs.listing import check_fit, path_in
+
+SETTING_FILE = "store.yaml"
+NUM_CONNECTIONS = 8
+SHA256 = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+FRESH = timedelta(days=1)
+"""Age up to which a blob that is there is not sent again; garbage collection takes none of less than twice this age."""
+
+
+class Setting(StrictModel):
+    """Contents of `store.yaml`: the address of the shared store."""
+
+    store: str
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Record of an artifact in the shared store, and the object that it was read from."""
+
+    record: Record
+    held: Held
+
+
+def read_setting(file: Path) -> str | None:
+    """Return the address of a home's shared store; None without the setting. Raises RecipeError for a wrong one."""
+    if not file.exists():
+        return None
+    tree = parse_yaml(read_text(file, "the setting of the store"))
+    try:
+        address = Setting.model_validate(tree).store
+    except ValidationError:
+        raise RecipeError(f"{file}: expected one field, `store: s3://BUCKET/PREFIX` (or gs, az)") from None
+    if not ADDRESS.fullmatch(address):
+        raise RecipeError(
+            f"{file}: store: found {quoted(address, 60)}; expected s3://BUCKET/PREFIX, gs://… or az://…, without "
+            "credentials: these come from the environment"
+        )
+    return address.rstrip("/")
+
+
+class Remote:
+    """Shared store at an address. Raises what `Objects` raises, StoreError for what no home can have written."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.objects = Objects(address)
+
+    def find(self, kind: str, version: str) -> Shared | None:
+        """Return the record of an artifact; None when the shared store has none."""
+        held = self.objects.read(_record_name(kind, version))
+        return Shared(self._checked(held.content, kind, version), held) if held else None
+
+    def records(self) -> Iterator[tuple[Shared, Listed]]:
+        """Yield the records of all artifacts, each with the time of its writing."""
+        for listed in self.objects.below("records"):
+            kind, _, file = listed.name.removeprefix("records/").rpartition("/")
+            if found := self.find(kind, file.removesuffix(".json")):
+                yield found, listed
+
+    def send(self, artifact: Artifact, seen: Shared | None) -> bool:
+        """Send an artifact, its contents first; return False, without a record, if another home was faster.
+
+        seen: the record that it replaces, which must still be there. Raises StoreError for a file that is no longer as
+        recorded.
+        """
+        record = artifact.record
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            for _ in pool.map(lambda name: self._send(artifact, name), record.files):
+                pass
+        content = record.model_dump_json().encode()
+        return bool(self.objects.swap(_record_name(record.kind, record.version), content, seen.held if seen else None))
+
+    def receive(self, record: Record, folder: Path) -> None:
+        """Receive the files of an artifact into a folder, which may hold some of them from an earlier try.
+
+        Raises StoreError for a content that is missing or has another sha256 than recorded; it is not kept.
+        """
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            for _ in pool.map(
+                lambda name: self._receive(record.files[name], path_in(folder, name, self.address)), record.files
+            ):
+                pass
+
+    def _send(self, artifact: Artifact, name: str) -> None:
+        entry, file = artifact.record.files[name], artifact.folder / name
+        blob = _blob_name(entry.sha256)
+        there = self.objects.written(blob)
+        if there and there.size_bytes == entry.size and datetime.now(UTC) - there.written < FRESH:
+            return
+        try:
+            found = hash_file(file)
+        except OSError as error:
+            raise StoreError(f"sending {artifact.folder} to {self.address}: {error.strerror} ({file})") from None
+        if found != entry:
+            raise StoreError(
+                f"sending {artifact.folder} to {self.address}: {name} is no longer as it was recorded; build it again "
+                f"with `--force {artifact.record.stage}`"
+            )
+        self.objects.send(blob, file)
+
+    def _receive(self, entry: FileEntry, target: Path) -> None:
+        if target.exists() and hash_file(target) == entry:
+            return
+        hasher = hashlib.sha256()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with full_disk_named(f"receiving {target.name} from {self.address}", target), target.open("wb") as stream:
+
+            def take(chunk: memoryview) -> None:
+                stream.write(chunk)
+                hasher.update(chunk)
+                if stream.tell() > entry.size:
+                    raise self._liar(entry, "more bytes")
+
+            num_bytes = self.objects.receive(_blob_name(entry.sha256), take)
+        if num_bytes != entry.size or hasher.hexdigest() != entry.sha256:
+            target.unlink()
+            raise self._liar(entry, "other bytes")
+
+    def _liar(self, entry: FileEntry, found: str) -> StoreError:
+        return StoreError(
+            f"{self.address}/{_blob_name(entry.sha256)} has {found} than its name says; nothing of it was kept. Delete "
+            "this object; the home that built the artifact sends it again, or any home builds it with `--force`"
+        )
+
+    def _checked(self, content: bytes, kind: str, version: str) -> Record:
+        where = f"{self.address}/{_record_name(kind, version)}"
+        try:
+            record = Record.model_validate_json(content)
+        except ValidationError:
+            raise StoreError(
+                f"{where} is no record that this version can read: it is damaged, or of a newer version of this "
+                "program, which all homes of a shared store should have"
+            ) from None
+        sound = (
+            (record.kind, record.version) == (kind, version)
+            and NAME.fullmatch(record.stage)
+            and version_of(record.identity) == version
+            and all(SHA256.fullmatch(entry.sha256) and entry.size >= 0 for entry in record.files.values())
+            and not any(name.split("/")[0] in NOT_OF_THE_ARTIFACT for name in record.files)
+            and record.digest == content_digest(record.product, record.files)
+        )
+        if not sound:
+            raise StoreError(f"{where} contradicts itself, or names what no artifact has; nothing of it is taken")
+        try:
+            check_fit(record.files, where)
+            for name in record.files:
+                path_in(Path("/nowhere"), name, where)
+        except DownloadError as error:
+            raise StoreError(str(error)) from None
+        return record
+
+
+def _record_name(kind: str, version: str) -> str:
+    for part in (kind, version):
+        if not NAME.fullmatch(part):
+            raise StoreError(f"{quoted(part, 60)} is no name of an artifact's kind or version")
+    return f"records/{kind}/{version}.json"
+
+
+def lease_name(kind: str, version: str) -> str:
+    """Return the name of the lease under which an artifact is built."""
+    return f"leases/{kind}-{version}"
+
+
+def _blob_name(sha256: str) -> str:
+    return f"blobs/{sha256}"

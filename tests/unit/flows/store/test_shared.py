@@ -1,0 +1,261 @@
+"""Homes with disks of their own and one bucket: each artifact is built once, received whole or not at all."""
+
+import json
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from flows.champion import shared_champions
+from flows.champion.registrations import Registration
+from flows.store import lease as leases
+from flows.store import objects
+from flows.store.collect import verify
+from flows.store.shared import with_shared
+from flows.store.store import Store
+from stages.core import errors
+from tests.faults import tiny
+from tests.s3_server import BUCKET, running_s3
+
+ADDRESS = f"s3://{BUCKET}/team"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as environment, running_s3(environment) as server:
+        yield server
+
+
+@pytest.fixture
+def home(server, tmp_path):
+    """Provide a function that makes a home, by its name, with a disk of its own and one bucket in common."""
+    server.empty()
+
+    def make(name: str) -> Store:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store.yaml").write_text(f"store: {ADDRESS}\n")
+        return Store(tmp_path / name / "store")
+
+    return make
+
+
+def build(store: Store, content: str = "content", **options) -> tuple[tiny.BuiltStage, list[str]]:
+    """Build the stand-in's dataset in a home, with content of its own; return it and what its observer saw."""
+    notes = options.setdefault("notes", tiny.Notes())
+    return tiny.build(store, "ok", environment={"TINY_CONTENT": content}, **options), notes.said
+
+
+def bytes_of(built: tiny.BuiltStage) -> dict[str, bytes]:
+    return {name: (built.artifact / name).read_bytes() for name in built.record.files}
+
+
+def test_what_one_home_has_built_is_planned_and_found_cached_in_another(home):
+    first, second = home("first"), home("second")
+    built, _ = build(first, "of the first")
+    planned = tiny.planned_stages(second, {"rows": tiny.stage("ok")})["rows"]
+    assert planned.action == "run", "the local store alone has nothing"
+    shared = with_shared(second, second.index()).find(built.kind, built.version)
+    assert (shared.record, shared.elsewhere) == (built.record, ADDRESS)
+    received, said = build(second, "of the second")
+    assert (received.state, said) == ("cached", [])
+    assert bytes_of(received) == bytes_of(built)
+    assert (received.artifact / "data" / "content").read_text() == "of the first"
+    assert all(one.whole for one in verify(second))
+    assert build(second)[0].state == build(first)[0].state == "cached"
+
+
+def test_what_was_built_before_the_setting_is_shared_once_it_is_found_cached(home, tmp_path):
+    alone = Store(tmp_path / "alone" / "store")
+    built, _ = build(alone, "of before")
+    (tmp_path / "alone" / "store.yaml").write_text(f"store: {ADDRESS}\n")
+    assert build(Store(alone.root))[0].state == "cached"
+    received, _ = build(home("second"))
+    assert bytes_of(received) == bytes_of(built)
+
+
+def test_a_forced_build_replaces_the_artifact_for_all_homes(home):
+    first, second = home("first"), home("second")
+    build(first, "old")
+    build(second)
+    build(first, "new", force=True)
+    received, said = build(second)
+    assert (received.state, (received.artifact / "data" / "content").read_text(), said) == ("cached", "new", [])
+
+
+def test_contents_other_than_their_names_are_refused_and_leave_no_artifact(home, server):
+    build(home("first"))
+    second = home("second")
+    for key, content in server.objects().items():
+        if "/blobs/" in key:
+            server.put({key: b"X" * len(content)})
+    with pytest.raises(errors.StoreError, match="has other bytes than its name says"):
+        build(second)
+    assert not second.index().artifacts
+    assert not second.index().leftovers
+
+
+def test_a_lost_content_and_a_short_one_are_refused(home, server):
+    build(home("first"))
+    blobs = [key for key, content in server.objects().items() if "/blobs/" in key and content]
+    server.put({blobs[0]: b""})
+    with pytest.raises(errors.StoreError, match="other bytes than its name"):
+        build(home("second"))
+    for key in blobs:
+        server.delete(key)
+    with pytest.raises(errors.StoreError, match=r"has lost blobs/[0-9a-f]{64}"):
+        build(home("third"))
+
+
+def test_a_record_that_contradicts_itself_or_names_files_elsewhere_is_refused(home, server):
+    built, _ = build(home("first"))
+    (key,) = [key for key in server.objects() if "/records/" in key]
+    good = json.loads(server.objects()[key])
+    entry = good["files"]["data/content"]
+    changes = [{"version": "0" * 12}, {"digest": "0" * 64}, {"schema_number": 2}, {"stage": "a/b"}, {"files": {}}]
+    names = ["../out", "/etc/out", "data/../../out", ".hook", "record.json", "data", "data/a\nb"]
+    remote = home("second").remote
+    for change in [*changes, *({"files": good["files"] | {name: entry}} for name in names)]:
+        server.put({key: json.dumps(good | change).encode()})
+        with pytest.raises(errors.StoreError, match=r"records/download/.*|nothing was downloaded"):
+            remote.find(built.kind, built.version)
+    server.put({key: json.dumps(good).encode()})
+    assert remote.find(built.kind, built.version).record == built.record
+
+
+def test_a_second_home_waits_while_the_first_builds_and_takes_what_it_built(home, monkeypatch):
+    monkeypatch.setattr(leases, "LOOK_S", 0.1)
+    first, second = home("first"), home("second")
+    notes, found = tiny.Notes(), []
+    slow = partial(tiny.build, first, "ok", environment={"TINY_CONTENT": "of the first", "TINY_SECONDS": "1"})
+    builder = threading.Thread(target=lambda: slow(notes=notes))
+    builder.start()
+    tiny.eventually(lambda: "started" in notes.said, "the first home does not build")
+    received, found = build(second)
+    builder.join()
+    assert (received.state, set(found)) == ("cached", {"waiting"})
+    assert (received.artifact / "data" / "content").read_text() == "of the first"
+
+
+def test_the_lease_of_a_dead_home_is_taken_over_and_its_own_at_once(home, monkeypatch):
+    monkeypatch.setattr(leases, "LOOK_S", 0.1)
+    first, second = home("first"), home("second")
+    left = leases._take(first.remote.objects, "leases/a", first.identity(), pytest.fail)
+    assert leases._take(first.remote.objects, "leases/a", first.identity(), pytest.fail).tag != left.tag
+    monkeypatch.setattr(leases, "LEASE_S", 0.5)
+    waits = []
+    since_s = time.monotonic()
+    leases._take(second.remote.objects, "leases/a", second.identity(), lambda: waits.append(1))
+    assert time.monotonic() - since_s > 0.5
+    assert waits
+
+
+def test_who_has_lost_the_lease_commits_nothing(home, server):
+    first, second = home("first"), home("second")
+
+    class Robbed(tiny.Notes):
+        def ended(self, outcome):
+            super().ended(outcome)
+
+        def tick(self):
+            if "tick" not in self.said:  # as a home does that saw no renewal for a minute
+                name = next(key for key in server.objects() if "/leases/" in key).removeprefix("team/")
+                held = second.remote.objects.read(name)
+                assert second.remote.objects.replace(name, leases._note(second.identity()), held)
+            super().tick()
+
+    with pytest.raises(errors.TransientError, match=r"took over leases/download-.*; nothing was committed"):
+        build(first, notes=Robbed())
+    assert not first.index().artifacts
+    assert not [key for key in server.objects() if "/records/" in key]
+
+
+def registration(mark: str, artifact: str) -> Registration:
+    return Registration(name="adder", model=artifact, digest=mark, evaluations=(), description=f"model {mark}")
+
+
+def test_of_two_homes_that_promote_at_a_time_one_crowns_its_candidate(home):
+    first, second = home("first"), home("second")
+    built, _ = build(first)
+    build(second)
+    key, outcomes = f"{built.kind}/{built.version}", []
+    crowns = [shared_champions.SharedChampions(one) for one in (first, second)]
+    old = shared_champions.Crowned(registration=registration("old", key))
+    crowns[0].crown(old, None)
+
+    def promote(number: int) -> None:
+        candidate = shared_champions.Crowned(
+            registration=registration(f"of {number}", key), promotion=f"a/promote-{number}"
+        )
+        try:
+            crowns[number].crown(candidate, old)
+            outcomes.append(number)
+        except errors.OutdatedVerdictError:
+            outcomes.append("outdated")
+
+    together = [threading.Thread(target=promote, args=[number]) for number in (0, 1)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+    assert outcomes.count("outdated") == 1
+    (winner,) = (one for one in outcomes if one != "outdated")
+    for one in crowns:
+        crown, _ = one.read("adder")
+        assert (crown.champion.digest, crown.previous, crown.number) == (f"of {winner}", old, 2)
+
+
+def test_no_champion_is_crowned_whose_weights_others_cannot_have(home):
+    first = home("first")
+    lost = shared_champions.Crowned(registration=registration("lost", "train/0123456789ab"))
+    with pytest.raises(errors.StoreError, match="so other homes could not serve it"):
+        shared_champions.SharedChampions(first).crown(lost, None)
+    assert shared_champions.SharedChampions(first).read("adder") is None
+
+
+def test_a_lost_answer_to_a_write_is_no_lost_write(home):
+    store = home("first").remote.objects
+    held = store.create("a", b"1")
+    assert store.create("a", b"1").tag == held.tag, "the same request, repeated by the client"
+    assert store.create("a", b"2") is None
+    changed = store.replace("a", b"2", held)
+    assert store.replace("a", b"2", held).tag == changed.tag
+    assert store.replace("a", b"3", held) is None
+    assert store.read("a").content == b"2"
+    assert store.replace("absent", b"3", held) is None
+
+
+def test_refusals_of_the_storage_are_one_sentence_without_credentials(home, server, monkeypatch):
+    first = home("first")
+    server.admit_nobody()
+    try:
+        with pytest.raises(errors.StoreError, match="the credentials of the environment may not do this") as caught:
+            build(first)
+    finally:
+        server.admit_all()
+    assert "-of-the-test" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_storage_that_throttles_is_asked_again_for_a_limited_time(home, server, monkeypatch):
+    monkeypatch.setattr(objects, "RETRIES", 2)
+    first = home("first")
+    with server.throttled(2) as refused:
+        assert first.remote.find("download", "0" * 12) is None
+    assert refused.count == 2
+    with (
+        server.throttled(1000) as refused,
+        pytest.raises(errors.TransientError, match=r"no good answer.*503") as caught,
+    ):
+        first.remote.find("download", "0" * 12)
+    assert refused.count == 3
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["store: https://a/b", "store: s3://key:secret@a/b", "bucket: a", "[]", "store: s3://a/../b"]
+)
+def test_a_wrong_setting_is_refused_with_what_is_expected(tmp_path, text):
+    (tmp_path / "store.yaml").write_text(text)
+    with pytest.raises(errors.RecipeError, match=r"store.yaml: .*s3://BUCKET/PREFIX"):
+        assert Store(tmp_path / "store").remote
