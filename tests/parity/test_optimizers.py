@@ -31,6 +31,15 @@ MOMENTUM, NUM_ITERATIONS = 0.95, 5
 SAVED_AFTER = 2
 DIFFERENCE = 2e-6
 """Largest tolerated difference between compared weights after three optimizer steps."""
+LAYOUTS = {"1": {}, "2": {"dp_shard": 2}, "split": {"tp": 2}}
+OTHERS = {
+    "sliced": {"cp": 2},
+    "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1},
+    "split-sliced": {"cp": 2, "tp": 2},
+    "spread": {"dp_shard": 2, "ep": 2},
+    "spread-split": {"dp_shard": 2, "ep": 2, "tp": 2},
+}
+"""Layouts of nightly tests, of two or four processes."""
 MOMENTS = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 LOW_PRECISION = {
     "moments": {"optimizer": MOMENTS},
@@ -74,43 +83,58 @@ def test_one_process_moves_a_matrix_as_torch_does():
 
 @pytest.fixture(scope="module")
 def trained(models, data, fsdp_ranks, tmp_path_factory):  # noqa: F811
-    """Provide results of Muon and low-precision AdamW on one and two processes, uninterrupted and resumed."""
+    """Provide results of Muon and low-precision AdamW by layout, uninterrupted and resumed."""
     output = tmp_path_factory.mktemp("muon")
-    for processes in (1, 2):
-        folder = output / str(processes)
-        folder.mkdir()
-        config = {**make_config({"dp_shard": processes}), "optimizer": {"name": "muon"}}
-        cases = {name: {"model": str(models / name), "config": config} for name in MODELS}
-        checkpoint = [SAVED_AFTER, str(output / "checkpoint")]
-        if processes == 1:
-            cases["moe"]["save"] = checkpoint
-        cases["resumed"] = {**cases["moe"], "resume": checkpoint}
-        for name, fields in LOW_PRECISION.items():
-            case = {"model": str(models / "moe"), "config": {**make_config({"dp_shard": processes}), **fields}}
-            checkpoint = [SAVED_AFTER, str(output / f"checkpoint-{name}")]
-            cases[name] = {**case, "save": checkpoint} if processes == 1 else case
-            cases[f"{name}-resumed"] = {**case, "resume": checkpoint}
-        (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
-        fsdp_ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
+    for name, layout in LAYOUTS.items():
+        train(layout, output / name, models, data, fsdp_ranks, output / "checkpoint")
     return output
+
+
+def train(layout, folder, models, data, ranks, checkpoint=None):  # noqa: F811
+    """Train by Muon and by low-precision AdamW; one process saves checkpoints, from which all go on."""
+    folder.mkdir()
+    processes = math.prod(layout.get(name, 1) for name in ("dp_shard", "cp", "tp"))
+    config = {**make_config(layout), "optimizer": {"name": "muon"}}
+    has_experts = layout.get("ep", 1) > 1
+    cases = {name: {"model": str(models / name), "config": config} for name in MODELS[has_experts:]}
+    for name, fields in LOW_PRECISION.items():
+        cases[name] = {"model": str(models / "moe"), "config": {**make_config(layout), **fields}}
+    for name in ("moe", *LOW_PRECISION) if checkpoint else ():
+        saved = [SAVED_AFTER, f"{checkpoint}-{name}"]
+        cases[f"{name}-resumed"] = {**cases[name], "resume": saved}
+        if processes == 1:
+            cases[name] = {**cases[name], "save": saved}
+    (folder / "spec.json").write_text(json.dumps({"data": data, "cases": cases, "output": str(folder)}))
+    ranks.run("tests.parity.fsdp_program", processes, folder / "spec.json", log=folder / "log.txt")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_number_of_processes_learns_what_the_formula_says(name, trained, models, data):  # noqa: F811
     losses, model = learn_plainly(models / name, data)
-    for processes in (1, 2):
-        result = json.loads((trained / str(processes) / f"{name}.json").read_text())
-        assert result["losses"] == pytest.approx(losses, rel=2e-6), processes
-        assert_same_weights(trained / str(processes) / name, model.state_dict(), DIFFERENCE)
+    for layout in LAYOUTS:
+        result = json.loads((trained / layout / f"{name}.json").read_text())
+        assert result["losses"] == pytest.approx(losses, rel=2e-6), layout
+        assert_same_weights(trained / layout / name, model.state_dict(), DIFFERENCE)
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_one_process_and_with_two(trained):
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
+def test_parts_of_matrices_tokens_or_experts_learn_what_the_formula_says(name, trained, models, data, fsdp_ranks):  # noqa: F811
+    folder = trained / name
+    train(OTHERS[name], folder, models, data, fsdp_ranks)
+    for path in [one for one in MODELS if (folder / one).exists()]:
+        losses, model = learn_plainly(models / path, data)
+        assert json.loads((folder / f"{path}.json").read_text())["losses"] == pytest.approx(losses, rel=2e-6)
+        assert_same_weights(folder / path, model.state_dict(), DIFFERENCE)
+    assert share_of_other_weights(folder / "moments", trained / "1" / "moments") < 0.02
+
+
+def test_a_run_goes_on_from_its_checkpoint_under_every_layout(trained):
     whole = json.loads((trained / "1" / "moe.json").read_text())
     weights = AutoModelForCausalLM.from_pretrained(trained / "1" / "moe", dtype=torch.float32).state_dict()
-    assert_same_weights(trained / "1" / "resumed", weights, 0.0)
-    assert_same_weights(trained / "2" / "resumed", weights, DIFFERENCE)
-    for processes in (1, 2):
-        result = json.loads((trained / str(processes) / "resumed.json").read_text())
+    for layout in LAYOUTS:
+        assert_same_weights(trained / layout / "moe-resumed", weights, 0.0 if layout == "1" else DIFFERENCE)
+        result = json.loads((trained / layout / "moe-resumed.json").read_text())
         assert result["losses"] == pytest.approx(whole["losses"][SAVED_AFTER:], rel=2e-6)
 
 
@@ -122,17 +146,19 @@ def share_of_other_weights(folder, other):
 
 def test_two_processes_round_moments_to_the_same_side_as_one(trained):
     """AdamW rounds moments to bf16 at random, but equally on one process and two; else most weights would differ."""
-    assert share_of_other_weights(trained / "2" / "moments", trained / "1" / "moments") < 0.02
     whole = json.loads((trained / "1" / "moments.json").read_text())["losses"]
-    assert json.loads((trained / "2" / "moments.json").read_text())["losses"] == pytest.approx(whole, rel=1e-4)
+    for layout in LAYOUTS:
+        assert share_of_other_weights(trained / layout / "moments", trained / "1" / "moments") < 0.02
+        losses = json.loads((trained / layout / "moments.json").read_text())["losses"]
+        assert losses == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_what_is_rounded_at_random_goes_on_as_if_uninterrupted(name, trained):
     assert share_of_other_weights(trained / "1" / f"{name}-resumed", trained / "1" / name) == 0
     whole = json.loads((trained / "1" / f"{name}.json").read_text())["losses"]
-    for processes in (1, 2):
-        resumed = json.loads((trained / str(processes) / f"{name}-resumed.json").read_text())["losses"]
+    for layout in LAYOUTS:
+        resumed = json.loads((trained / layout / f"{name}-resumed.json").read_text())["losses"]
         assert resumed == pytest.approx(whole[SAVED_AFTER:], rel=1e-4 if name == "moments" else 2**-7)
 
 

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.adapters.config import AdapterConfig
+from stages.engines.fsdp.rectangles import own_indices
 from stages.engines.settings import EngineSettings, LowPrecisionSettings, MuonSettings
 from stages.models.loaded_weights import modules_kept_in_fp32
 from stages.parallel.accelerator import fused
@@ -65,6 +65,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             "exp_avg_sq": DTYPES[settings.exp_avg_sq_dtype],
         }
         self._seed = seed
+        self._places = {parameter: Places(parameter) for group in self.param_groups for parameter in group["params"]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -105,7 +106,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         flat = {name: local_of(one).view(-1) for name, one in kept.items()}
         assert parameter.grad is not None
         gradient = local_of(parameter.grad).reshape(-1)
-        return _ShardSlice(self._names[parameter], first_element(parameter), gradient, flat)
+        return _ShardSlice(self._names[parameter], self._places[parameter], 0, gradient, flat)
 
     def _update(self, pieces: list[_ShardSlice], step: int, group: dict[str, Any]) -> None:
         """Update consecutive elements of several parameters of one dtype in fp32, all by the same kernels."""
@@ -138,8 +139,11 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         device, starts = pieces[0].gradient.device, accumulate(sizes, initial=0)
         places = torch.arange(sum(sizes), device=device)
         # Place of an element in its whole parameter: the same bits, however parameters are sharded or put into buckets.
-        shifts = [piece.first - start for piece, start in zip(pieces, starts, strict=False)]
+        shifts = [piece.places.first + piece.first - start for piece, start in zip(pieces, starts, strict=False)]
         torch._foreach_add_(places.split(sizes), shifts)
+        for piece, own in zip(pieces, places.split(sizes), strict=True):
+            if piece.places.are_apart:
+                own.copy_(piece.places.in_whole(own))
         keys = torch.zeros(len(rounded), sum(sizes), dtype=torch.int32, device=device)
         numbers = [_key(self._seed, step, piece.name, name) for name in rounded for piece in pieces]
         torch._foreach_add_([one for row in keys for one in row.split(sizes)], numbers)
@@ -148,9 +152,10 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _ShardSlice:
-    """Consecutive elements of a parameter's shard, as flat views. first: index of the first in the parameter."""
+    """Consecutive elements of a parameter's shard, as flat views. first: place of the first in the shard."""
 
     name: str
+    places: Places
     first: int
     gradient: Tensor
     kept: dict[str, Tensor]
@@ -165,7 +170,7 @@ def _buckets(pieces: Iterable[_ShardSlice], size: int) -> Iterator[list[_ShardSl
         while start < end:
             taken = slice(start, min(end, start + free))
             kept = {name: one[taken] for name, one in whole.kept.items()}
-            bucket.append(_ShardSlice(whole.name, whole.first + start, whole.gradient[taken], kept))
+            bucket.append(_ShardSlice(whole.name, whole.places, start, whole.gradient[taken], kept))
             free -= taken.stop - start
             start = taken.stop
             if not free:
@@ -220,13 +225,34 @@ def random_bits(places: Tensor, key: Tensor | int) -> Tensor:
     return mixed.bitwise_and_(0xFFFF)
 
 
-def first_element(parameter: Tensor) -> int:
-    """Return the index, in the whole flattened parameter, of the first element in this process's shard."""
-    if not isinstance(parameter, DTensor) or not parameter.numel():
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    # Row × elements of a row: FSDP2 shards by rows, so that a shard's elements are consecutive.
-    return offset[0] * (parameter.numel() // len(parameter)) if parameter.ndim else 0
+class Places:
+    """Places in a whole flattened parameter of the elements that this process has: of some rows, columns, or both."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        """Note which indices along each dimension the process has: those of a fused matrix may come in turns."""
+        self.first = 0
+        self._indices, self._strides = list[Tensor](), parameter.stride()
+        if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
+            return
+        indices = [own_indices(parameter, dimension) for dimension in range(parameter.ndim)]
+        rows, *others = (one.tolist() for one in indices)
+        if rows == [*range(rows[0], rows[0] + len(rows))] and [*map(len, others)] == [*parameter.shape[1:]]:
+            self.first = rows[0] * self._strides[0]  # as FSDP2 shards: the elements are consecutive
+        else:
+            self._indices = indices
+
+    @property
+    def are_apart(self) -> bool:
+        """True if the elements are not consecutive in the parameter, where `first` means nothing."""
+        return bool(self._indices)
+
+    def in_whole(self, places: Tensor) -> Tensor:
+        """Return places in the flattened shard, int64 [elements], as places in the flattened parameter."""
+        found, left = torch.zeros_like(places), places
+        for indices, stride in zip(reversed(self._indices), reversed(self._strides), strict=True):
+            found += indices.to(places.device)[left % len(indices)] * stride
+            left = left // len(indices)
+        return found
 
 
 def _key(*parts: object) -> int:

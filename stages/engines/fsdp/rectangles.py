@@ -93,10 +93,10 @@ def _rectangle(tensor: DTensor, index: MetadataIndex) -> Tensor:
 
 def _runs(tensor: DTensor) -> list[list[Run]]:
     """Return, for each dimension, the consecutive indices of which this process's shard is made, in its order."""
-    return [_consecutive(_indices(tensor, dimension).tolist()) for dimension in range(tensor.ndim)]
+    return [_consecutive(own_indices(tensor, dimension).tolist()) for dimension in range(tensor.ndim)]
 
 
-def _indices(tensor: DTensor, dimension: int) -> Tensor:
+def own_indices(tensor: DTensor, dimension: int) -> Tensor:
     """Return the indices along a dimension of the whole tensor that this process's shard has."""
     placements = [_along(one, dimension) for one in tensor.placements]
     mesh = tensor.device_mesh
