@@ -179,7 +179,8 @@ def split_model(model: TargetLogProbabilities, layout: Layout, mesh: DeviceMesh)
 def apply_recompute(causal_lm: Any, layout: Layout) -> None:
     """Turn on activation recomputation in each layer, of all operations or of all but matrix products and attention."""
     if layout.recomputes:
-        options = _checkpoint_options(layout, has_mixers(transformer_layers(causal_lm)))
+        layers = transformer_layers(causal_lm)
+        options = _checkpoint_options(layout, has_mixers(layers), keeps=_keep_unbiased if _has_biases(layers) else None)
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
@@ -212,10 +213,13 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any], *states: A
     return checkpoint(partial(forward, **arguments), *states, **options)
 
 
-def _checkpoint_options(layout: Layout, mixes: bool) -> dict[str, Any]:
-    keeps = [partial(create_selective_checkpoint_contexts, _keep_costly)] if layout.recompute == "selective" else []
+def _checkpoint_options(
+    layout: Layout, mixes: bool, keeps: Callable[..., CheckpointPolicy] | None = None
+) -> dict[str, Any]:
+    policy = keeps or _keep_costly
+    selective = [partial(create_selective_checkpoint_contexts, policy)] if layout.recompute == "selective" else []
     # Only for layers with mixers: a checkpoint that is compiled takes no other contexts than selective ones.
-    contexts = [partial(mixing_again, *keeps)] if mixes else keeps
+    contexts = [partial(mixing_again, *selective)] if mixes else selective
     return {"use_reentrant": False, **({"context_fn": contexts[0]} if contexts else {})}
 
 
@@ -341,6 +345,18 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_unbiased(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what `_keep_costly` does but results of experts, to which Transformers adds biases in place."""
+    if operation is torch.ops.aten._grouped_mm.default:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return _keep_costly(context, operation)
+
+
+def _has_biases(layers: list[nn.Module]) -> bool:
+    """Return whether a layer has a stack of experts with biases."""
+    return any(getattr(one, "has_bias", False) for layer in layers for one in layer.modules())
 
 
 @torch.no_grad()
