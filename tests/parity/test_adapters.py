@@ -62,8 +62,12 @@ LAYOUTS = {
         "replicated": {"dp_replicate": 2},
         "offloaded": {"dp_shard": 2, "cpu_offload": True},
         "split": {"tp": 2},
+        "sliced": {"cp": 2},
     },
-    4: {"split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1, "recompute": "full"}},
+    4: {
+        "split-sharded": {"dp_shard": 2, "tp": 2, "micro_batch_size": 1, "recompute": "full"},
+        "sliced-sharded": {"dp_shard": 2, "cp": 2, "micro_batch_size": 1},
+    },
 }
 PROCESSES = [1, 2, pytest.param(4, marks=pytest.mark.nightly)]
 RESHARDED = (("split", "sharded"), ("sharded", "split"))
@@ -150,10 +154,13 @@ def trained(request, fsdp_ranks, folders, data, tmp_path_factory):
     output = tmp_path_factory.mktemp("trained")
     if request.param == 4:
         cases = {name: case for name, case in cases.items() if splits(case[:2])}
+        cases["wide-nf4-sliced-sharded"] = ("wide", "nf4", "sliced-sharded")
     else:
         third = list(layouts)[2]
         cases |= {f"qwen3-dora-{third}": ("qwen3", "dora", third), f"wide-nf4-{third}": ("wide", "nf4", third)}
         cases["moe-experts-recomputed"] = ("moe", "experts", third)
+        if request.param == 2:
+            cases["wide-nf4-sliced"] = ("wide", "nf4", "sliced")
     if request.param == 2 and len(data) > NUM_STEPS[0]:  # nightly
         cases |= {f"{'-'.join(case)}-split": (*case, "split") for case in CASES if splits(case)}
     given = {

@@ -52,6 +52,8 @@ LAYOUTS = {
         "split": {"tp": 2},
         "sliced": {"cp": 2, "micro_batch_size": 1, "recompute": "full"},
         "split-accumulated": {"tp": 2, "micro_batch_size": 1, "recompute": "full"},
+        "split-offloaded": {"tp": 2, "cpu_offload": True},
+        "sliced-offloaded": {"cp": 2, "cpu_offload": True},
     },
     4: {
         "sharded": {"dp_shard": 4, "micro_batch_size": 1},

@@ -36,7 +36,9 @@ def check(family: str, cases: str, tmp_path: Path, fsdp_ranks: Ranks, processes:
     alone, together = results
     assert alone.keys() == together.keys()
     for case, steps in alone.items():
-        assert together[case] == [pytest.approx(step, rel=LARGEST) for step in steps], case
+        # GRPO's loss is what is left of advantages of ±0.5, which cancel: rounding is relative to these.
+        least = 0.5 * LARGEST if case.endswith("GRPO") else None
+        assert together[case] == [pytest.approx(step, rel=LARGEST, abs=least) for step in steps], case
         assert steps[-1][0] < steps[0][0], case
 
 
@@ -69,7 +71,7 @@ def test_spread_experts_beside_a_tower_learn_the_same(tmp_path: Path, fsdp_ranks
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "internvl"])
 def test_split_matrices_beside_whole_towers_learn_the_same(
     family: str, processes: int, tmp_path: Path, fsdp_ranks: Ranks
 ) -> None:

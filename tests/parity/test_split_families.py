@@ -34,6 +34,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ep, tp": {"dp_shard": 2, "ep": 2, "tp": 2, "micro_batch_size": 2},
     "ep, cp": {"cp": 2, "ep": 2, "micro_batch_size": 2},
 }
+OTHER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp, compiled": {"tp": 2, "micro_batch_size": 2, "compile": True},
+    "cp, compiled": {"cp": 2, "micro_batch_size": 2, "compile": True, "recompute": "selective"},
+    "tp, dp, offloaded": {**LAYOUTS["tp, dp"], "cpu_offload": True},
+}
+"""Layouts that few families are trained under."""
 SPREAD = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3",
     "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "dots1", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "nemotron_h",
@@ -55,6 +61,7 @@ CASES = [
     *((family, name) for family in SPREAD for name in ("ep", "ep, dp")),
     *(("qwen3_moe", name) for name in ("ep, replicas", "ep, tp", "ep, cp")),
     *(("deepseek_v3", "ep, tp"), ("gpt_oss", "ep, replicas")),
+    *((family, name) for family in ("gemma2", "qwen3_moe") for name in OTHER_LAYOUTS),
 ]
 
 
@@ -62,7 +69,7 @@ CASES = [
 def test_a_family_in_parts_learns_what_plain_transformers_does(
     family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
 ) -> None:
-    _check(tiny_model(family, initializer_range=0.05), family, LAYOUTS[name], fsdp_ranks, tmp_path)
+    _check(tiny_model(family, initializer_range=0.05), family, {**LAYOUTS, **OTHER_LAYOUTS}[name], fsdp_ranks, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "whole"), [("deepseek_v3", "q_a_proj"), ("qwen3", "")])
@@ -129,6 +136,19 @@ def test_a_state_along_the_tokens_is_refused_by_name(family: str, fsdp_ranks: Ra
     tiny_model(family).save_pretrained(tmp_path / family)
     with pytest.raises(RuntimeError, match=rf"{STATEFUL[family]} .* carry a state .*; set `cp: 1`, and `dp_shard: 2`"):
         _train(family, LAYOUTS["cp"], make_data(1), fsdp_ranks, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "name"), [("gpt_oss", "ep, dp"), ("gpt_oss", "cp"), ("qwen3_moe", "tp")])
+def test_results_of_experts_are_kept_where_nothing_is_added_to_them_in_place(
+    family: str, name: str, fsdp_ranks: Ranks, tmp_path: Path
+) -> None:
+    _check(
+        tiny_model(family, initializer_range=0.05),
+        family,
+        {**LAYOUTS[name], "recompute": "selective"},
+        fsdp_ranks,
+        tmp_path,
+    )
 
 
 def test_the_zoo_has_the_families() -> None:

@@ -269,8 +269,6 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
 
 def _split_errors(config: TrainFields) -> Iterator[str]:
     """Yield the options with which an engine that splits models over `tp` or `cp` not with all does not train them."""
-    optimizer, default = config.optimizer, OptimizerConfig()
-    low = [f"optimizer.{name}" for name in LOW_PRECISION if getattr(optimizer, name) != getattr(default, name)]
     both = {
         "precision: fp8": config.precision == "fp8",
         "mtp_loss_weight": config.mtp_loss_weight > 0,
@@ -280,11 +278,10 @@ def _split_errors(config: TrainFields) -> Iterator[str]:
     of_tp = {
         f"adapter.base_precision: {adapter.base_precision}": adapter.base_precision in ("nf4", "int8"),
         "adapter.init: eva": adapter.init == "eva",
-        "layout.cpu_offload": config.layout.cpu_offload,
     }
     options = {
-        "tp": {**of_tp, **both, **dict.fromkeys(low, True)},
-        "cp": {"layout.compile": config.layout.compile, **both},
+        "tp": {**of_tp, **both},
+        "cp": both,
         "ep": {"layout.compile": config.layout.compile, **both},
     }
     for degree, of_degree in options.items():

@@ -68,14 +68,15 @@ def test_the_other_engines_fields_are_refused():
         ({"mtp_loss_weight": 0.1}, "`mtp_loss_weight`"),
         ({"precision": "fp8"}, "`precision: fp8`"),
         ({"method": "reward"}, "`method: reward`"),
-        ({"layout": {"cp": 2, "compile": True}}, "`layout.compile`"),
+        ({"layout": {"dp_shard": 2, "ep": 2, "compile": True}}, "`layout.compile`"),
         ({"layout": {"tp": 2}, "adapter": {"base_precision": "nf4"}}, "`adapter.base_precision: nf4`"),
-        ({"layout": {"tp": 2, "cpu_offload": True}}, "`layout.cpu_offload`"),
     ],
 )
 def test_what_shared_tokens_or_matrices_have_not_been_tried_with_is_refused_by_name(fields, named):
     layout = {"layout": {"cp": 2, "micro_batch_size": 2}}
-    with pytest.raises(ValidationError, match=rf"`layout.[ct]p: 2` with `engine: fsdp` does not go with {named}; set"):
+    with pytest.raises(
+        ValidationError, match=rf"`layout.(cp|tp|ep): 2` with `engine: fsdp` does not go with {named}; set"
+    ):
         make_config(**{**layout, **fields})
 
 
