@@ -32,9 +32,12 @@ from flows.champion.registrations import promotion_lock
 from flows.champion.registry import CHALLENGER, RegisteredVersion, Registry
 from flows.champion.servers_folder import own_folder
 from flows.champion.serving import EngineStart, RunningVersion, end_dead, end_serving, in_background, start_engine
+from flows.ledger.home import home
 from stages.core.errors import ApprovalError, LifecycleError
 from stages.core.lines import print_line, print_timed
 from stages.serving.backend import Canary
+from stages.serving.people import People
+from stages.serving.person_keys import keys_folder
 from stages.serving.proxy import API_KEY_VARIABLE, Proxy, Sampler, listening
 from stages.serving.server import reachable
 from stages.serving.tally import Tally
@@ -76,10 +79,11 @@ class FollowSettings:
         Raises StoreError when there is no champion, ServerError for an engine that does not start.
         """
         version = champions.find(self.registry, self.name, self.alias)
-        with suppress(KeyboardInterrupt), public, own_folder() as folder:
+        people = People(keys_folder(home()))
+        with suppress(KeyboardInterrupt), public, own_folder() as folder, people:
             # The socket listens already: clients wait in its queue until the proxy accepts them below.
             champion = start_engine(version, folder)
-            proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, RequestQueue())
+            proxy = Proxy(champion.backend, os.environ[API_KEY_VARIABLE], sampler, RequestQueue(), people)
             with Follower(self, champion, proxy, folder) as follower, listening(proxy, public, LAST_ANSWERS_TIMEOUT_S):
                 print_line(f"serving {self.name} at http://{reachable(host)}:{public.getsockname()[1]}/v1")
                 while True:

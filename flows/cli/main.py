@@ -17,6 +17,7 @@ import click
 
 from flows.cli.answers import JSON_OPTION, SET_OPTION, print_json, warn_of_missing_worker
 from flows.cli.compare_commands import calibrate, compare
+from flows.cli.key_commands import keys
 from flows.cli.lineage_commands import diff, lineage
 from flows.cli.model_commands import approve, canary, champion, reject, rollback
 from flows.cli.notify_commands import notify
@@ -148,6 +149,7 @@ COMMANDS = (
         reject,
         rollback,
         canary,
+        keys,
         schedule,
         schedules,
         notify,

@@ -71,8 +71,8 @@ class Choice:
 class Exchange:
     """Request and what the proxy has read of its answer so far: status, token counts, finish reasons, content.
 
-    status: 502 if the engine broke the answer off. asked: the request's JSON object. keeps_content: whether `choices`
-    get the text; else most events of a stream pass unread.
+    status: 502 if the engine broke the answer off. num_events: of a stream, whose ends no chunk splits. asked: the
+    request's JSON object. keeps_content: whether `choices` get the text; else most events of a stream pass unread.
     """
 
     def __init__(self, asked: dict[str, Any], *, keeps_content: bool = False):
@@ -82,6 +82,7 @@ class Exchange:
         self._answer_status = CLIENT_CLOSED
         self.prompt_tokens = 0
         self.completion_tokens = 0
+        self.num_events = 0
         self.choices: dict[int, Choice] = {}
         options = asked.get("stream_options")
         wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -117,6 +118,8 @@ class Exchange:
         """Parse the next bytes of an answer; returns the bytes that the proxy can send to the client now."""
         if not self._is_read:
             return chunk
+        if self._reads_events:
+            self.num_events += sum(chunk.count(end) for end in ENDS_OF_EVENTS)
         # Most chunks of a stream are whole events without counts: they pass without being split or parsed.
         if self._reads_events and not self._held and chunk.endswith(ENDS_OF_EVENTS) and not self._counts(chunk):
             return chunk

@@ -47,7 +47,7 @@ async def body_of(request: web.BaseRequest, max_bytes: int) -> bytes | None:
     return b"".join(parts)
 
 
-def error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    """Return an error response in the JSON form that OpenAI's clients expect."""
-    content: dict[str, Any] = {"error": {"message": message, "type": "ProxyError", "code": status}}
+def error(status: int, message: str, headers: dict[str, str] | None = None, kind: str | None = None) -> web.Response:
+    """Return an error response in the JSON form that OpenAI's clients expect. kind: one of OpenAI's own codes."""
+    content: dict[str, Any] = {"error": {"message": message, "type": kind or "ProxyError", "code": kind or status}}
     return web.json_response(content, status=status, headers=headers)

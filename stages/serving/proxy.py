@@ -18,9 +18,9 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ from stages.serving.engine_connections import (
 )
 from stages.serving.exchange import Exchange, json_object
 from stages.serving.http_messages import body_of, error, header_lines, passed
+from stages.serving.people import People
 from stages.serving.pictures import MAX_BODY_BYTES as MAX_BODY_BYTES_WITH_PICTURES
 from stages.serving.pictures import MEDIA, RefusedRequestError, checked
 from stages.serving.tally import ServedVersion, Tallies, labelled
@@ -59,6 +60,12 @@ ROUTES = {
     VERSIONS: "GET",
 }
 """HTTP method of each route of the proxy; an engine's others (`/collective_rpc`, `/tokenize`, …) cannot be reached."""
+FOR_PEOPLE = frozenset((MODELS, "/v1/completions", CHAT, HEALTH))
+"""Routes that take people's own keys; the others tell of everybody's requests."""
+PERSON = web.RequestKey("person", str)
+"""Name, in a request's state, of the person whose key it has."""
+NOT_OF_PEOPLE = (b"authorization", b"accept-encoding")
+"""Headers of people that engines do not get: they know the server's key alone, and could compress away their counts."""
 MAX_BODY_BYTES = 32 * 2**20
 SHORT_BYTES = 2**18
 """Largest request that the event loop looks through itself: about 1 ms."""
@@ -111,16 +118,19 @@ class Proxy:
         api_key: str,
         sampler: Sampler | None = None,
         waiting: RequestQueue | None = None,
+        people: People | None = None,
     ):
         """Create the proxy of an engine; clients can connect once `listening` runs the proxy.
 
         sampler: takes conversations for a dataset. waiting: where requests wait for the next engine, if any.
+        people: those whose own keys it takes beside `api_key`.
         """
         self.tallies, self.tallies_of_canary = Tallies(), Tallies()  # since this began, since the latest canary did
         self._backend = backend
         self._canary: Canary | None = None
         self._sampler = sampler
         self._waiting = waiting
+        self._people = people
         self._bearer = f"Bearer {api_key}".encode()
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -151,6 +161,10 @@ class Proxy:
         refusal = self._refusal(request)
         if refusal:
             return refusal
+        with self._until_revoked(request):
+            return await self._admitted(request)
+
+    async def _admitted(self, request: web.BaseRequest) -> web.StreamResponse:
         self._num_requests += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -194,7 +208,9 @@ class Proxy:
     def _refusal(self, request: web.BaseRequest) -> web.Response | None:
         authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         # Takes as long for every wrong key, so that no one can find the key byte by byte.
-        if not hmac.compare_digest(authorization, self._bearer):
+        is_own = hmac.compare_digest(authorization, self._bearer)
+        person = None if is_own or not self._people else self._people.of(authorization)
+        if not is_own and person is None:
             return error(401, "the API key is missing or wrong; send it as a bearer token")
         path = _path(request)
         if path not in ROUTES:
@@ -206,7 +222,21 @@ class Proxy:
             return error(413, f"the request is larger than {self._max_body_bytes} bytes")
         if self._num_requests >= MAX_REQUESTS:
             return error(429, f"{MAX_REQUESTS} requests are under way; try again later", {"Retry-After": "1"})
-        return None
+        return self._refusal_of(person, request) if person else None
+
+    def _refusal_of(self, person: str, request: web.BaseRequest) -> web.Response | None:
+        path = _path(request)
+        if path not in FOR_PEOPLE:
+            return error(403, f"{path} takes the server's own key only")
+        request[PERSON] = person
+        return self._people.refusal(person, path) if self._people and request.method == "POST" else None
+
+    def _until_revoked(self, request: web.BaseRequest) -> AbstractContextManager[None]:
+        """Return a context in which a request is cut off when the key of its person is revoked."""
+        person, client = request.get(PERSON), request.transport
+        if not (self._people and person and client):
+            return nullcontext()
+        return self._people.answering(person, partial(asyncio.get_running_loop().call_soon_threadsafe, client.abort))
 
     @property
     def _max_body_bytes(self) -> int:
@@ -243,7 +273,8 @@ class Proxy:
         # Without versions to compare, the engine's own metrics are passed on below.
         if path == METRICS and self._backend.version:
             return web.Response(text=await self._metrics(), headers={"Content-Type": TEXT_FORMAT})
-        is_read = request.method == "POST" and (self._backend.naming or self._backend.version)
+        looks = self._backend.naming or self._backend.version or request.get(PERSON)
+        is_read = request.method == "POST" and looks
         asked = json_object(body) if is_read else None
         key = sticky_key(request, asked) if is_read else None
         visit = self._waiting.visit(len(body)) if self._waiting else None
@@ -294,21 +325,27 @@ class Proxy:
             if asked is None or asked.get("model") != naming.public:
                 return error(404, f"expected a JSON object that asks for the model {naming.public}")
             asked = {**asked, "model": naming.inside}
-        if not (is_post and backend.version):
+        person = request.get(PERSON)
+        if not (is_post and (backend.version or person)):
             return await self._passed_on(request, json.dumps(asked).encode() if asked else body, backend)
         sampler = self._sampler if _path(request) == CHAT and self._sampler and self._sampler.draws() else None
+        if person and asked is None:
+            return error(400, "expected a JSON object")
         exchange, began_s = Exchange(asked or {}, keeps_content=sampler is not None), time.monotonic()
         try:
             sent = exchange.body if asked else body
             response = await self._passed_on(request, sent, backend, exchange)
-            if sampler:
+            if sampler and backend.version:
                 sampler.take(exchange, backend.version.version)
             return response
         finally:
             # Also when the client has disconnected, which counts under status 499.
             seconds = time.monotonic() - began_s
-            for tallies in (self.tallies, self.tallies_of_canary):
-                tallies.of(backend.version).count(_path(request), exchange, seconds)
+            if version := backend.version:
+                for tallies in (self.tallies, self.tallies_of_canary):
+                    tallies.of(version).count(_path(request), exchange, seconds)
+            if person and self._people:
+                self._people.count(person, _path(request), exchange, len(body))
 
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None
@@ -316,7 +353,7 @@ class Proxy:
         """Forward a request and its answer; raise EngineGoneError if the engine fails before any of it was sent."""
         response: web.StreamResponse | None = None
         try:
-            connections, headers = self._connections_to(backend), header_lines(request.raw_headers)
+            connections, headers = self._connections_to(backend), header_lines(self._headers_of(request))
             with await connections.ask(request.method, request.raw_path, headers, body) as answer:
                 if exchange:
                     exchange.begin(answer.status, answer.content_type, answer.headers.get("Content-Encoding"))
@@ -391,6 +428,13 @@ class Proxy:
                     text = (await _whole(answer)).decode(errors="replace") if is_up else ""
         about = "# HELP lifecycle_engine_up Whether the engine gave its metrics.\n# TYPE lifecycle_engine_up gauge\n"
         return f"{about}lifecycle_engine_up {int(is_up)}\n{text}"
+
+    def _headers_of(self, request: web.BaseRequest) -> Iterable[tuple[bytes, bytes]]:
+        """Return a request's headers for an engine, which gets the server's key instead of a person's."""
+        if PERSON not in request:
+            return request.raw_headers
+        kept = [header for header in request.raw_headers if header[0].lower() not in NOT_OF_PEOPLE]
+        return [*kept, (b"Authorization", self._bearer)]
 
     def _connections_to(self, backend: Backend) -> EngineConnections:
         if backend not in self._connections:

@@ -21,6 +21,7 @@ from stages.serving.backend import Backend, EngineAddress
 from stages.serving.client import Client, check_server
 from stages.serving.config import ServeExecution
 from stages.serving.engine import Engine, LaunchSpec, WeightConnection
+from stages.serving.people import People
 from stages.serving.proxy import API_KEY_VARIABLE, MAX_CONNECTIONS, Proxy, listening
 from stages.serving.registry import check_sees, check_weight_files, engine_of
 from stages.serving.tally import ServedVersion
@@ -127,14 +128,16 @@ def started_server(
     runtime: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
     version: str | None = None,
+    people: People | None = None,
 ) -> Iterator[Server]:
     """Start a server for a launch spec: the engine, and in front of it a proxy at the address in `execution`.
 
     On leaving, no process, port or temporary file is left. The API key is VLLM_API_KEY of our environment, or a new
     one. log_file: receives the engine's output. runtime: folder for its socket and temporary files, emptied first and
     removed in the end. environment: variables that override the engine's. version: of a registered model, for the
-    metrics. Raises at once, before anything slow: ModelError for a missing or damaged folder, or an adapter that the
-    engine could not put on the model; ResourceError when the port is taken or the engine is not installed.
+    metrics. people: those with keys of their own. Raises at once, before anything slow: ModelError for a missing or
+    damaged folder, or an adapter that the engine could not put on the model; ResourceError when the port is taken or
+    the engine is not installed.
     """
     check_model_folder(spec.facts)
     engine = engine_of(spec.engine)
@@ -163,7 +166,7 @@ def started_server(
         try:
             served = ServedVersion(spec.served_name, version) if version else None
             backend = Backend(outside, version=served, limits=spec.limits)
-            with listening(Proxy(backend, client.api_key), public):
+            with listening(Proxy(backend, client.api_key, people=people), public):
                 yield Server(client, engine, outside, spec, log_file, process, time.monotonic())
         finally:
             process.stop()  # after the proxy, so that answers under way can end

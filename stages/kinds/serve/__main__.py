@@ -24,6 +24,8 @@ from stages.models.media import KINDS, NOUNS, MediaKind
 from stages.serving.agreement import compare_with_records
 from stages.serving.config import ServeExecution, ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
+from stages.serving.people import People
+from stages.serving.person_keys import keys_folder
 from stages.serving.registry import new_launch_spec
 from stages.serving.server import API_KEY_VARIABLE, Server, started_server
 
@@ -123,10 +125,14 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _ready_server(spec: LaunchSpec, execution: ServeExecution, label: str, version: str | None) -> Iterator[Server]:
-    folder = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve() / "servers"
+    home = Path(os.environ.get("LIFECYCLE_HOME", ".lifecycle")).resolve()
+    folder = home / "servers"
     folder.mkdir(parents=True, exist_ok=True)
     log_file, runtime = folder / f"{label}.log", folder / f"{label}-{os.getpid()}"
-    with started_server(spec, execution, log_file, runtime, version=version) as server:
+    with (
+        People(keys_folder(home)) as people,
+        started_server(spec, execution, log_file, runtime, version=version, people=people) as server,
+    ):
         print_timed(f"starting {server.engine.title} {spec.engine_version} for {spec.model}; its log is {log_file}")
         server.wait_until_ready(execution.ready_timeout_s, starting_lines(server.engine.title))
         server.check()
