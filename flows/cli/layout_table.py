@@ -5,10 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.planning.layout_advice import Explained, Ranked
+from stages.models.media import TOWERS, in_words
 from stages.parallel.engines.registry import RULES
 from stages.planner.compilation import not_compiled
 from stages.planner.costs import SearchRequest
-from stages.planner.explain import near_misses, planned_pictures, what_limits
+from stages.planner.explain import near_misses, planned_media, what_limits
 from stages.planner.memory import GIB
 from stages.planner.prediction import sampling_parts
 from stages.planner.search import UNCERTAINTY, Candidate
@@ -45,7 +46,7 @@ TIME_GROUPS = {
 
 def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
     """Return a layout and its predicted memory, step time and throughput as an object for `--json`."""
-    pictures = planned_pictures(request.shape, request.workload, candidate.layout)
+    media = planned_media(request.shape, request.workload, candidate.layout)
     return {
         "engine": candidate.engine,
         **candidate.layout.model_dump(),
@@ -62,7 +63,7 @@ def row_as_json(candidate: Candidate, request: SearchRequest) -> dict[str, Any]:
         "bubble_fraction": candidate.time.bubble_fraction,
         "reference_pass_s": candidate.time.reference_pass_s,
         "compilation_s_per_step": candidate.time.compilation_s,
-        **({"pictures": asdict(pictures)} if pictures else {}),
+        **{one.title: asdict(one) for one in media},
         **dict(zip(("days", "gpu_hours"), _days_and_gpu_hours(candidate, request), strict=True)),
     }
 
@@ -84,7 +85,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
 def ranked_as_text(answer: Ranked) -> str:
     """Return the ranked layouts as a table, one line for each layout, and the reasons for the ranking."""
     best, request = answer.result.best, answer.request
-    lines = [_headline(request), *_pictures(request, answer.shown[0]), *_table(answer.shown, request), ""]
+    lines = [_headline(request), *_media(request, answer.shown[0]), *_table(answer.shown, request), ""]
     if best is None:
         lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
     else:
@@ -111,7 +112,7 @@ def explained_as_text(answer: Explained) -> str:
     traffic = [f"{kind} {gib:,.1f}" for kind, gib in _traffic_gib(answer).items()]
     lines = [
         _headline(request),
-        *_pictures(request, candidate),
+        *_media(request, candidate),
         f"{candidate.text}: {candidate.memory.peak_gib:.1f} of {candidate.available_gib:.1f} GiB, "
         f"{candidate.memory_fit}",
         "memory of a rank, GiB:",
@@ -155,13 +156,12 @@ def _headline(request: SearchRequest) -> str:
     )
 
 
-def _pictures(request: SearchRequest, candidate: Candidate) -> list[str]:
-    """Return a line on the rows' pictures under a layout; where nothing bounds them, on a model that sees, why not."""
-    if found := planned_pictures(request.shape, request.workload, candidate.layout):
-        return [str(found)]
-    if request.shape.tower and request.workload.pictures is None:
-        return ["pictures: none planned; a recipe's `data.max_patches` bounds those of a row"]
-    return []
+def _media(request: SearchRequest, candidate: Candidate) -> list[str]:
+    """Return lines on the rows' media under a layout; where nothing bounds them, on a model with towers, why not."""
+    if request.shape.towers and not request.workload.media:
+        kinds = in_words([TOWERS[one.part] for one in request.shape.towers])
+        return [f"{kinds}: none planned; a recipe's `data.max_patches` bounds those of a row"]
+    return [*map(str, planned_media(request.shape, request.workload, candidate.layout))]
 
 
 def _table(candidates: Sequence[Candidate], request: SearchRequest) -> list[str]:

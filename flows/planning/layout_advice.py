@@ -108,7 +108,7 @@ def explained(request: SearchRequest, text: str) -> Explained:
     engine, layout = parse_layout(text, request.num_gpus)
     constraints, shape = request.constraints, request.shape
     errors = [*layout_errors(engine, layout, constraints), *RULES[engine].model_errors(layout, shape)]
-    errors += lacked_feature(engine, "pictures", "rows with pictures") if request.workload.pictures else []
+    errors += lacked_feature(engine, "pictures", "rows with pictures") if request.workload.media else []
     if layout.compile and not request.hardware.compiles:
         errors.append(f"layout.compile: torch's compiler makes no kernels for {request.hardware.name}")
     if errors:

@@ -18,7 +18,7 @@ from stages.models.shape import ModelShape
 from stages.parallel.compiler import missing_compiler
 from stages.parallel.layout import ENGINES, AutoLayout
 from stages.planner.costs import SearchRequest
-from stages.planner.explain import PlannedPictures, planned_pictures
+from stages.planner.explain import PlannedMedia, planned_media
 from stages.planner.hardware import Hardware, hardware_at_hand
 from stages.planner.prediction import NUM_ALTERNATIVES, check_memory
 from stages.planner.search import Candidate, estimate, fitting_layouts
@@ -34,14 +34,14 @@ class LayoutChoice:
 
     stage: str
     candidates: tuple[Candidate, ...]
-    pictures: PlannedPictures | None = None
+    media: tuple[PlannedMedia, ...] = ()
     other_engine: Candidate | None = None
     """Best layout of another engine, if it is much faster than the chosen layout; else None."""
 
     def __str__(self) -> str:
         best, *others = map(_described, self.candidates[:NUM_SHOWN])
         text = f"{self.stage}: layout auto → {best}" + (f"; then {'; '.join(others)}" if others else "")
-        text += f"; {self.pictures}" if self.pictures else ""
+        text += "".join(f"; {one}" for one in self.media)
         return text + (f"; faster with another `engine`: {_described(self.other_engine)}" if self.other_engine else "")
 
 
@@ -115,8 +115,8 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
     # Of this engine's own layouts none is faster than the first, so what is found is another engine's.
     enough_s = MUCH_FASTER * fastest[0].time.mean_step_s
     much_faster = by_time[0] if by_time[0].time.mean_step_s < enough_s else None
-    pictures = planned_pictures(shape, config.workload, fastest[0].layout)
-    return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), pictures, much_faster)
+    media = tuple(planned_media(shape, config.workload, fastest[0].layout))
+    return LayoutChoice(name, tuple(fastest[: 1 + NUM_ALTERNATIVES]), media, much_faster)
 
 
 def check_shared_devices(recipe: Recipe, will_run: Collection[str], configs: ModelConfigs) -> None:

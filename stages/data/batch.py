@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+
+from stages.models.media import ModelPart
 
 IGNORED = -100
 """Target token id that marks a position without loss."""
@@ -95,8 +97,8 @@ class MediaInputs:
     """Positions in time, height and width, int64 [3, rows, sequence]; None for models that count tokens alone."""
     runs: Sequence[tuple[int, int]]
     """First token, and token after the last, of each run of tokens that stand for media, in the flattened rows."""
-    patches: Sequence[int] = ()
-    """Number of patches of each picture, and of each frame of a video, by which its costs are counted."""
+    patches: Mapping[ModelPart, Sequence[int]] = field(default_factory=dict)
+    """Number of patches of each picture, frame of a video and sound, by tower, by which their costs are counted."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from stages.data.batch import IGNORED, Batch, Documents
 from stages.data.media.addresses import as_address
 from stages.data.media.prompts import PicturePrompt
 from stages.data.media_reference import MediaReference, of_records
+from stages.models.media import ModelPart
 from stages.models.recorded import ToolPrompt
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class Description(StrictModel):
     bytes per token of texts that were cut into rows; end-of-text tokens count, without bytes. tool_prompts: one prompt
     with tools per dataset that has them. picture_prompts: the first ones with pictures. num_patches: of all pictures,
     as a vision tower takes them. most_patches: of the pictures of one row. num_frames: of pictures and of videos'
-    frames that a vision tower takes.
+    frames that a vision tower takes. num_sound_frames: of the spectrograms of all sounds, as an audio tower takes them.
+    most_sound_frames: of the sounds of one row.
     """
 
     sequence_length: PositiveInt
@@ -79,6 +81,9 @@ class Description(StrictModel):
     num_patches: NonNegativeInt = 0
     most_patches: NonNegativeInt = 0
     num_frames: NonNegativeInt = 0
+    num_sounds: NonNegativeInt = 0
+    num_sound_frames: NonNegativeInt = 0
+    most_sound_frames: NonNegativeInt = 0
 
 
 See = Callable[[Batch, Sequence[Sequence["Medium"]]], Batch]
@@ -230,12 +235,11 @@ class PackedDataset:
         """Return the folder in which the media of a packed row lie; None for text."""
         return self._media_folder
 
-    def patches(self, row: int) -> list[int]:
-        """Return the number of patches of each picture, or frame of a video, of a packed row, by their sizes."""
+    def patches(self, row: int) -> Mapping[ModelPart, Sequence[int]]:
+        """Return the number of patches of each picture, frame of a video and sound of a packed row, by tower."""
         if self._processor is None:
-            return []
-        sizes = [one.size for media in self.media(row) for one in media]
-        return [number for size in sizes for number in self._processor.patches(size)]
+            return {}
+        return self._processor.patches_by_tower([one.size for media in self.media(row) for one in media])
 
     def pictures(self, row: int, sampling: Sampling | None = None) -> list[list[Medium]]:
         """Return the decoded media of each document of a packed row. Raises DataError if one has changed.

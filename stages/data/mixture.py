@@ -127,6 +127,7 @@ def _joined(abouts: Sequence[Description]) -> Description:
             **{name: sum(getattr(one, name) for one in abouts) for name in counts},
             "num_good": sum(num_good) if num_good else None,
             "most_patches": max(one.most_patches for one in abouts),
+            "most_sound_frames": max(one.most_sound_frames for one in abouts),
             "has_margins": any(one.has_margins for one in abouts),
             "conversations": any(one.conversations for one in abouts),
             "bytes_per_token": sum(num_bytes) / num_tokens if len(num_bytes) == len(abouts) else None,

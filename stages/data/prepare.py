@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ from stages.data.media.folder import MediaFolder
 from stages.data.media.prompts import MOST_PROMPTS, PicturePrompt
 from stages.data.media_reference import of_records
 from stages.data.mixture import joined
-from stages.data.patches import PatchBound, PatchesOf
+from stages.data.patches import PatchBound
 from stages.data.row_fields import IgnoredFields
 from stages.data.seen_rows import SeenRows, check_held_out, rows_in_any_order
 from stages.data.tokenized_rows import FileState, Reporter, TokenizedRowsSource
@@ -51,7 +51,7 @@ from stages.data.tokenizer import TokenizerNotes
 from stages.data.tokenizing import TokenizedRows, Tokenizing, key_parts, over_long_of
 from stages.data.units import PackedRows, Unit, Units, cut, pack
 from stages.models.facts import ModelFacts
-from stages.models.media import MediaKind
+from stages.models.media import MediaKind, MediaSize, ModelPart
 from stages.models.processor import reads_media
 from stages.models.recorded import ToolPrompt
 
@@ -263,12 +263,12 @@ class _Run:
         )
         self._tokenizer = self._source.tokenizer.tokenizer
         # The processor is made for the first picture.
-        writer.patches_of = lambda size: self._tokenizer.processor.patches(size)
+        writer.patches_by_tower = lambda sizes: self._tokenizer.processor.patches_by_tower(sizes)
         self._unread = IgnoredFields()
         self._notes = TokenizerNotes()
         self._seen = seen
         self._over_long = over_long_of(config)
-        self._bound = PatchBound(config, writer.patches_of)
+        self._bound = PatchBound(config, lambda size: self._tokenizer.processor.patches(size))
         self._num_text_tokens = 0
         self._num_text_bytes = 0
         self._num_source_rows = 0
@@ -295,6 +295,9 @@ class _Run:
                 num_patches=self._writer.num_patches,
                 most_patches=self._writer.most_patches,
                 num_frames=self._writer.num_frames,
+                num_sounds=self._writer.num_sounds,
+                num_sound_frames=self._writer.num_sound_frames,
+                most_sound_frames=self._writer.most_sound_frames,
                 num_rows=self._writer.num_rows,
                 num_documents=self._writer.num_documents,
                 num_tokens=self._writer.num_tokens,
@@ -450,7 +453,7 @@ class _NamedReporter:
 class DatasetWriter:
     """Writer of packed rows to the array files of a folder; `finish` adds the description that completes it."""
 
-    patches_of: PatchesOf
+    patches_by_tower: Callable[[Sequence[MediaSize]], Mapping[ModelPart, Sequence[int]]]
 
     def __init__(self, folder: Path, *, is_labelled: bool = False, may_have_media: bool = False) -> None:
         self._folder = folder
@@ -467,6 +470,9 @@ class DatasetWriter:
         self.num_patches = 0
         self.most_patches = 0
         self.num_frames = 0
+        self.num_sounds = 0
+        self.num_sound_frames = 0
+        self.most_sound_frames = 0
         self._num_media_bytes = 0
         if may_have_media:
             self._streams[MEDIA_STARTS].write(np.zeros(1, np.int64).tobytes())
@@ -512,15 +518,19 @@ class DatasetWriter:
     def _count_media(
         self, media: NDArray[np.uint8], lengths: NDArray[np.int64], documents_before: NDArray[np.int64]
     ) -> None:
-        """Count pictures and their patches. lengths: bytes of each document. documents_before: before each row."""
+        """Count media and their patches. lengths: bytes of each document. documents_before: before each row."""
         begins = np.concatenate([[0], np.cumsum(lengths)])[documents_before]
         for begin, end in pairwise(begins.tolist()):
             found = of_records(media[begin:end].tobytes())
-            patches = [number for one in found for number in self.patches_of(one.size)]
+            by_tower = self.patches_by_tower([one.size for one in found])
+            seen, heard = by_tower["vision_tower"], by_tower["audio_tower"]
             self.num_media += len(found)
-            self.num_frames += len(patches)
-            self.num_patches += sum(patches)
-            self.most_patches = max(self.most_patches, sum(patches))
+            self.num_frames += len(seen)
+            self.num_patches += sum(seen)
+            self.most_patches = max(self.most_patches, sum(seen))
+            self.num_sounds += len(heard)
+            self.num_sound_frames += sum(heard)
+            self.most_sound_frames = max(self.most_sound_frames, sum(heard))
 
     def finish(self, about: Description) -> None:
         """Flush all arrays to disk, then write the description that makes the folder complete."""

@@ -33,7 +33,7 @@ def with_media(batch: Batch, pictures: Sequence[Sequence[Medium]], processor: Me
     assert len(pictures) == batch.documents.count, f"{len(pictures)} lists for {batch.documents.count} documents"
     seen = with_features(batch, [processor.features(media) for media in pictures], processor)
     assert seen.inputs.media
-    patches = [number for media in pictures for one in media for number in processor.patches(one.size)]
+    patches = processor.patches_by_tower([one.size for media in pictures for one in media])
     return replace(seen, inputs=replace(seen.inputs, media=replace(seen.inputs.media, patches=patches)))
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stages.adapters.config import AdapterConfig
-from stages.models.media import MediaKind
-from stages.models.tower import ModelPart
+from stages.models.media import MediaKind, ModelPart
 from stages.parallel.layout import Layout
 from stages.planner.workload import Precision
 

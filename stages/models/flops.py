@@ -15,10 +15,14 @@ no logits. Of a mixture of experts only the experts that a token is routed to co
 rotations and activation functions are left out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.models.media import ModelPart
+
 TRAINING_OVER_FORWARD = 3
+Patches = Mapping[ModelPart, Sequence[float]]
+"""Number of patches of each picture, frame of a video or sound of documents, by the name of the tower they pass."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class AttentionWork:
 
 
 @dataclass(frozen=True)
-class PictureFlops:
-    """Sizes of a vision tower and of the projector behind it from which the FLOPs of pictures are computed.
+class TowerFlops:
+    """Sizes of a tower and of the projector behind it from which the FLOPs of pictures, or of sounds, are computed.
 
-    Each product is a number of multiplications: for a patch, or for a pair of patches of a picture.
+    Each product is a number of multiplications: for a patch, or for a pair of patches of a medium. part: the tower's
+    name, by which its patches are given.
     """
 
+    part: ModelPart
     tower_products: float
     projector_products: float
     pair_products: float
@@ -43,19 +49,19 @@ class PictureFlops:
     projector_learns: bool = True
 
     def forward(self, patches: Iterable[float]) -> float:
-        """Return a forward pass's FLOPs. patches: number of patches of each picture."""
+        """Return a forward pass's FLOPs. patches: number of patches of each medium."""
         return 2 * sum(sum(self._products(number)) for number in patches)
 
     def training(self, patches: Iterable[float]) -> float:
         """Return the FLOPs of a forward and a backward pass, which ends at the first part that learns."""
-        by_picture = [self._products(number) for number in patches]
-        tower, projector = sum(one for one, _ in by_picture), sum(one for _, one in by_picture)
+        by_medium = [self._products(number) for number in patches]
+        tower, projector = sum(one for one, _ in by_medium), sum(one for _, one in by_medium)
         backward = 2 * tower * self.tower_learns
         backward += projector * (self.tower_learns + self.projector_learns)
         return 2 * (tower + projector + backward)
 
     def _products(self, number: float) -> tuple[float, float]:
-        """Return the multiplications for one picture, in the tower and in the projector."""
+        """Return the multiplications for one medium, in the tower and in the projector."""
         return self.tower_products * number + self.pair_products * number**2, self.projector_products * number
 
 
@@ -72,23 +78,20 @@ class ModelFlops:
     is_head_frozen: bool = False
     state_products: float = 0.0
     """Number of multiplications per token in products without weights, outside attention: of a state that is kept."""
-    pictures: PictureFlops | None = None
+    towers: tuple[TowerFlops, ...] = ()
 
-    def forward(self, document_lengths: Iterable[int], num_targets: int, patches: Sequence[float] = ()) -> float:
-        """Return a forward pass's FLOPs over documents, without padding.
+    def forward(self, document_lengths: Iterable[int], num_targets: int, patches: Patches | None = None) -> float:
+        """Return a forward pass's FLOPs over documents, without padding. num_targets: positions with logits."""
+        in_towers = sum(one.forward((patches or {}).get(one.part, ())) for one in self.towers)
+        return self._of_text(list(document_lengths), num_targets) + in_towers
 
-        num_targets: positions with logits. patches: number of patches of each of the documents' pictures.
-        """
-        seen = self.pictures.forward(patches) if self.pictures else 0.0
-        return self._of_text(list(document_lengths), num_targets) + seen
-
-    def training(self, document_lengths: Iterable[int], num_targets: int, patches: Sequence[float] = ()) -> float:
+    def training(self, document_lengths: Iterable[int], num_targets: int, patches: Patches | None = None) -> float:
         """Return the FLOPs of a forward and a backward pass over documents of these lengths, without padding."""
         lengths = list(document_lengths)
         frozen = self.frozen_layer_parameters * sum(lengths)
         frozen += self.head_parameters * num_targets if self.is_head_frozen else 0
-        seen = self.pictures.training(patches) if self.pictures else 0.0
-        return TRAINING_OVER_FORWARD * self._of_text(lengths, num_targets) - 2 * frozen + seen
+        in_towers = sum(one.training((patches or {}).get(one.part, ())) for one in self.towers)
+        return TRAINING_OVER_FORWARD * self._of_text(lengths, num_targets) - 2 * frozen + in_towers
 
     def _of_text(self, lengths: Sequence[int], num_targets: int) -> float:
         products = 2 * (

@@ -104,6 +104,20 @@ def load_image_processor(config: Any, folder: Path) -> Any:
     return processor
 
 
+def load_feature_extractor(config: Any, folder: Path) -> Any:
+    """Return what makes spectrograms of sounds for a model folder; without one, its family's usual one for its tower.
+
+    config: Transformers' config of the model. Raises what Transformers raises.
+    """
+    from transformers import AutoFeatureExtractor
+    from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
+
+    if any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    bins = next((one.num_mel_bins for one in sub_configs(config) if hasattr(one, "num_mel_bins")), None)
+    return FEATURE_EXTRACTOR_MAPPING[type(config)](**({"feature_size": bins} if bins else {}))
+
+
 def load_model(folder: Path, *, head: Head = "tokens", **options: Any) -> Any:
     """Return the model of a folder with its weights; raises what Transformers raises. options: Transformers' own."""
     from transformers.utils.logging import disable_progress_bar

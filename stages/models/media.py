@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "video", "audio"]
 KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+ModelPart = Literal["vision_tower", "projector", "language_model", "audio_tower"]
+"""Part of a model that sees or hears; the merger of towers like Qwen's and GLM's is the projector."""
+TOWERS: dict[ModelPart, MediaKind] = {"vision_tower": "image", "audio_tower": "audio"}
+"""Kind of media by which Transformers names each tower; videos pass through that of pictures."""
+TOWER_OF: dict[MediaKind, ModelPart] = {"image": "vision_tower", "video": "vision_tower", "audio": "audio_tower"}
 NOUNS: dict[MediaKind, str] = {"image": "picture", "video": "video", "audio": "sound"}
 """Names of the kinds in messages."""
 DIFFERENT = {kind: f"num_different_{noun}s" for kind, noun in NOUNS.items()}

@@ -6,20 +6,12 @@ from typing import Any
 from torch import nn
 
 from stages.models.layers import parts_for_text
-from stages.models.media import MediaKind
-from stages.models.tower import ModelPart
+from stages.models.media import TOWERS, MediaKind, ModelPart
 
 MERGER = "merger"
 """Word in the names of a tower's modules that bring pictures into the width of the text (Qwen, GLM)."""
 SOUND = "audio"
 """Word in the names of modules for sound, in models that see, too."""
-TOWERS: dict[ModelPart, MediaKind] = {"vision_tower": "image", "audio_tower": "audio"}
-"""Kind of media by which Transformers names each tower; videos pass through that of pictures."""
-
-
-def tower_of(causal_lm: Any) -> nn.Module:
-    """Return the module that turns pictures into vectors, with its merger if it has one."""
-    return towers_of(causal_lm)["vision_tower"]
 
 
 def towers_of(causal_lm: Any) -> dict[ModelPart, nn.Module]:

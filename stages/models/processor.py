@@ -23,10 +23,13 @@ from stages.models.facts import PROCESSOR_FILES
 from stages.models.media import (
     KINDS,
     NOUNS,
+    TOWER_OF,
+    TOWERS,
     MediaError,
     MediaKind,
     MediaSize,
     Medium,
+    ModelPart,
     Sound,
     SoundSize,
     Video,
@@ -34,7 +37,7 @@ from stages.models.media import (
     in_words,
     kind_of,
 )
-from stages.models.tower import num_patches, patch_side
+from stages.models.tower import SPECTROGRAM, num_frames, num_patches, patch_side
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +101,7 @@ class MediaProcessor:
         self._processor = loading.load_processor(folder, trust_remote_code=trust_remote_code)
         self._trust_remote_code = trust_remote_code
         self._replaced = lru_cache(KEPT_SIZES)(self._ask)
-        self._patches = lru_cache(KEPT_SIZES)(self._count_patches)
+        self.patches = lru_cache(KEPT_SIZES)(self._count_patches)
         self._frames = lru_cache(KEPT_SIZES)(self._sampled)
         self._without_pixels: dict[MediaKind, bool] = {}
         self._taken_whole = 0
@@ -157,15 +160,15 @@ class MediaProcessor:
         return part.fps is not None or part.num_frames is not None
 
     def num_patches(self, size: MediaSize) -> int:
-        """Return the number of patches that a tower of pictures makes of a medium of this size; of sounds, none."""
+        """Return the number of patches that a tower makes of a medium of this size."""
         return sum(self.patches(size))
 
-    def patches(self, size: MediaSize) -> tuple[int, ...]:
-        """Return the number of patches of a picture, or of each of a video's frames as the tower takes them.
-
-        Patches of two frames do not attend to each other. Of sounds there are none.
-        """
-        return () if isinstance(size, SoundSize) else self._patches(size)
+    def patches_by_tower(self, sizes: Sequence[MediaSize]) -> dict[ModelPart, list[int]]:
+        """Return the number of patches of media of these sizes, as of `patches`, by tower; of text, empty lists."""
+        found: dict[ModelPart, list[int]] = {part: [] for part in TOWERS}
+        for size in sizes:
+            found[TOWER_OF[kind_of(size)]] += self.patches(size)
+        return found
 
     def num_tokens(self, size: MediaSize) -> int:
         """Return the number of tokens that stand in a text for a medium of this size, alone in its document."""
@@ -412,13 +415,19 @@ class MediaProcessor:
         return tuple(one["replacement"] for one in found["text_replacement_offsets"][0])
 
     def _count_patches(self, size: MediaSize) -> tuple[int, ...]:
+        """Return the number of patches of a picture or sound, or of each of a video's frames as the tower takes them.
+
+        Patches of two frames do not attend to each other. Those of a sound are frames of its spectrogram.
+        """
         outputs = self._blank_call((size,))
+        if SPECTROGRAM in outputs:
+            return (num_frames(outputs[SPECTROGRAM].shape, self._processor.feature_extractor.feature_size),)
         values = next(outputs[name] for name in VALUES if name in outputs)
         number = num_patches(values.shape, patch_side(self.config))
         if not isinstance(size, VideoSize):
             return (number,)
-        num_frames = int(outputs[GRID][0, 0]) if GRID in outputs else len(self.frames(size))
-        return (number // num_frames,) * num_frames
+        frames = int(outputs[GRID][0, 0]) if GRID in outputs else len(self.frames(size))
+        return (number // frames,) * frames
 
     def _sampled(self, size: VideoSize) -> tuple[int, ...]:
         part = self._processor.video_processor

@@ -78,8 +78,8 @@ class ModelShape:
     """Number of parameters outside layers, embedding and head, such as a vision tower's; of a walked model only."""
     other_products: float = 0.0
     """Number of weights outside layers and head that a token is multiplied by (Gemma 3n); of a walked model only."""
-    tower: Tower | None = None
-    """Costs of pictures in a walked model; None for one that reads text alone."""
+    towers: tuple[Tower, ...] = ()
+    """Costs of pictures and of sounds in a walked model; (): it reads text alone."""
 
     @classmethod
     def from_json(cls, text: str) -> ModelShape:

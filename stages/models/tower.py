@@ -1,21 +1,25 @@
-"""Costs of pictures in a model that sees, by patch, as a walk measures them (`tower_walk`); needs no torch.
+"""Costs of media in the towers of a model, by patch, as a walk measures them (`tower_walk`); needs no torch.
 
-A patch is what the tower makes one vector of; how many a picture has follows from the shape of its pixel values.
+A patch of a picture is what the tower makes one vector of: how many it has follows from the shape of its pixel values.
+A patch of a sound is a frame of its spectrogram, those of padding included, which towers compute as well.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-from stages.models.flops import PictureFlops
+from stages.models.flops import TowerFlops
+from stages.models.media import ModelPart
 
-ModelPart = Literal["vision_tower", "projector", "language_model", "audio_tower"]
-"""Part of a model that sees or hears; the merger of towers like Qwen's and GLM's is the projector."""
+SPECTROGRAM = "input_features"
+"""Name of the feature that holds the spectrograms of sounds."""
 CHANNELS = 3
 USUAL_SIDE = 14
 USUAL_SIZE = (640, 480)
 """Size of a picture, (width, height) in pixels, that is planned for where none is known: most photos of COCO."""
+USUAL_SECONDS = 10
+"""Length of a sound that is planned for where none is known."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,9 @@ class TowerBytes:
 
 @dataclass(frozen=True)
 class Tower:
-    """Vision tower and projector of a model: what a picture costs in them, by the number of its patches."""
+    """Tower and projector of a model: what a picture, or a sound, costs in them, by the number of its patches."""
 
+    part: ModelPart
     num_layers: int
     layer_parameters: int
     """Number of parameters of all layers of the tower."""
@@ -45,26 +50,26 @@ class Tower:
     """Number of parameters of the tower, those of its layers included."""
     projector_parameters: int
     other_parameters: int
-    """Number of parameters outside the layers of text, embedding and head, in the model that sees."""
+    """Number of parameters outside the layers of text, embedding and head, in the model that reads media."""
     products: float
     """Number of the tower's weights that a patch is multiplied by."""
     projector_products: float
     pair_products: float
-    """Number of multiplications for each pair of patches of a picture; 0 where a picture is cut into tiles."""
+    """Number of multiplications for each pair of patches of a medium; 0 where a picture is cut into tiles."""
     patch_values: float
-    """Number of pixel values of a patch."""
-    picture_patches: float
-    """Number of patches of a picture of `USUAL_SIZE`."""
+    """Number of pixel values, or of values of a spectrogram, of a patch."""
+    usual_patches: float
+    """Number of patches of a picture of `USUAL_SIZE`, or of a sound of `USUAL_SECONDS`."""
     kept_bf16: TowerBytes
     kept_fp32: TowerBytes
 
     def kept(self, bytes_per_value: int) -> TowerBytes:
         return self.kept_fp32 if bytes_per_value == 4 else self.kept_bf16
 
-    def flops(self, *, tower_learns: bool = True, projector_learns: bool = True) -> PictureFlops:
-        """Return the sizes that decide the FLOPs of pictures."""
+    def flops(self, *, tower_learns: bool = True, projector_learns: bool = True) -> TowerFlops:
+        """Return the sizes that decide the FLOPs of media."""
         products = (self.products, self.projector_products, self.pair_products)
-        return PictureFlops(*products, tower_learns, projector_learns)
+        return TowerFlops(self.part, *products, tower_learns, projector_learns)
 
 
 def num_patches(shape: Sequence[int], side: int) -> int:
@@ -72,6 +77,11 @@ def num_patches(shape: Sequence[int], side: int) -> int:
     if len(shape) <= CHANNELS:
         return prod(shape[:-1])
     return prod(shape) // (CHANNELS * side**2)
+
+
+def num_frames(shape: Sequence[int], num_bins: int) -> int:
+    """Return the number of frames of spectrograms. shape: [sounds, frames, bins], or [sounds, bins, frames]."""
+    return prod(shape) // num_bins
 
 
 def sub_configs(config: Any) -> list[Any]:

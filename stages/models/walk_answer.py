@@ -1,4 +1,4 @@
-"""Answer to a question about a model's layers, and its tower of pictures: a walk through the model of its config."""
+"""Answer to a question about a model's layers, and its towers of media: a walk through the model of its config."""
 
 import json
 import sys
@@ -15,7 +15,8 @@ from stages.core.redaction import shortened
 from stages.models.facts import CONFIG_FILE
 from stages.models.loading import load_config
 from stages.models.shape import ModelShape
-from stages.models.tower_walk import walk_tower
+from stages.models.tower import Tower
+from stages.models.tower_walk import walk_towers
 from stages.models.walk import LONGEST_REASON, MOST_LAYERS, walk
 
 
@@ -45,15 +46,19 @@ def answer(text: str) -> dict[str, Any]:
 
 
 def _measured(config: Any, folder: Path) -> ModelShape:
-    """Return the shape of the model of a config. folder: with the files of its image processor, if it has one."""
-    shape = walk(config)
-    try:
-        return replace(shape, tower=walk_tower(config, folder))
-    except (MemoryError, ModelError):
-        raise
-    except Exception as error:  # such as a processor that needs a package: text can be planned
-        print(f"pictures are not planned: {type(error).__name__}: {error}", file=sys.stderr)
-        return shape
+    """Return the shape of the model of a config. folder: with the files of its processor, if it has one."""
+    shape, measures = walk(config), walk_towers(config, folder)
+    towers: list[Tower] = []
+    while True:
+        try:
+            measure = next(measures, None)
+            if measure is None:
+                return replace(shape, towers=tuple(towers))
+            towers.append(measure())
+        except (MemoryError, ModelError):
+            raise
+        except Exception as error:  # such as a processor that needs a package: text can be planned
+            print(f"a kind of media is not planned: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _check_size(fields: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ def not_compiled(request: SearchRequest) -> str | None:
         return "torch makes no single graph of a layer with experts"
     if not request.workload.even_rows:
         return "rows differ in length, and layers would be compiled again for each"
-    if request.workload.pictures or request.shape.tower:  # a plan knows the model, and seldom its rows
+    if request.workload.media or request.shape.towers:  # a plan knows the model, and seldom its rows
         return "steps of models that see were not measured with compiled layers"
     if request.hardware.host_is_device:
         return "compiled layers were measured to be no faster on a CPU"

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from heapq import nlargest
 
+from stages.models.media import NOUNS, TOWERS, ModelPart
 from stages.models.shape import ModelShape
 from stages.parallel.layout import Layout
 from stages.planner.memory import GIB
 from stages.planner.search import UNCERTAINTY, Candidate, SearchResult, memory_fit
 from stages.planner.time import training_flops
-from stages.planner.towers import picture_bytes
+from stages.planner.towers import media_bytes
 from stages.planner.workload import Workload
 
 NUM_NEAR_MISSES = 5
@@ -27,45 +28,56 @@ MEANING = {
     "bubble": "pipeline bubble",
     "data_parallel": "communication of data parallelism",
     "optimizer": "optimizer step",
-    "tower": "the vision tower",
+    "tower": "the towers of pictures and sounds",
     "method_passes": "forward passes of the method beside the one that learns",
 }
 
 
 @dataclass(frozen=True)
-class PlannedPictures:
-    """Pictures of the rows that are planned for, and what they cost."""
+class PlannedMedia:
+    """Pictures, or sounds, of the rows that are planned for, and what they cost."""
 
+    part: ModelPart
+    """Tower that takes them."""
     per_row: float
-    """Number of pictures of an average row."""
+    """Number of media of an average row."""
     most_patches: float
     """Number of patches of the row that has most."""
     flops_share: float
-    """Share of a step's model FLOPs that vision tower and projector take."""
+    """Share of a step's model FLOPs that the tower and its projector take."""
     memory_gib: float
-    """GiB of pictures, and of what the tower keeps of them, on a device."""
+    """GiB of the media, and of what the tower keeps of them, on a device."""
+
+    @property
+    def title(self) -> str:
+        return f"{NOUNS[TOWERS[self.part]]}s"
 
     def __str__(self) -> str:
         return (
-            f"pictures: {self.per_row:.1f} a row, at most {self.most_patches:,.0f} patches; the tower takes "
+            f"{self.title}: {self.per_row:.1f} a row, at most {self.most_patches:,.0f} patches; the tower takes "
             f"{self.flops_share:.0%} of FLOPs and {self.memory_gib:.1f} GiB"
         )
 
 
-def planned_pictures(shape: ModelShape, workload: Workload, layout: Layout) -> PlannedPictures | None:
-    """Return what the rows' pictures cost under a layout; None for rows of text, or a model that reads text alone."""
-    if not (workload.pictures and shape.tower):
-        return None
-    patches, tokens = workload.pictures.of_row(shape.tower), workload.sequence_length
-    flops = training_flops(shape, workload)
-    whole = flops.training([tokens], tokens, patches)
-    of_pictures = picture_bytes(shape, layout, workload)
-    return PlannedPictures(
-        per_row=workload.pictures.mean_patches / (workload.pictures.picture_patches or shape.tower.picture_patches),
-        most_patches=workload.pictures.most_patches,
-        flops_share=1 - flops.training([tokens], tokens) / whole,
-        memory_gib=(of_pictures.kept + of_pictures.workspace) / GIB,
-    )
+def planned_media(shape: ModelShape, workload: Workload, layout: Layout) -> list[PlannedMedia]:
+    """Return what the rows' media cost under a layout, by tower; none of text, or for a model that reads text alone."""
+    flops, tokens = training_flops(shape, workload), workload.sequence_length
+    by_tower = workload.media_by_tower(shape)
+    whole = flops.training([tokens], tokens, {tower.part: media.of_row(tower) for tower, media in by_tower})
+    planned = []
+    for tower, media in by_tower:
+        alone = flops.training([tokens], tokens, {tower.part: media.of_row(tower)}) - flops.training([tokens], tokens)
+        memory = media_bytes(shape, layout, replace(workload, media=(media,)))
+        planned.append(
+            PlannedMedia(
+                part=tower.part,
+                per_row=media.mean_patches / media.each(tower),
+                most_patches=media.most_patches,
+                flops_share=alone / whole,
+                memory_gib=(memory.kept + memory.workspace) / GIB,
+            )
+        )
+    return planned
 
 
 def what_limits(candidate: Candidate) -> str:

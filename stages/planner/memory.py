@@ -22,7 +22,7 @@ from stages.planner.costs import Moment, StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.hardware import Efficiency
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.towers import picture_bytes
+from stages.planner.towers import media_bytes
 from stages.planner.workload import ColocatedServer, ProgramTraits, Workload
 
 GIB = 2**30
@@ -171,19 +171,19 @@ def _stage(case: StepCase, stage: PipelineStage, efficiency: Efficiency, learns:
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.data_parallel_size)
     held_gib = efficiency.runtime_gib + sum(degree > 1 for degree in degrees) * efficiency.communicator_gib
     by_moment = []
-    pictures = picture_bytes(case.shape, layout, case.workload, learns=learns)
+    media = media_bytes(case.shape, layout, case.workload, learns=learns)
     moments = case.engine.moments(case, stage)
     gradients, arriving = max(one.gradients for one in moments), max(one.arriving for one in moments)
     for moment in moments:
         if not learns and moment.computes not in ("forward", "head"):
             continue
         states = (weights, moment.gradients * learns, optimizer * learns)
-        # Before the layers of text run, the tower does.
+        # Before the layers of text run, the towers do.
         sees = moment.computes == "tower" or (moment.computes == "forward" and moment.idle_layers == stage.num_layers)
         passing = (
             per_layer * min(_layers_on_device(case, moment), max(0.0, layers - moment.idle_layers)) * learns
-            + pictures.kept * (moment.computes != "nothing"),
-            workspace * (moment.computes == ("layer" if learns else "forward")) + pictures.workspace * sees,
+            + media.kept * (moment.computes != "nothing"),
+            workspace * (moment.computes == ("layer" if learns else "forward")) + media.workspace * sees,
             logits if moment.computes == "head" else kept_logits * (moment.computes != "forward"),
             messages + moment.buffers + moment.arriving,
         )

@@ -139,8 +139,8 @@ def _search(request: SearchRequest, near_miss: float) -> SearchResult:
 
 
 def _engines(request: SearchRequest) -> list[EngineName]:
-    """Return the engines of a search; those that build the text part alone have no layout for rows with pictures."""
-    return [one for one in request.engines if not (request.workload.pictures and "pictures" in RULES[one].lacks)]
+    """Return the engines of a search; those that build the text part alone have no layout for rows with media."""
+    return [one for one in request.engines if not (request.workload.media and "pictures" in RULES[one].lacks)]
 
 
 def _with_memory(

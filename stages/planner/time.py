@@ -49,7 +49,7 @@ class TimeParts:
     data_parallel: float
     optimizer: float
     tower: float
-    """Seconds of a vision tower and its projector, recomputation included."""
+    """Seconds of the towers of media and their projector, recomputation included."""
     method_passes: float
     """Seconds of additional forward passes in each training step, such as those of a reference model."""
 
@@ -114,7 +114,7 @@ def step_time(
     case = TimedCase(shape, costs, layout, workload, software or costs.program(layout, hardware), hardware)
     parts = _parts(case)
     num_devices = layout.world_size
-    patches = workload.pictures.of_row(shape.tower) if workload.pictures and shape.tower else ()
+    patches = {tower.part: media.of_row(tower) for tower, media in workload.media_by_tower(shape)}
     flops = training_flops(shape, workload).training([workload.sequence_length], workload.sequence_length, patches)
     peak = hardware.peak_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     return TimeEstimate(
@@ -267,17 +267,18 @@ def _head(case: TimedCase) -> PassTimes:
 
 
 def training_flops(shape: ModelShape, workload: Workload) -> ModelFlops:
-    """Return the sizes that decide the FLOPs of training a model, adapters and pictures included.
+    """Return the sizes that decide the FLOPs of training a model, adapters and media included.
 
     The head of a reward model is left out.
     """
     flops = adapted_flops(shape, workload.adapter) if workload.adapter else shape.flops()
     if not workload.adapter and not workload.learns("language_model"):
         flops = replace(flops, frozen_layer_parameters=flops.layer_parameters, is_head_frozen=True)
-    if shape.tower and workload.pictures:
-        learning = (workload.learns("vision_tower"), workload.learns("projector"))
-        pictures = shape.tower.flops(tower_learns=learning[0], projector_learns=learning[1])
-        flops = replace(flops, pictures=pictures)
+    by_tower = (
+        tower.flops(tower_learns=workload.learns(tower.part), projector_learns=workload.learns("projector"))
+        for tower, _ in workload.media_by_tower(shape)
+    )
+    flops = replace(flops, towers=tuple(by_tower))
     if workload.scores_documents:
         return replace(flops, head_parameters=0)
     return replace(flops, head_parameters=2 * flops.head_parameters) if workload.predicts_ahead else flops

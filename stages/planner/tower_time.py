@@ -1,25 +1,30 @@
-"""Predicted time of the tower of a model that sees, by the patches of its rows' pictures (`stages.models.tower`)."""
+"""Predicted time of the towers of a model, by the patches of its rows' pictures and sounds (`stages.models.tower`)."""
 
 from __future__ import annotations
 
 import math
 
+from stages.models.tower import Tower
 from stages.planner.compute import PassTimes, memory_rate
 from stages.planner.costs import TimedCase
 from stages.planner.kernels import layer_kernels
+from stages.planner.workload import RowMedia
 
 
 def tower_time(case: TimedCase) -> PassTimes:
-    """Return the seconds of a micro-batch's pictures on one process rank; recomputation counts as backward.
+    """Return the seconds of a micro-batch's media on one process rank; recomputation counts as backward.
 
     Products run at the full matmul rate. What a layer keeps for its backward pass is written and read once on the way,
     and the host launches as many kernels as for a layer of text: two assumptions.
     """
-    tower, pictures, workload, hardware = case.shape.tower, case.workload.pictures, case.workload, case.hardware
-    if tower is None or pictures is None:
-        return PassTimes(0.0, 0.0)
-    patches = pictures.of_row(tower) * case.layout.micro_batch_size
-    learns = workload.learns("vision_tower")
+    by_tower = (_time(case, tower, media) for tower, media in case.workload.media_by_tower(case.shape))
+    return sum(by_tower, PassTimes(0.0, 0.0))
+
+
+def _time(case: TimedCase, tower: Tower, media: RowMedia) -> PassTimes:
+    workload, hardware = case.workload, case.hardware
+    patches = media.of_row(tower) * case.layout.micro_batch_size
+    learns = workload.learns(tower.part)
     flops = tower.flops(tower_learns=learns, projector_learns=workload.learns("projector"))
     rate = hardware.sustained_flops_per_s("fp32" if workload.precision == "fp32" else "bf16")
     rate *= hardware.efficiency.matmul

@@ -1,6 +1,6 @@
-"""Memory of the tower of a model that sees, by the patches of its rows' pictures (`stages.models.tower`).
+"""Memory of the towers of a model, by the patches of its rows' pictures and sounds (`stages.models.tower`).
 
-Engines run it before the layers of text: what it keeps for its backward pass is there until theirs is over.
+Engines run them before the layers of text: what they keep for their backward pass is there until theirs is over.
 """
 
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ from stages.parallel.layout import Layout
 from stages.planner.workload import Workload
 
 PIXEL_BYTES = 4
-"""Bytes of a pixel value as a batch brings it."""
+"""Bytes of a pixel, or of a spectrogram's value, as a batch brings it."""
 
 
 @dataclass(frozen=True)
-class PictureBytes:
-    """Bytes of a micro-batch's pictures: kept until the tower's backward pass is over, and while a layer computes."""
+class MediaBytes:
+    """Bytes of a micro-batch's media: kept until the tower's backward pass is over, and while a layer computes."""
 
     kept: float = 0.0
     workspace: float = 0.0
 
 
-def picture_bytes(shape: ModelShape, layout: Layout, workload: Workload, *, learns: bool = True) -> PictureBytes:
-    """Return the bytes of a micro-batch's pictures on one process rank. learns: whether the model does."""
-    tower, pictures = shape.tower, workload.pictures
-    if tower is None or pictures is None:
-        return PictureBytes()
-    patches = pictures.most_patches * layout.micro_batch_size
-    kept = tower.kept(workload.compute_bytes)
-    layer = kept.layers / tower.num_layers
-    by_patch = PIXEL_BYTES * tower.patch_values
-    if learns and workload.learns("vision_tower"):
-        by_patch += kept.outside + _kept_in_layers(tower, layout, kept)
-    elif learns and workload.learns("projector"):
-        by_patch += kept.projector
-    return PictureBytes(patches * by_patch, patches * layer)
+def media_bytes(shape: ModelShape, layout: Layout, workload: Workload, *, learns: bool = True) -> MediaBytes:
+    """Return the bytes of a micro-batch's media on one process rank. learns: whether the model does."""
+    kept_bytes = workspace = 0.0
+    for tower, media in workload.media_by_tower(shape):
+        patches = media.most_patches * layout.micro_batch_size
+        kept = tower.kept(workload.compute_bytes)
+        by_patch = PIXEL_BYTES * tower.patch_values
+        if learns and workload.learns(tower.part):
+            by_patch += kept.outside + _kept_in_layers(tower, layout, kept)
+        elif learns and workload.learns("projector"):
+            by_patch += kept.projector
+        kept_bytes += patches * by_patch
+        workspace = max(workspace, patches * kept.layers / tower.num_layers)  # one tower runs after the other
+    return MediaBytes(kept_bytes, workspace)
 
 
 def _kept_in_layers(tower: Tower, layout: Layout, kept: TowerBytes) -> float:
@@ -49,9 +49,9 @@ def _kept_in_layers(tower: Tower, layout: Layout, kept: TowerBytes) -> float:
     return kept.layers
 
 
-def layers_of_tower(shape: ModelShape) -> float:
-    """Return the number of parameters in a tower's layers, which are groups of their own, where the model has them."""
-    return float(shape.tower.layer_parameters) if shape.tower and _has_tower(shape, shape.tower) else 0.0
+def layers_of_towers(shape: ModelShape) -> float:
+    """Return the number of parameters in the towers' layers, which are groups of their own, if the model has them."""
+    return float(sum(one.layer_parameters for one in _towers(shape)))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Frozen:
 
     tower_layers: float = 0.0
     others: float = 0.0
-    """Number of parameters of the projector, and of the tower outside its layers."""
+    """Number of parameters of the projector, and of the towers outside their layers."""
     text: float = 0.0
 
     @property
@@ -69,19 +69,18 @@ class Frozen:
 
 
 def frozen_parts(shape: ModelShape, workload: Workload) -> Frozen:
-    """Return the parameters of the parts of a model that sees which are frozen, without an adapter."""
-    tower = shape.tower
-    if tower is None or workload.adapter:
+    """Return the parameters of the parts of a model that reads media which are frozen, without an adapter."""
+    if not shape.towers or workload.adapter:
         return Frozen()
-    of_tower = of_projector = in_layers = 0
-    if _has_tower(shape, tower):
-        of_tower = 0 if workload.learns("vision_tower") else tower.tower_parameters
-        in_layers = 0 if workload.learns("vision_tower") else tower.layer_parameters
-        of_projector = 0 if workload.learns("projector") else tower.projector_parameters
+    towers = _towers(shape)
+    frozen = [one for one in towers if not workload.learns(one.part)]
+    of_tower, in_layers = sum(one.tower_parameters for one in frozen), sum(one.layer_parameters for one in frozen)
+    of_projector = 0 if workload.learns("projector") else sum(one.projector_parameters for one in towers)
     text = 0 if workload.learns("language_model") else shape.num_parameters - shape.other_parameters
     return Frozen(in_layers, of_tower - in_layers + of_projector, text)
 
 
-def _has_tower(shape: ModelShape, tower: Tower) -> bool:
-    """Return whether the model's parameters are those of the class that sees, and not of one for text alone."""
-    return shape.other_parameters >= tower.tower_parameters + tower.projector_parameters
+def _towers(shape: ModelShape) -> tuple[Tower, ...]:
+    """Return the towers, if the model's parameters are those of the class that has them, and not of one for text."""
+    whole = sum(one.tower_parameters + one.projector_parameters for one in shape.towers)
+    return shape.towers if shape.other_parameters >= whole else ()

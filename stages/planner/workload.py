@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from stages.models.media import ModelPart
 from stages.models.shape import ModelShape
-from stages.models.tower import ModelPart, Tower
+from stages.models.tower import Tower
 from stages.planner.adapted import PlannedAdapter
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -39,19 +40,25 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class RowPictures:
-    """Pictures of packed rows, by the patches that a vision tower makes of them."""
+class RowMedia:
+    """Pictures, or sounds, of packed rows, by the patches that a tower makes of them (`stages.models.tower`)."""
 
     most_patches: int
-    """Number of patches of all pictures of a row, of the row that has most."""
+    """Number of patches of all these media of a row, of the row that has most."""
     mean_patches: float
-    """Number of patches of all pictures of a row, on average."""
-    picture_patches: float | None = None
-    """Number of patches of a picture, on average; None: as of one of a usual size."""
+    """Number of patches of all these media of a row, on average."""
+    medium_patches: float | None = None
+    """Number of patches of a medium, on average; None: as of one of a usual size."""
+    part: ModelPart = "vision_tower"
+    """Tower that takes them."""
+
+    def each(self, tower: Tower) -> float:
+        """Return the number of patches of a medium, on average."""
+        return self.medium_patches or tower.usual_patches
 
     def of_row(self, tower: Tower) -> tuple[float, ...]:
-        """Return the number of patches of each picture of an average row, of which the last may be a part of one."""
-        each = self.picture_patches or tower.picture_patches
+        """Return the number of patches of each medium of an average row, of which the last may be a part of one."""
+        each = self.each(tower)
         whole, rest = divmod(self.mean_patches, each)
         return (each,) * int(whole) + ((rest,) if rest else ())
 
@@ -78,9 +85,9 @@ class Workload:
     state_bytes: StateBytes = StateBytes()
     """Bytes of weight and moments per trained parameter (FSDP engine only)."""
     frozen: tuple[ModelPart, ...] = ()
-    """Parts of a model that sees which do not learn; the tower of one that reads text alone learns nothing either."""
-    pictures: RowPictures | None = None
-    """Pictures of the rows; None: the rows are text."""
+    """Parts of a model that reads media which do not learn; the tower of one that reads text alone does not either."""
+    media: tuple[RowMedia, ...] = ()
+    """Media of the rows, by tower; (): the rows are text."""
     freezes_routers: bool = False
     """True if the routers of a mixture of experts are frozen, with neither gradients nor optimizer state."""
     even_rows: bool = True
@@ -110,21 +117,24 @@ class Workload:
         return self.precision in ("fp8", "fp4")
 
     def trained_shape(self, shape: ModelShape) -> ModelShape:
-        """Return the trained model's shape, with its tower where rows have pictures.
+        """Return the trained model's shape, with its towers where rows have media.
 
         A reward model's tiny score head counts as tied to the embedding.
         """
-        if self.pictures and shape.tower:
-            shape = replace(shape, other_parameters=shape.tower.other_parameters)
+        if self.media and shape.towers:
+            shape = replace(shape, other_parameters=shape.towers[0].other_parameters)
         if self.predicts_ahead:
             return shape.with_another_layer()
         return replace(shape, tied_embeddings=True) if self.scores_documents else shape
 
     def learns(self, part: ModelPart) -> bool:
-        """Return whether a part of the model learns: with an adapter none, of rows without pictures the text part."""
-        if self.adapter or (self.pictures is None and part != "language_model"):
-            return False
-        return part not in self.frozen
+        """Return whether a part of the model learns: with an adapter none, and no tower whose media rows lack."""
+        parts = {"language_model", *(one.part for one in self.media), *(["projector"] if self.media else [])}
+        return not self.adapter and part in parts and part not in self.frozen
+
+    def media_by_tower(self, shape: ModelShape) -> list[tuple[Tower, RowMedia]]:
+        """Return the towers that the rows' media pass, each with those media."""
+        return [(tower, one) for tower in shape.towers for one in self.media if one.part == tower.part]
 
 
 @dataclass(frozen=True)

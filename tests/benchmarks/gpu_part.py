@@ -42,7 +42,7 @@ from stages.parallel.processes import joined_processes
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import hardware_at_hand
 from stages.planner.search import Candidate, estimate, memory_fit
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 
 SIZES = {  # of Qwen3: width, feed-forward width, depths, heads, key/value heads, head width, vocabulary, tied
     "0.6b": (1024, 3072, (28,), 16, 8, 128, 151936, True),
@@ -201,12 +201,12 @@ def config_that_sees(folder: Path, size: str, depth: int) -> Any:
     return AutoConfig.for_model(family, **{name: value for name, value in fields.items() if name != "model_type"})
 
 
-def row_pictures(part: Part, folder: Path) -> RowPictures | None:
-    """Return the patches of the pictures of each row, as the planner counts them; None of rows of text."""
+def row_media(part: Part, folder: Path) -> tuple[RowMedia, ...]:
+    """Return the patches of the pictures of each row, as the planner counts them; () of rows of text."""
     if not part.pictures:
-        return None
+        return ()
     each = MediaProcessor(folder).num_patches(PICTURE[part.model])
-    return RowPictures(part.pictures * each, part.pictures * each, each)
+    return (RowMedia(part.pictures * each, part.pictures * each, each),)
 
 
 def with_pictures(part: Part, folder: Path, batch: Batch) -> Batch:
@@ -224,8 +224,8 @@ def with_pictures(part: Part, folder: Path, batch: Batch) -> Batch:
 
 def tried(part: Part, folder: Path, device: torch.device) -> dict[str, Any]:
     """Measure a training run under the part's layout; return why not if none fits or memory runs out."""
-    shape, pictures = shape_of(ModelFacts(folder)), row_pictures(part, folder)
-    candidates = layouts(part, shape, pictures, device)
+    shape, media = shape_of(ModelFacts(folder)), row_media(part, folder)
+    candidates = layouts(part, shape, media, device)
     if len(candidates) <= part.place:
         return {"status": "skipped", "reason": "no layout is left that is predicted to fit"}
     chosen = candidates[part.place]
@@ -239,7 +239,7 @@ def tried(part: Part, folder: Path, device: torch.device) -> dict[str, Any]:
 def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, device: torch.device) -> dict[str, Any]:
     """Train under one layout; return parameters, metrics and tags named as a train stage logs them to MLflow."""
     config = config_of(part, **chosen.layout.model_dump())
-    workload = replace(config.workload, pictures=row_pictures(part, folder))
+    workload = replace(config.workload, media=row_media(part, folder))
     start_s = time.perf_counter()
     program = plain_loop if part.program == "transformers" else engine
     steps, flops, close = program(part, config, folder, shape, device)
@@ -271,7 +271,7 @@ def measured(part: Part, chosen: Candidate, folder: Path, shape: ModelShape, dev
     return row
 
 
-def layouts(part: Part, shape: ModelShape, pictures: RowPictures | None, device: torch.device) -> list[Candidate]:
+def layouts(part: Part, shape: ModelShape, media: tuple[RowMedia, ...], device: torch.device) -> list[Candidate]:
     """Return the layouts predicted to fit in memory, fastest first; layouts with little memory to spare come last."""
     hardware = hardware_at_hand(device_name(device), 1, None)
     assert hardware, f"describe {device_name(device)} in stages/planner/hardware.py first"
@@ -281,7 +281,7 @@ def layouts(part: Part, shape: ModelShape, pictures: RowPictures | None, device:
     for recompute in [part.recompute] if part.recompute else choices:
         for micro_batch_size in (rows for rows in (1, 2, 4) if (part.rows // 2) % rows == 0):
             config = config_of(part, recompute=recompute, micro_batch_size=micro_batch_size)
-            workload = replace(config.workload, pictures=pictures)
+            workload = replace(config.workload, media=media)
             one = estimate(SearchRequest(shape, workload, hardware, 1), config.engine, config.layout)
             fit = memory_fit(one.memory.peak_gib, available)
             if fit != "does not fit":

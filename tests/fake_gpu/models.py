@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, WhisperFeatureExtractor
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.zoo.processors import save_processor
@@ -125,8 +125,38 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen2-audio-7b": (
+        "qwen2_audio",
+        {
+            "text_config": {
+                "model_type": "qwen2",
+                "vocab_size": 156032,
+                "hidden_size": 4096,
+                "intermediate_size": 11008,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "num_hidden_layers": 32,
+                "tie_word_embeddings": False,
+            },
+            "audio_config": {"num_mel_bins": 128, "d_model": 1280, "encoder_layers": 32},
+            "audio_token_index": 50,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4-e2b": (
+        "gemma4",
+        {
+            "text_config": {"num_hidden_layers": 35},
+            "vision_config": {"num_hidden_layers": 16},
+            "audio_config": {"num_hidden_layers": 12},
+            "audio_token_id": 54,
+            "image_token_id": 50,
+        },
+    ),
 }
-"""Model family and sizes of published models that see."""
+"""Model family and sizes of published models that read media."""
+DEPTHS = ("num_hidden_layers", "encoder_layers")
+"""Names of the number of layers of a model's part."""
 
 
 def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
@@ -135,14 +165,16 @@ def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
     family, sizes = SEEING[name] if name in SEEING else MODELS[name]
     shown = {"num_hidden_layers": num_layers} if num_layers else {}
     if name in SEEING:
-        _write_processor(folder, family, sizes["vision_config"])
-        sizes = {**sizes, **{part: {**sizes[part], **shown} for part in ("text_config", "vision_config")}}
+        _write_processor(folder, family, sizes)
+        parts = {part: own for part, own in sizes.items() if num_layers and isinstance(own, dict)}
+        for part, own in parts.items():
+            sizes = {**sizes, part: own | {name: num_layers for name in DEPTHS if name in own}}
     else:
         sizes = {**sizes, **shown}
     config = AutoConfig.for_model(family, **sizes, dtype="bfloat16")
     config.save_pretrained(folder)
     with torch.device("meta"):
-        model = (AutoModelForImageTextToText if name in SEEING else AutoModelForCausalLM).from_config(config)
+        model = (AutoModelForMultimodalLM if name in SEEING else AutoModelForCausalLM).from_config(config)
     weights = revert_weight_conversion(model, dict(model.state_dict()))
     if config.tie_word_embeddings:
         weights = {key: weight for key, weight in weights.items() if not key.endswith("lm_head.weight")}
@@ -157,10 +189,13 @@ def write_model(folder: Path, name: str, num_layers: int | None = None) -> Path:
     return folder
 
 
-def _write_processor(folder: Path, family: str, tower: dict[str, Any]) -> None:
-    """Write the zoo's processor of a family, for pictures of a published tower's size."""
-    processor, side = save_processor(family, folder), tower["image_size"]
-    processor.image_processor.size = {"shortest_edge": side}
-    processor.image_processor.crop_size = {"height": side, "width": side}
-    processor.patch_size = tower["patch_size"]
+def _write_processor(folder: Path, family: str, sizes: dict[str, Any]) -> None:
+    """Write the zoo's processor of a family, for media of published towers' sizes."""
+    processor, tower, heard = save_processor(family, folder), sizes.get("vision_config", {}), sizes.get("audio_config")
+    if side := tower.get("image_size"):
+        processor.image_processor.size = {"shortest_edge": side}
+        processor.image_processor.crop_size = {"height": side, "width": side}
+        processor.patch_size = tower["patch_size"]
+    if bins := (heard or {}).get("num_mel_bins"):
+        processor.feature_extractor = WhisperFeatureExtractor(feature_size=bins)
     processor.save_pretrained(folder)

@@ -22,6 +22,7 @@ ALLOCATED_BYTES = 512
 """Granularity of CUDA's allocator in bytes: it rounds the size of each allocation up to a multiple."""
 ANSWERS = {bool: True, int: 1, float: 1e-4}
 """Finite number that is read from a fake tensor, by type: a divisor, and a gradient norm that needs no clipping."""
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 COPIES = ("copy_", "_to_copy", "clone", "cat", "index_select", "index", "stack", "_foreach_copy_")
 FUNCTIONAL = {
@@ -40,6 +41,10 @@ class Storage:
 
     num_bytes: int
     label: str
+
+
+def _is_mask(indices: Any) -> bool:
+    return len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool
 
 
 class Recorder(TorchDispatchMode):
@@ -117,6 +122,10 @@ class Recorder(TorchDispatchMode):
         if first is not None and func is torch.ops.aten.nonzero.default:
             return first.new_empty((first.numel(), first.ndim), dtype=torch.int64)
         namespace, name = func._schema.name.split("::")
+        if first is not None and name in INDEXED and _is_mask(args[1]):
+            # All are chosen; else shapes would depend on values.
+            masked = (args[1][0].numel(), *first.shape[args[1][0].ndim :])
+            func, args, kwargs = torch.ops.aten.clone.default, (first if "put" in name else first.reshape(masked),), {}
         if namespace == "c10d":
             self._collective(name, args)
             if "coalesced" in name:  # has no kernel for fake tensors

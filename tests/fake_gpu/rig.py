@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from stages.data.batch import Batch, Documents
@@ -18,6 +17,7 @@ from stages.engines.settings import MediaSettings
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.sft import SftLoss
 from stages.models.facts import ModelFacts
+from stages.models.media import TOWER_OF, MediaSize, SoundSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.models.shape import ModelShape
 from stages.models.walked import shape_of
@@ -27,7 +27,7 @@ from stages.planner.hardware import HARDWARE, Efficiency
 from stages.planner.memory import GIB
 from stages.planner.search import estimate
 from stages.planner.time import step_traffic
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 from tests.fake_gpu.devices import DEVICE, fake_gpus, megatron_on_fake_gpus
 from tests.fake_gpu.models import write_model
 from tests.fake_gpu.recorder import Recorder
@@ -62,8 +62,10 @@ class Case:
     """Number of documents of equal length packed into each row."""
     sequence_length: int = 4096
     rank: int = 0
-    pictures: int = 0
-    """Number of pictures in each row, which is one document then."""
+    media: int = 0
+    """Number of media in each row, which is one document then."""
+    medium: MediaSize = (640, 480)
+    """Size of each of them."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further fields of the train stage's config, such as `adapter` and `precision`."""
 
@@ -137,12 +139,13 @@ def run(case: Case, folder: Path) -> Report:
     num_ranks, hardware = config.layout.world_size, replace(HARDWARE["h100-80gb"], efficiency=EXACT)
     workload, media = config.workload, None
     batch = _batch(config.layout.micro_batch_size, case)
-    if case.pictures:
-        batch = _with_pictures(batch, facts.folder, case)
+    if case.media:
+        batch = _with_media(batch, facts.folder, case)
         assert batch.inputs.media
-        patches = sum(batch.inputs.media.patches) // len(batch.inputs.input_ids)
-        workload = replace(workload, pictures=RowPictures(patches, patches, patches / case.pictures))
-        media = MediaSettings(config.freeze)
+        part, kind = TOWER_OF[kind_of(case.medium)], kind_of(case.medium)
+        patches = sum(batch.inputs.media.patches[part]) // len(batch.inputs.input_ids)
+        workload = replace(workload, media=(RowMedia(patches, patches, patches / case.media, part),))
+        media = MediaSettings(config.freeze, kinds=(kind,))
     request = SearchRequest(shape, workload, hardware, num_ranks)
     predicted = estimate(request, case.engine, config.layout)
     config = config.model_copy(update={"layout": predicted.layout})
@@ -183,15 +186,14 @@ def _batch(num_rows: int, case: Case) -> Batch:
     return Batch.of(ids, ids, ids, documents)
 
 
-def _with_pictures(batch: Batch, folder: Path, case: Case) -> Batch:
-    """Return the batch with pictures at the beginning of each row."""
+def _with_media(batch: Batch, folder: Path, case: Case) -> Batch:
+    """Return the batch with media at the beginning of each row."""
     processor = MediaProcessor(folder)
-    size = (640, 480)
-    tokens = torch.tensor(case.pictures * processor.token_ids(size))
+    tokens = torch.tensor(case.media * processor.token_ids(case.medium))
     ids = batch.inputs.input_ids.clone()
     ids[:, : len(tokens)] = tokens
-    pictures = [[Image.new("RGB", size)] * case.pictures for _ in ids]
-    return with_media(replace(batch, inputs=replace(batch.inputs, input_ids=ids)), pictures, processor)
+    media = [[processor.drawn(case.medium)] * case.media for _ in ids]
+    return with_media(replace(batch, inputs=replace(batch.inputs, input_ids=ids)), media, processor)
 
 
 def _fsdp_states(engine: Any) -> dict[str, Iterable[Tensor]]:
@@ -282,8 +284,19 @@ CASES = {
 """Training steps that nightly tests run on fake GPUs, by name. The models' layers are as wide as published ones, but
 few."""
 PICTURES = {
-    "full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, pictures=6),
-    "tower alone": Case("llava-7b", {"dp_shard": 8}, pictures=6, options={"freeze": ["language_model"]}),
-    "frozen tower": Case("llava-7b", {}, pictures=6, options={"freeze": ["vision_tower"]}),
+    "full": Case("llava-7b", {"dp_shard": 8, "recompute": "full"}, media=6),
+    "tower alone": Case("llava-7b", {"dp_shard": 8}, media=6, options={"freeze": ["language_model"]}),
+    "frozen tower": Case("llava-7b", {}, media=6, options={"freeze": ["vision_tower"]}),
 }
 """Training steps on rows with pictures."""
+SECONDS_30 = SoundSize(30 * 16000, 16000)
+SOUNDS = {
+    f"{model}, {name}": Case(model, {"dp_shard": 8, **layout}, media=4, medium=SECONDS_30, options={"freeze": freeze})
+    for model in ("qwen2-audio-7b", "gemma4-e2b")
+    for name, layout, freeze in (
+        ("full", {"recompute": "full"}, []),
+        ("tower alone", {}, ["language_model"]),
+        ("frozen tower", {}, ["audio_tower"]),
+    )
+}
+"""Training steps on rows with sounds."""

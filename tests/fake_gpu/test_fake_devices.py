@@ -16,9 +16,9 @@ from stages.planner.costs import StepCase
 from stages.planner.engines.registry import COSTS
 from stages.planner.kernels import layer_kernels
 from stages.planner.memory import GIB, memory
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 from tests.fake_gpu.models import WALKED, write_model
-from tests.fake_gpu.rig import CASES, EXACT, LORA, PICTURES, Case, Report, run
+from tests.fake_gpu.rig import CASES, EXACT, LORA, PICTURES, SOUNDS, Case, Report, run
 from tests.unit.stages.data.reports import Reports
 
 Weights = list[tuple[int, int]]
@@ -103,9 +103,9 @@ def test_a_step_of_a_walked_family_whose_matrices_are_split_runs_as_the_planner_
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_step_with_pictures_takes_the_memory_that_the_planner_predicts(name: str, tmp_path: Path) -> None:
-    assert run(PICTURES[name], tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
+@pytest.mark.parametrize("name", [*PICTURES, *SOUNDS])
+def test_a_step_with_media_takes_the_memory_that_the_planner_predicts(name: str, tmp_path: Path) -> None:
+    assert run({**PICTURES, **SOUNDS}[name], tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.nightly
@@ -126,9 +126,9 @@ def test_rows_within_the_bound_of_patches_stay_within_the_plan(tmp_path: Path) -
         ).training
         # Pictures of equal size: as many patches as the fullest row has.
         most.append(max(sum(map(len, dataset.media(row))) for row in range(len(dataset))))
-        report = run(replace(case, pictures=most[-1]), tmp_path / f"model-{most[-1]}")
+        report = run(replace(case, media=most[-1]), tmp_path / f"model-{most[-1]}")
         peaks.append(report.peak_bytes)
-    planned = replace(case.config.workload, pictures=RowPictures(bound, bound))
+    planned = replace(case.config.workload, media=(RowMedia(bound, bound),))
     predicted = memory(report.shape, "fsdp", report.layout, planned, efficiency=EXACT).peak_gib * GIB
     assert most == [7, 1]
     assert peaks[1] <= predicted < peaks[0] / 1.05

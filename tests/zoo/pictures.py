@@ -9,15 +9,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from stages.data.batch import IGNORED, Batch
 from stages.engines.fsdp.packed import packed
 from stages.engines.media import with_media
 from stages.models.facts import ModelFacts
-from stages.models.media import MediaSize, kind_of
+from stages.models.media import TOWER_OF, MediaSize, SoundSize, kind_of
 from stages.models.processor import MediaProcessor
 from stages.models.walked import shape_of
+from tests.zoo.media import MEDIA_FAMILIES
 from tests.zoo.models import tiny_model
 from tests.zoo.planning import keep_shape
 from tests.zoo.processors import save_processor
@@ -35,6 +36,17 @@ def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
 def save_family(family: str, folder: Path) -> Path:
     """Write a family's tiny model with its processor; return the folder."""
     tiny_model(family).save_pretrained(folder)
+    save_processor(family, folder)
+    return folder
+
+
+def save_hearing(family: str, folder: Path) -> Path:
+    """Write a family's tiny model that hears, with its processor; return the folder."""
+    heard = {"subsampling_conv_channels": [128, 4], "output_proj_dims": 32, "use_clipped_linears": False}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    # Families that see are tiny without a tower of sounds.
+    model = tiny_model(family, audio_config={**sizes, **heard}) if family in MEDIA_FAMILIES else tiny_model(family)
+    model.save_pretrained(folder)
     save_processor(family, folder)
     return folder
 
@@ -103,7 +115,7 @@ class Documents:
 
 
 def tower_error(folder: Path, size: MediaSize) -> float:
-    """Return by what share the planner's FLOPs of a picture or video differ from those that torch counts."""
+    """Return by what share the planner's FLOPs of a medium differ from those that torch counts."""
     keep_shape(folder)
     processor, shape = MediaProcessor(folder), shape_of(ModelFacts(folder))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -114,8 +126,27 @@ def tower_error(folder: Path, size: MediaSize) -> float:
     given.pop("kwargs", None)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         tower(**given)
-    assert shape.tower
-    return shape.tower.flops().forward(processor.patches(size)) / counter.get_total_flops() - 1
+    (of_kind,) = (one for one in shape.towers if one.part == TOWER_OF[kind_of(size)])
+    return of_kind.flops().forward(processor.patches(size)) / counter.get_total_flops() - 1
+
+
+def hearing_error(folder: Path, size: SoundSize) -> float:
+    """Return by what share the planner's FLOPs of a sound differ from torch's, counted in tower and projector."""
+    keep_shape(folder)
+    processor, shape = MediaProcessor(folder), shape_of(ModelFacts(folder))
+    model = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    given = processor.inputs(processor.token_ids(size), [processor.drawn(size)])
+    (heard,) = (one for one in shape.towers if one.part == "audio_tower")
+    # Other modules are of the text.
+    names = [
+        name
+        for name, _ in model.named_modules()
+        if name.endswith((".audio_tower", ".multi_modal_projector", ".embed_audio"))
+    ]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**given)
+    found = sum(sum(counter.get_flop_counts()[f"{type(model).__name__}.{name}"].values()) for name in names)
+    return heard.flops().forward(processor.patches(size)) / found - 1
 
 
 def load_seeing(folder: Path) -> Any:

@@ -35,9 +35,15 @@ from stages.models.media import SoundSize, VideoSize
 from stages.models.walked import shape_of
 from stages.parallel.layout import Layout
 from tests.parity.pictures_program import Drawn
-from tests.zoo.models import tiny_model
-from tests.zoo.pictures import Documents, load_seeing, log_probabilities, save_family, tower_error
-from tests.zoo.processors import save_processor
+from tests.zoo.pictures import (
+    Documents,
+    hearing_error,
+    load_seeing,
+    log_probabilities,
+    save_family,
+    save_hearing,
+    tower_error,
+)
 from tests.zoo.proofs import LEARNING_RATE, one_process
 from tests.zoo.table import WORKS, recorded
 
@@ -112,13 +118,21 @@ def test_the_planner_counts_a_video_as_torch_does(family: str, tmp_path: Path) -
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen2_audio", "gemma4"])
+def test_the_planner_counts_a_sound_as_torch_does(family: str, tmp_path: Path) -> None:
+    save_hearing(family, tmp_path)
+    errors = [abs(hearing_error(tmp_path, SoundSize(length, 16000))) for length in (16000, 30000, 9000)]
+    assert max(errors) <= MOST_FLOPS_ERROR
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_model_is_measured(name: str) -> None:
     shape = shape_of(ModelFacts(CONFIGS[name].config))
-    beside_text = shape.tower.other_parameters if shape.tower else shape.other_parameters
+    beside_text = shape.towers[0].other_parameters if shape.towers else shape.other_parameters
     num_parameters = shape.num_parameters - shape.other_parameters + beside_text
     assert num_parameters == pytest.approx(CONFIGS[name].parameters, rel=0.005)
-    assert (name in SEEING) == (shape.tower is not None and shape.tower.picture_patches > 1000)
+    assert (name in SEEING) == (shape.towers != () and shape.towers[0].usual_patches > 1000)
 
 
 @pytest.mark.nightly
@@ -303,10 +317,7 @@ def adapted_parts(folder: Path, targets: str) -> set[str]:
 @pytest.mark.nightly
 def test_documents_with_pictures_and_sounds_are_packed_as_transformers_reads_each_alone(tmp_path: Path) -> None:
     """Gemma 4's tokens of a picture see each other both ways, those of a sound do not."""
-    heard = {"subsampling_conv_channels": [128, 4], "output_proj_dims": 32, "use_clipped_linears": False}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tiny_model("gemma4", audio_config={**sizes, **heard}).save_pretrained(tmp_path)
-    save_processor("gemma4", tmp_path)
+    save_hearing("gemma4", tmp_path)
     documents = Drawn(tmp_path, [[SoundSize(8000, 16000)], [(64, 40), SoundSize(6000, 8000)], []])
     batch = documents.batch((0, 1, 2))
     options = {"dtype": torch.float32, "attn_implementation": {"text_config": "eager"}}

@@ -27,7 +27,7 @@ from stages.kinds.train.reference import ReferenceRows
 from stages.kinds.train.teacher import BuildEngine, TeacherRows
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.recorded import ToolPrompt
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 
 T = TypeVar("T")
 MOST_BATCHES, BATCH_TARGETS = 16, 1024
@@ -61,7 +61,7 @@ class TrainingData(Protocol):
     @property
     def lengths(self) -> Lengths | None: ...
     @property
-    def pictures(self) -> RowPictures | None: ...
+    def row_media(self) -> tuple[RowMedia, ...]: ...
 
     def with_teacher(self, build: BuildEngine, watchdog: Watchdog, teacher_lifetime: ExitStack) -> TrainingData:
         """Return the training data with the teacher's token probabilities added, if the method has a teacher.

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator
 from stages.core.contract import Execution
 from stages.core.fields import HELD_IN_FP32, AddedLater, NonNegativeFp32, Seconds, StrictModel
 from stages.engines.settings import LowPrecisionSettings, MoeSettings, MuonSettings
-from stages.models.tower import ModelPart
+from stages.models.media import ModelPart
 from stages.planner.workload import Precision, StateBytes
 
 UNSUPPORTED = {

@@ -17,7 +17,7 @@ from stages.kinds.train.blocks import LOW_PRECISION, OptimizerConfig
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.method import Method
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
-from stages.models.tower import ModelPart
+from stages.models.media import ModelPart
 from stages.parallel.compiler import missing_compiler
 from stages.parallel.device_types import unusable_gpus
 from stages.parallel.engines.registry import RULES, engines_with, lacked_feature, needs_other_engine

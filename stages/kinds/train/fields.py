@@ -28,10 +28,10 @@ from stages.kinds.train.blocks import (
     TrainingPrecision,
 )
 from stages.kinds.train.methods.options import MethodFields, MethodName
+from stages.models.media import TOWERS, ModelPart
 from stages.models.picture_bounds import PictureBounds
-from stages.models.tower import ModelPart
 from stages.parallel.layout import EngineName, Layout, LayoutOrAuto, RunConstraints
-from stages.planner.workload import ColocatedServer, RowPictures, Workload
+from stages.planner.workload import ColocatedServer, RowMedia, Workload
 
 
 class TrainFields(MethodFields):
@@ -170,7 +170,7 @@ class TrainFields(MethodFields):
             freezes_routers=self.moe.freeze_router,
             even_rows=self._has_even_rows,
             # Until rows are prepared, each is planned for as if it had the most.
-            pictures=RowPictures(patches, patches) if (patches := self.data.max_patches) else None,
+            media=tuple(RowMedia(most, most, part=part) for part in TOWERS) if (most := self.data.max_patches) else (),
         )
         return replace(workload, total_tokens=self.steps * workload.tokens_per_step) if self.steps else workload
 

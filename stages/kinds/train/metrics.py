@@ -11,7 +11,8 @@ from torch.profiler import profile
 
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
-from stages.models.flops import ModelFlops, model_flops_utilization
+from stages.models.flops import ModelFlops, Patches, model_flops_utilization
+from stages.models.media import TOWERS
 from stages.parallel.accelerator import forget_peak, peak_bytes
 from stages.parallel.device_types import DEVICE_TYPES
 from stages.parallel.devices import Peak
@@ -40,7 +41,8 @@ class Share:
 def measure_share(micro_batches: Sequence[Batch], flops: ModelFlops) -> Share:
     """Count the tokens and FLOPs of a process's share of a global batch."""
     lengths = [length for batch in micro_batches for length in real_document_lengths(batch)]
-    patches = [number for batch in micro_batches for number in patches_of(batch)]
+    in_towers = [patches_of(batch) for batch in micro_batches]
+    patches = {part: [number for one in in_towers for number in one.get(part, ())] for part in TOWERS}
     num_targets = sum(int(batch.signal.has_target.sum()) for batch in micro_batches)
     num_tokens = sum(batch.inputs.input_ids.numel() for batch in micro_batches)
     forward_only = sum(
@@ -77,9 +79,9 @@ def real_document_lengths(batch: Batch) -> list[int]:
     return lengths[: batch.documents.count].tolist()
 
 
-def patches_of(batch: Batch) -> Sequence[int]:
-    """Return the number of patches of each of a batch's pictures."""
-    return batch.inputs.media.patches if batch.inputs.media else ()
+def patches_of(batch: Batch) -> Patches:
+    """Return the number of patches of each of a batch's media, by tower."""
+    return batch.inputs.media.patches if batch.inputs.media else {}
 
 
 def throughput(engine: Engine, share: Share, step_time_s: float, wait_s: float, peak: Peak | None) -> dict[str, float]:

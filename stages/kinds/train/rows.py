@@ -26,7 +26,7 @@ from stages.kinds.train.watchdog import Watchdog
 from stages.models.flops import ModelFlops
 from stages.models.media import KINDS, MediaKind
 from stages.models.recorded import ToolPrompt
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 
 NOTHING_TAUGHT = TeacherTargets()
 
@@ -110,13 +110,16 @@ class RowData:
         return count_lengths({name: one.document_lengths for name, one in members.items()})
 
     @property
-    def pictures(self) -> RowPictures | None:
-        training = self.prepared.training
-        if not training.has_media:
-            return None
-        about = training.about
-        num_pictures = about.num_frames or about.num_media  # rows that were prepared before have no frames counted
-        return RowPictures(about.most_patches, about.num_patches / about.num_rows, about.num_patches / num_pictures)
+    def row_media(self) -> tuple[RowMedia, ...]:
+        about, media = self.prepared.training.about, []
+        if about.num_patches:
+            number = about.num_frames or about.num_media  # rows that were prepared before have no frames counted
+            media.append(RowMedia(about.most_patches, about.num_patches / about.num_rows, about.num_patches / number))
+        if about.num_sounds:
+            total = about.num_sound_frames
+            of_row = total / about.num_rows
+            media.append(RowMedia(about.most_sound_frames, of_row, total / about.num_sounds, "audio_tower"))
+        return tuple(media)
 
     @property
     def _counts_by_dataset(self) -> dict[str, float]:

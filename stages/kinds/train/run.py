@@ -90,7 +90,7 @@ def run(config: TrainConfig, context: StageContext) -> StageResult:
     data = _read_data(config, context, models)
     check_lengths(data.longest_document, context, models.start)
     with joined_processes(collective_timeout(config.execution.hang_timeout_s)) as device:
-        workload = replace(config.workload, pictures=data.pictures)
+        workload = replace(config.workload, media=data.row_media)
         prediction = predict_run(config, context, shape, models.teacher, device, workload=workload)
         config = config.model_copy(update={"layout": prediction.layout})
         with (

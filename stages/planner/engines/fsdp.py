@@ -15,7 +15,7 @@ from stages.planner.compute import LayerTime, PassTimes
 from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, TimedCase
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
-from stages.planner.towers import frozen_parts, layers_of_tower
+from stages.planner.towers import frozen_parts, layers_of_towers
 from stages.planner.workload import ProgramTraits, StateBytes, Workload
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
@@ -115,7 +115,7 @@ class FsdpCosts(EngineCosts):
             moments.append(Moment("layer", shards, held + passing, next_layers * layer.gathered, done))
         # The embedding is gathered for a backward pass that does not need it; then both are reduced, the root first.
         shards = sums or shard * num_layers * layer.learning
-        if case.workload.pictures:
+        if case.workload.media:
             moments.append(Moment("tower", shards, root.gathered + waiting * root.learning + kept, 0.0, num_layers))
         buffers = root.gathered + waiting * root.learning + reduced * layer.learning + embedding.gathered
         moments.append(Moment("nothing", shards, buffers, gathers_ahead * embedding.gathered, num_layers))
@@ -130,9 +130,9 @@ class FsdpCosts(EngineCosts):
     def data_parallel_traffic(self, case: StepCase, stage: PipelineStage) -> tuple[Traffic, ...]:
         layout, (layer, root, embedding) = case.layout, _groups(case, stage)
         gathered = (1 + _gathers_again(layout)) * (stage.num_layers * layer.gathered + embedding.gathered)
-        if case.workload.pictures:  # a frozen tower has no backward pass
-            again = _gathers_again(layout) and case.workload.learns("vision_tower")
-            gathered += (1 + again) * case.workload.compute_bytes * layers_of_tower(case.shape)
+        for tower, _ in case.workload.media_by_tower(case.shape):  # a frozen one has no backward pass
+            again = _gathers_again(layout) and case.workload.learns(tower.part)
+            gathered += (1 + again) * case.workload.compute_bytes * tower.layer_parameters
         learning = case.trained(stage)
         # Experts are gathered and reduced among the ranks that have the same ones.
         experts = case.workload.compute_bytes * _held(case, stage).expert * (layout.ep > 1)
@@ -237,7 +237,7 @@ def _groups(case: StepCase, stage: PipelineStage) -> tuple[_Group, _Group, _Grou
     """
     shape, layout, adapter, size = case.shape, case.layout, case.workload.adapter, case.workload.compute_bytes
     # A tower's layers are groups like those of text, and as a rule smaller.
-    in_tower, frozen = layers_of_tower(shape), frozen_parts(shape, case.workload)
+    in_tower, frozen = layers_of_towers(shape), frozen_parts(shape, case.workload)
     outside = outside_parameters(shape, stage, layout.tp) - in_tower
     in_root = stage.has_head * (shape.head_parameters / layout.tp + shape.other_parameters - in_tower)
     if shape.tied_embeddings or not case.software.separate_embedding:
@@ -298,7 +298,7 @@ def _spreads(request: SearchRequest, num_ranks: int, tp: int) -> Iterator[int]:
 
 def _is_tried(workload: Workload) -> bool:
     """Return whether degrees other than data parallelism go with the precision, the losses and the rows."""
-    unlike = workload.predicts_ahead or workload.scores_documents or workload.pictures
+    unlike = workload.predicts_ahead or workload.scores_documents or workload.media
     return workload.precision != "fp8" and not unlike
 
 

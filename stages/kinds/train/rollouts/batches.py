@@ -61,7 +61,7 @@ from stages.models.facts import ModelFacts
 from stages.models.processor import MediaProcessor
 from stages.models.recorded import ToolPrompt
 from stages.parallel.processes import gathered
-from stages.planner.workload import RowPictures
+from stages.planner.workload import RowMedia
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
 from stages.rollouts.prompts import RenderedPrompt, media_kinds
@@ -426,10 +426,10 @@ class RolloutData:
         return None
 
     @property
-    def pictures(self) -> RowPictures | None:
+    def row_media(self) -> tuple[RowMedia, ...]:
         """Patches of packed completions: at most those of a row that the densest prompt fills."""
         if self.processor is None:
-            return None
+            return ()
         row, length = self.config.data.sequence_length, self.options.max_completion_length
         seen = [
             (one, [self.processor.num_patches(medium.size) for medium in one.pictures.media])
@@ -440,7 +440,7 @@ class RolloutData:
         most = max(sum(patches) * max(1, fill // (len(one.token_ids) + 1)) for one, patches in seen)
         total = sum(sum(patches) for _, patches in seen)
         num_rows = sum((len(one.token_ids) + length) / row for one in self.prompts) if fill > 1 else len(self.prompts)
-        return RowPictures(most, total / num_rows, total / sum(len(patches) for _, patches in seen))
+        return (RowMedia(most, total / num_rows, total / sum(len(patches) for _, patches in seen)),)
 
     @property
     def media(self) -> frozenset[MediaReference]:

@@ -13,10 +13,10 @@ from stages.parallel.legality import is_legal
 from stages.planner.adapted import PlannedAdapter
 from stages.planner.compilation import not_compiled
 from stages.planner.costs import SearchRequest
-from stages.planner.explain import near_misses, planned_pictures, what_limits
+from stages.planner.explain import near_misses, planned_media, what_limits
 from stages.planner.hardware import HARDWARE, cpu_of
 from stages.planner.search import estimate, fitting_layouts, legal_layouts, search
-from stages.planner.workload import RowPictures, Workload
+from stages.planner.workload import RowMedia, Workload
 
 A100 = HARDWARE["a100-80gb"]
 FEW = SearchRequest(KNOWN["qwen2.5 7b"], Workload(2048, 16), A100, 4, available_gib=70.0)
@@ -92,7 +92,7 @@ def test_layers_are_compiled_where_it_pays_within_the_training():
     [
         ({"shape": KNOWN["qwen3 30b"]}, "no single graph of a layer with experts"),
         ({"workload": replace(SMALL.workload, even_rows=False)}, "rows differ in length"),
-        ({"workload": replace(SMALL.workload, pictures=RowPictures(100, 50.0, 10.0))}, "that see were not"),
+        ({"workload": replace(SMALL.workload, media=(RowMedia(100, 50.0, 10.0),))}, "that see were not"),
         ({"hardware": HARDWARE["ascend910b2"]}, "makes no kernels for ascend910b2"),
         ({"hardware": cpu_of(2)}, "no faster on a CPU"),
         ({"no_compiler": "there is no gcc"}, "there is no gcc"),
@@ -106,18 +106,32 @@ def test_layers_are_not_compiled_where_that_cannot_work_and_the_reason_is_given(
 
 def test_rows_with_pictures_take_the_towers_time_and_memory():
     kept = TowerBytes(layers=27 * 32 * 2 * 1280.0, inputs=2 * 32 * 1280.0, results=1e5, outside=2e4, projector=1e4)
-    tower = Tower(32, 630_000_000, 632_000_000, 45_000_000, 680_000_000, 6.3e8, 1.1e7, 1e5, 1176.0, 1564.0, kept, kept)
-    text = replace(SMALL, shape=replace(SMALL.shape, tower=tower))
-    seeing = replace(text, workload=replace(SMALL.workload, pictures=RowPictures(2 * 1564, 1564.0)))
+    tower = Tower(
+        "vision_tower",
+        32,
+        630_000_000,
+        632_000_000,
+        45_000_000,
+        680_000_000,
+        6.3e8,
+        1.1e7,
+        1e5,
+        1176.0,
+        1564.0,
+        kept,
+        kept,
+    )
+    text = replace(SMALL, shape=replace(SMALL.shape, towers=(tower,)))
+    seeing = replace(text, workload=replace(SMALL.workload, media=(RowMedia(2 * 1564, 1564.0),)))
     before, found = (estimate(one, "fsdp", Layout(dp_shard=8, accumulate="sharded")) for one in (text, seeing))
     assert before.time.parts.tower == 0 < found.time.parts.tower
     flops = seeing.shape.flops().training([2048], 2048) + tower.flops().training([1564])
     assert found.time.mfu == pytest.approx(64 * flops / found.time.step_time_s / 8 / A100.peak_flops_per_s("bf16"))
-    shown = planned_pictures(seeing.shape, seeing.workload, found.layout)
+    (shown,) = planned_media(seeing.shape, seeing.workload, found.layout)
     assert shown.per_row == 1
     assert shown.flops_share == pytest.approx(tower.flops().training([1564]) / flops)
     assert found.memory.peak_gib - before.memory.peak_gib > 0.9 * shown.memory_gib
-    assert planned_pictures(text.shape, text.workload, before.layout) is None
+    assert planned_media(text.shape, text.workload, before.layout) == []
     # Frozen, it has no backward pass and keeps nothing.
     frozen = replace(seeing, workload=replace(seeing.workload, frozen=("vision_tower", "projector")))
     cheaper = estimate(frozen, "fsdp", Layout(dp_shard=8, accumulate="sharded"))
