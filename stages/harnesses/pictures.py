@@ -14,7 +14,7 @@ from stages.core.contract import StageInput
 from stages.core.errors import DataError, EvaluationError
 from stages.data.files import RowLocation
 from stages.data.media import embedded
-from stages.data.media.addresses import file_address
+from stages.data.media.addresses import FORMS
 from stages.data.media.embedded import embedded_bytes
 from stages.data.media.folder import MediaFolder
 from stages.data.media.requests import openai_messages
@@ -69,7 +69,7 @@ class QuestionPictures:
     def data_address(self, reference: MediaReference) -> str:
         """Return a medium as a `data:` address: a picture's as it is seen, else the file's, which servers measure."""
         data = self._kept.get(reference.sha256) if not reference.path else None
-        return file_address(reference.kind, self._folder.encoded(reference) if data is None else data)
+        return FORMS[reference.kind].address(self._folder.encoded(reference) if data is None else data)
 
 
 def task_folder_of(evaluation: Path) -> Path | None:

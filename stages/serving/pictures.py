@@ -9,14 +9,14 @@ the model's rate. What is passed on is what was checked: parsed and written agai
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from stages.core.redaction import quoted
 from stages.data.media import sounds, videos
-from stages.data.media.addresses import sound_address, video_address
-from stages.data.media.folder import MOST_BYTES
-from stages.data.media.images import as_data_address, from_data_address
+from stages.data.media.addresses import FORMS
+from stages.data.media.images import from_data_address
 from stages.models.media import KINDS, NOUNS, HeardSound, MediaError, MediaKind, TakenFrames
 from stages.serving.exchange import json_object
 
@@ -61,6 +61,10 @@ class Limits:
         taken = {"image": self.images, "video": self.frames, "audio": self.heard}
         return self.most if taken[kind] else 0
 
+    def reason(self, kind: MediaKind) -> str | None:
+        """Return why media of a kind that the model learned from are not taken; None if there is no such reason."""
+        return {"video": self.unseen}.get(kind)
+
     @property
     def kinds(self) -> frozenset[MediaKind]:
         """Kinds of media that the model takes."""
@@ -74,12 +78,26 @@ class Limits:
 
 def address_for(kind: MediaKind, data: bytes, limits: Limits) -> str:
     """Return an encoded medium as the `data:` address that an engine gets; raises MediaError for one out of bounds."""
-    if limits.frames and kind == "video":
-        videos.check_served(data, limits.frames)
-        return video_address(data)
-    if limits.heard and kind == "audio":
-        return sound_address(sounds.sound_as_heard(data, limits.heard))
-    return as_data_address(data)
+    return FORMS[kind].address(SERVED[kind](data, limits))
+
+
+def _video(data: bytes, limits: Limits) -> bytes:
+    assert limits.frames, "no videos are taken"
+    videos.check_served(data, limits.frames)
+    return data
+
+
+def _sound(data: bytes, limits: Limits) -> bytes:
+    assert limits.heard, "no sounds are taken"
+    return sounds.sound_as_heard(data, limits.heard)
+
+
+SERVED: dict[MediaKind, Callable[[bytes, Limits], bytes]] = {
+    "image": lambda data, _: data,
+    "video": _video,
+    "audio": _sound,
+}
+"""Function by kind that checks an encoded medium, and returns what an engine gets of it."""
 
 
 def checked(body: bytes, limits: Limits) -> bytes:
@@ -120,8 +138,8 @@ def _part(part: Any, limits: Limits, counts: Counter[MediaKind]) -> Any:
     if name in TEXTS:
         return part
     kind = PARTS.get(name)
-    if kind == "video" and limits.unseen:
-        raise RefusedRequestError(f"the request has a video, and {limits.unseen}")
+    if kind and (reason := limits.reason(kind)):
+        raise RefusedRequestError(f"the request has a {NOUNS[kind]}, and {reason}")
     if kind is None or not limits.of(kind):
         raise RefusedRequestError(f"a message has a part of type {quoted(name, SHOWN_CHARACTERS)}; {_expected(limits)}")
     counts[kind] += 1
@@ -150,6 +168,6 @@ def _address(holder: Any, name: str, limits: Limits, number: int) -> str:
             f"{NOUNS[kind]} {number} is {shown}; nothing is fetched here: expected {EXPECTED[kind]}"
         )
     try:
-        return address_for(kind, from_data_address(url, MOST_BYTES[kind]), limits)
+        return address_for(kind, from_data_address(url, FORMS[kind].max_bytes), limits)
     except MediaError as error:
         raise RefusedRequestError(f"{NOUNS[kind]} {number} {error}") from error

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, cast
 from stages.core.errors import DataError
 from stages.core.redaction import quoted
 from stages.data.files import RowLocation, holds_rows
-from stages.data.media import images, sounds, videos
+from stages.data.media.addresses import FORMS
 from stages.data.media.embedded import embedded_bytes, is_embedded, place_of, read_embedded
-from stages.data.media.images import PictureError, as_data_address, decode_picture, inspect_picture
+from stages.data.media.images import PictureError, as_data_address
 from stages.data.media_reference import MAX_PATH_BYTES, MediaReference
 from stages.data.messages import RowError, kind_of
-from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling, SoundSize, VideoSize
+from stages.models.media import NOUNS, MediaError, MediaKind, MediaSize, Medium, Sampling
 from stages.remote.pointers import SUFFIX, open_file
 
 if TYPE_CHECKING:
@@ -32,12 +32,6 @@ ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 MAX_QUOTED = 80
 COPIES = "media"
 """Folder, in that of rows, of media that came with them from another dataset, under their digests."""
-MOST_BYTES: dict[MediaKind, int] = {
-    "image": images.MAX_BYTES,
-    "video": videos.MAX_BYTES,
-    "audio": sounds.MAX_BYTES,
-}
-"""Largest number of bytes of a medium's file."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class MediaFolder:
         if len(place.encode()) > MAX_PATH_BYTES:
             raise RowError(f"has a path of more than {MAX_PATH_BYTES:,} bytes as {kind}; expected a shorter one")
         try:
-            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path, MOST_BYTES[kind]))
+            return self._reference(kind, place.removesuffix(SUFFIX), self._read(path, FORMS[kind].max_bytes))
         except MediaError as error:
             raise RowError(f"has the {NOUNS[kind]} {quoted(path, MAX_QUOTED)}, which {error}") from error
 
@@ -97,15 +91,9 @@ class MediaFolder:
 
         Raises DataError as `encoded` does.
         """
-        data, size = self.encoded(reference), reference.size
+        data = self.encoded(reference)
         try:
-            if isinstance(size, VideoSize):
-                assert sampling, "opened without the processor that takes frames"
-                return videos.decode_video(data, size, sampling.frames(size))
-            if isinstance(size, SoundSize):
-                assert sampling, "opened without the processor that has a rate"
-                return sounds.decode_sound(data, size, sampling.sample_rate)
-            return decode_picture(data)
+            return FORMS[reference.kind].decode(data, reference.size, sampling)
         except MediaError as error:
             raise DataError(f"the {NOUNS[reference.kind]} {reference.path} of {self.root} {error}") from error
 
@@ -125,7 +113,7 @@ class MediaFolder:
             if is_embedded(reference.path):
                 data = read_embedded(self.root, reference.path, reference.sha256)
             else:
-                data = self._read(reference.path, MOST_BYTES[reference.kind])
+                data = self._read(reference.path, FORMS[reference.kind].max_bytes)
         except (OSError, ValueError) as error:  # of a file that is gone, or holds something else now
             raise DataError(f"the {noun} {reference.path} of {self.root} cannot be read: {error}") from error
         if data is None or hashlib.sha256(data).hexdigest() != reference.sha256:
@@ -154,12 +142,7 @@ class MediaFolder:
         return MediaReference.of(path, hashlib.sha256(data).hexdigest(), self._size(kind, data))
 
     def _size(self, kind: MediaKind, data: bytes) -> MediaSize:
-        if kind == "video":
-            return videos.inspect_video(data)
-        if kind == "audio":
-            return sounds.inspect_sound(data, by_header=self.by_header)
-        size = inspect_picture(data, by_header=self.by_header)
-        return size.width, size.height
+        return FORMS[kind].inspect(data, self.by_header)
 
     def _read(self, path: str, max_bytes: int) -> bytes:
         found = self._found(path)

@@ -168,8 +168,8 @@ def _read_media(arguments: argparse.Namespace, specs: Sequence[LaunchSpec]) -> l
 def _refusal(kind: MediaKind, number: int, spec: LaunchSpec) -> str:
     if most := spec.limits.of(kind):
         return f"found {number}, and {spec.model} takes {most} in a request (`serving.max_images`); give fewer"
-    if kind == "video" and spec.limits.unseen:
-        return f"{spec.model} is not served with videos: {spec.limits.unseen}"
+    if reason := spec.limits.reason(kind):
+        return f"{spec.model} is not served with {NOUNS[kind]}s: {reason}"
     if spec.max_images:
         return f"{spec.model} is not served with {NOUNS[kind]}s; choose {SERVED[kind]}"
     return f"{spec.model} reads text alone; choose a model with a processor of {NOUNS[kind]}s"

@@ -13,9 +13,7 @@ from typing import Any
 from stages.core.errors import DataError, ServerError
 from stages.core.files import read_json_object
 from stages.core.lines import visible
-from stages.data.media.addresses import file_address
-from stages.data.media.folder import MOST_BYTES
-from stages.data.media.images import inspect_picture
+from stages.data.media.addresses import FORMS
 from stages.models.media import NOUNS, MediaError, MediaKind
 from stages.serving.client import Client
 from stages.serving.pictures import Limits, address_for
@@ -74,12 +72,11 @@ def read_medium(kind: MediaKind, path: Path, limits: Sequence[Limits]) -> dict[s
     """
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES[kind] + 1)
-        if kind == "image":
-            inspect_picture(data)
+            data = file.read(FORMS[kind].max_bytes + 1)
+        FORMS[kind].inspect(data, False)
         for one in limits:
             address_for(kind, data, one)
-        return {"type": f"{kind}_url", f"{kind}_url": {"url": file_address(kind, data)}}
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": FORMS[kind].address(data)}}
     except (OSError, MediaError) as error:
         what = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
         raise DataError(f"the {NOUNS[kind]} {path} {what}") from error
