@@ -7,6 +7,7 @@ is checked for `layout_errors` when it is parsed, for its engine's `model_errors
 import json
 from collections.abc import Iterator
 
+from stages.core.lines import counted
 from stages.models.shape import ModelShape
 from stages.parallel.engines.registry import RULES, lacked_feature
 from stages.parallel.layout import EngineName, Layout, RunConstraints
@@ -37,8 +38,10 @@ def _other_engines_fields(engine: EngineName, layout: Layout) -> Iterator[str]:
         found = [name for name in foreign if getattr(layout, name) != getattr(DEFAULT, name)]
         if found:
             named = ", ".join(f"{name} {json.dumps(getattr(layout, name))}" for name in found)
+            means, it = ("means", "it") if len(found) == 1 else ("mean", "them")
             yield (
-                f"layout: {named} only mean something with `engine: {other}`, but the engine is {engine}; change either"
+                f"layout: {named} only {means} something with `engine: {other}`, but the engine is {engine}; remove "
+                f"{it}, or change the engine"
             )
 
 
@@ -48,8 +51,17 @@ def _processes(engine: EngineName, layout: Layout, constraints: RunConstraints) 
         degrees = " × ".join(f"{name} {getattr(layout, name)}" for name in factors)
         yield (
             f"layout: {degrees} = {layout.world_size} processes, but execution starts "
-            f"{constraints.processes} ({constraints.nodes} nodes × {constraints.processes_per_node}); change either"
+            f"{constraints.processes} ({counted(constraints.nodes, 'node')} × {constraints.processes_per_node}); "
+            f"{_with_processes(layout, constraints)}"
         )
+
+
+def _with_processes(layout: Layout, constraints: RunConstraints) -> str:
+    """Return what to change so that a layout has as many processes as are started."""
+    others = layout.world_size // layout.dp_shard
+    if constraints.processes % others == 0:
+        return f"`dp_shard: {constraints.processes // others}` makes as many"
+    return f"{others} × any dp_shard is none: change a degree, or `execution.processes`"
 
 
 def _batch(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
@@ -57,5 +69,6 @@ def _batch(layout: Layout, constraints: RunConstraints) -> Iterator[str]:
     if constraints.global_batch_size % rows:
         yield (
             f"global_batch_size {constraints.global_batch_size} is not divisible by micro_batch_size "
-            f"{layout.micro_batch_size} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} = {rows}"
+            f"{layout.micro_batch_size} × dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} = {rows}; "
+            f"the nearest that is: {max(1, round(constraints.global_batch_size / rows)) * rows}"
         )

@@ -1,7 +1,7 @@
 """Values that processes of `tp` exchange for a layer whose matrices are split by Transformers' plan.
 
-A product of a matrix that is split by its inputs is summed over processes, and so is the gradient of the input of each
-matrix that is split by its results: plans sum these one by one, where Megatron joins the matrices of one input.
+A product of a matrix that is split by its inputs is summed over processes, and so is the gradient of the input of
+matrices that are split by their results: once for those of one input, such as queries, keys and values.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,14 @@ def split_values(shape: ModelShape) -> SplitValues:
     """Return what a layer's passes exchange under tensor parallelism."""
     forward = backward = gathered = 0.0
     for layer in range(shape.num_layers):
+        inputs = dict[object, float]()
         for one in linear_layers(shape, layer):
             forward += one.outputs * (one.split == "rows")
-            backward += one.inputs * (one.split in ("columns", "gathered"))
             gathered += one.outputs * (one.split == "gathered")
+            if one.split == "columns":
+                inputs[one.place if one.source is None else one.source] = one.inputs
+            backward += one.inputs * (one.split == "gathered")
+        backward += sum(inputs.values())
         if any(one.split for one in stacked_parameters(shape, layer)):  # of all experts together
             forward += shape.hidden_size
             backward += shape.hidden_size

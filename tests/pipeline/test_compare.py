@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from refreshes import Home
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from stages.hubs.builtin.qwen3 import make_tokenizer
 
 BASELINE, SHARDED, IMPOSSIBLE = "fsdp micro_batch_size=2", "fsdp dp_shard=2 micro_batch_size=2", "megatron tp=3"
 INDIVISIBLE = "fsdp dp_shard=3"
@@ -24,6 +27,12 @@ STAGES = {
     },
 }
 EXPERIMENT = "llm-lifecycle"
+SPLIT = ("fsdp tp=2 micro_batch_size=2", "fsdp cp=2 micro_batch_size=2", "fsdp dp_shard=2 ep=2 micro_batch_size=2")
+UNFIT = {
+    "fsdp tp=3": "tp 3 does not divide the model's 4 attention heads",
+    "fsdp dp_shard=4 ep=3": "ep 3 does not divide dp_shard 4",
+    "fsdp cp=2 compile=true": "`layout.cp: 2` with `engine: fsdp` does not go with `layout.compile`",
+}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +153,31 @@ def test_the_same_table_comes_from_the_runs_in_mlflow(home, rows):
     assert found.keys() == rows.keys()
     assert found[SHARDED]["metrics"]["step_time_s"] == pytest.approx(rows[SHARDED]["metrics"]["step_time_s"])
     assert found[SHARDED]["num_devices"] == 2
+
+
+@pytest.mark.nightly
+def test_matrices_tokens_and_experts_are_split_beside_one_process(home):
+    """A mixture of experts, measured on two processes each way, beside what was predicted; the loss is the same."""
+    folder = home.folder.parent / "mixture"
+    make_tokenizer().save_pretrained(folder)
+    sizes = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **counts, max_position_embeddings=128)).save_pretrained(folder)
+    recipe = home.recipe("mixture", **{**STAGES, "base": {"kind": "download", "model": f"file://{folder}"}})
+    measuring = ["--steps", "2", "--warmup", "1", "--rounds", "1"]
+    done = home.lifecycle(
+        "compare", str(recipe), "--stage", "sft", "--layouts", BASELINE, *SPLIT, *UNFIT, *measuring, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["layout"]: row for row in json.loads(done.stdout)["layouts"]}
+    assert rows.keys() == {BASELINE, *SPLIT, *UNFIT}
+    for layout in (BASELINE, *SPLIT):
+        metrics = rows[layout]["metrics"]
+        assert rows[layout]["error"] is None and abs(metrics["loss_difference"]) < 1e-5
+        assert metrics["step_time_s"] > 0 and metrics["predicted_step_time_s"] > 0
+        assert metrics["peak_memory_gib"] > 0 and metrics["predicted_memory_gib"] > 0
+    for layout, reason in UNFIT.items():
+        assert reason in rows[layout]["error"] and not rows[layout]["metrics"]
 
 
 def test_a_wrong_layout_stops_before_anything_starts(home, recipe):

@@ -1,6 +1,7 @@
 """Tiny models with random weights, made offline: one of each family in `text.py` and `media.py`."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,3 +38,8 @@ def tiny_model(family: str, **fields: Any) -> PreTrainedModel:
             else:
                 parameter.mul_(4)
     return model.eval()
+
+
+def load(folder: Path) -> Any:
+    """Return a folder's model as Transformers' plain matrix products compute it, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

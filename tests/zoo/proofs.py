@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from stages.adapters.config import AdapterConfig
 from stages.core.errors import LifecycleError
@@ -32,11 +31,12 @@ from stages.models.loading import class_with_head, load_config
 from stages.models.processor import reads_media
 from stages.parallel.layout import Layout
 from tests.zoo.media import MEDIA_FAMILIES
-from tests.zoo.models import FAMILIES, tiny_model
+from tests.zoo.models import FAMILIES, load, tiny_model
 from tests.zoo.planning import planner
 from tests.zoo.processors import PROCESSORS, save_processor
 from tests.zoo.quantizing import METHOD_COLUMNS
 from tests.zoo.serving import SERVED, served
+from tests.zoo.splitting import LAYOUTS, fields_to_split, split
 from tests.zoo.table import RECORD, UNTRIED, YES, recorded, sentence
 from tests.zoo.tokenizer import save_tokenizer
 
@@ -83,11 +83,6 @@ COLUMNS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def load(folder: Path) -> Any:
-    """Return a folder's model as Transformers' plain matrix products compute it, in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
 def result(column: str, folder: Path) -> str:
     """Return what a family's model gave in a column: `yes` or its kind, or why not; `UNTRIED` for one without eyes."""
     config = load_config(folder)
@@ -104,16 +99,16 @@ def result(column: str, folder: Path) -> str:
         return sentence(f"{type(error).__name__}: {error}".replace(f"{folder}", "the model"))
 
 
-def save_family(family: str, folder: Path) -> Path:
-    """Write a family's tiny model with a tokenizer of its vocabulary; return the folder."""
-    tiny_model(family).save_pretrained(folder)
+def save_family(family: str, folder: Path, **fields: Any) -> Path:
+    """Write a family's tiny model with a tokenizer of its vocabulary; return the folder. fields: as of `tiny_model`."""
+    tiny_model(family, **fields).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
-def save_to_serve(family: str, folder: Path) -> Path:
+def save_to_serve(family: str, folder: Path, **fields: Any) -> Path:
     """Write a family's tiny model, as a server reads it: with its processor of images, if it has one."""
-    save_family(family, folder)
+    save_family(family, folder, **fields)
     if family in PROCESSORS:
         save_processor(family, folder)
     return folder
@@ -130,13 +125,27 @@ def result_of(column: str, family: str, folder: Path) -> str:
 
 def served_of(families: Iterable[str], root: Path) -> dict[str, str]:
     """Write families' tiny models under `root` and serve them; return what came out, or why one could not be made."""
-    folders, outcomes = dict[str, Path](), dict[str, str]()
+    folders, unmade = _saved(families, root)
+    return served(folders) | unmade
+
+
+def split_of(families: Iterable[str], root: Path, columns: Sequence[str] = (*LAYOUTS,)) -> dict[str, dict[str, str]]:
+    """Write families' tiny models under `root` and split each between two processes; return what came out by column."""
+    folders, unmade = _saved(families, root, fields_to_split)
+    return split(folders, columns, root) | {family: dict.fromkeys(columns, why) for family, why in unmade.items()}
+
+
+def _saved(
+    families: Iterable[str], root: Path, fields: Callable[[str], dict[str, Any]] = lambda _: {}
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Write families' tiny models; return the folders of those that could be made, and why others could not."""
+    folders, unmade = dict[str, Path](), dict[str, str]()
     for family in families:
         try:
-            folders[family] = save_to_serve(family, root / family)
+            folders[family] = save_to_serve(family, root / family, **fields(family))
         except Exception as error:
-            outcomes[family] = sentence(f"{type(error).__name__}: {error}")
-    return served(folders) | outcomes
+            unmade[family] = sentence(f"{type(error).__name__}: {error}")
+    return folders, unmade
 
 
 def _trained(folder: Path, options: AdapterConfig | None, loaded: Callable[[Path], Any]) -> str:
@@ -190,7 +199,7 @@ def main() -> None:
     """Try families, and keep what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to try (default: all)")
-    columns = [*COLUMNS, SERVED]
+    columns = [*COLUMNS, *LAYOUTS, SERVED]
     parser.add_argument("--columns", nargs="+", choices=columns, default=columns, help="what to try")
     arguments = parser.parse_args()
     os.environ["TQDM_DISABLE"] = "1"
@@ -201,6 +210,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             outcomes = {column: result_of(column, family, Path(name)) for column in of_folders}
         keep(family, outcomes)
+    if of_two := [column for column in LAYOUTS if column in arguments.columns]:
+        with tempfile.TemporaryDirectory() as name:
+            for family, outcomes in split_of(families, Path(name), of_two).items():
+                keep(family, outcomes)
     if SERVED in arguments.columns:
         for at in range(0, len(families), AT_A_TIME):
             with tempfile.TemporaryDirectory() as name:

@@ -17,7 +17,7 @@ from stages.models.walked import shape_of
 from stages.parallel.layout import Layout
 from tests.unit.stages.engines.test_attention import check_family
 from tests.zoo.models import FAMILIES
-from tests.zoo.proofs import COLUMNS, LEARNING_RATE, one_process, result_of, save_family, served_of
+from tests.zoo.proofs import COLUMNS, LEARNING_RATE, one_process, result_of, save_family, served_of, split_of
 from tests.zoo.serving import SERVED
 from tests.zoo.table import UNTRIED, WORKS, recorded
 
@@ -94,6 +94,16 @@ def test_vllm_serves_the_families_that_the_table_shows(tmp_path: Path) -> None:
 
 def _in_short(outcome: str) -> str:
     return outcome if outcome in WORKS else "no"
+
+
+@pytest.mark.nightly
+def test_two_processes_split_the_families_that_the_table_shows(tmp_path: Path) -> None:
+    """One pair of processes trains them all; `make test` splits a few (`tests/parity/test_fsdp.py`)."""
+    outcomes = split_of(FAMILIES, tmp_path)
+    found = {family: {column: _in_short(one) for column, one in cells.items()} for family, cells in outcomes.items()}
+    assert found == {
+        family: {column: _in_short(recorded()[family][column]) for column in cells} for family, cells in found.items()
+    }
 
 
 @pytest.mark.nightly

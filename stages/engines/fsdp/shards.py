@@ -105,14 +105,22 @@ def check_split(
     layouts = Layout(dp_shard=num_shares, tp=layout.tp, ep=layout.ep), Layout(dp_shard=num_shares * layout.tp)
     meshes = device_mesh(layouts[0], device), device_mesh(layouts[1], device)
     measured = []
-    for model, layout, own in zip((split, whole), layouts, meshes, strict=True):
+    experts = f", and its experts over ep {layout.ep} processes" if layout.ep > 1 else ""
+    how = f"split over tp {layout.tp} processes by Transformers' plan{experts}, {type(whole.causal_lm).__name__}"
+    remedy = f"set {'`tp: 1`' if layout.ep == 1 else '`tp: 1` and `ep: 1`'}, and spread the model by `dp_shard`"
+    for model, split_as, own in zip((split, whole), layouts, meshes, strict=True):
         keep_kinds_of_layers(model.causal_lm)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        split_model(model, layout, own)
-        apply_fsdp(model, transformer_layers(model.causal_lm), layout, own, torch.float32)
+        split_model(model, split_as, own)
+        apply_fsdp(model, transformer_layers(model.causal_lm), split_as, own, torch.float32)
         read_shards(model.causal_lm, files, device)
-        measured.append(_values_and_norms(model, layout.dp_shard, device))
+        try:
+            measured.append(_values_and_norms(model, split_as.dp_shard, device))
+        except (torch.OutOfMemoryError, dist.DistError):
+            raise
+        except RuntimeError as error:  # of a plan that does not fit the model's code: the same on each process
+            raise ModelError(f"{how} does not run: {str(error).partition(chr(10))[0]}; {remedy}") from error
     (values, norms), (expected, expected_norms) = measured
     difference = (values - expected).abs().max().item()
     largest = max(expected_norms.values())
@@ -123,12 +131,7 @@ def check_split(
     if not difference < LARGEST_DIFFERENCE:
         wrong.insert(0, f"log-probabilities by {difference:.2g} nats")
     if wrong:
-        experts = f", and its experts over ep {layout.ep} processes" if layout.ep > 1 else ""
-        degrees = "`tp: 1`" if layout.ep == 1 else "`tp: 1` and `ep: 1`"
-        raise ModelError(
-            f"split over tp {layout.tp} processes by Transformers' plan{experts}, {type(whole.causal_lm).__name__} "
-            f"differs from the whole model: {', '.join(wrong[:3])}; set {degrees}, and spread the model by `dp_shard`"
-        )
+        raise ModelError(f"{how} differs from the whole model: {', '.join(wrong[:3])}; {remedy}")
 
 
 def _values_and_norms(

@@ -23,7 +23,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from stages.adapters.files import INNER
-from stages.engines.fsdp.tensor_parallel import changed, is_split, summed, summed_gradients
+from stages.engines.fsdp.tensor_parallel import block_input, changed, end_block, is_split, summed, summed_gradients
 
 ROWS, COLUMNS = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
 """Styles that split the last dimension but one of a weight, and the last; a factor with that dimension has the same."""
@@ -131,13 +131,14 @@ def _with_own_parts(
 def _with_summed_gradients(
     compute: Callable[..., Tensor], group: dist.ProcessGroup, states: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    return compute(summed_gradients(states, group), *args, **options)
+    return compute(block_input(states, group), *args, **options)
 
 
 def _summed_with_bias(
     module: Any, compute: Callable[..., Tensor], group: dist.ProcessGroup, *args: Any, **options: Any
 ) -> Tensor:
     """Return the sum of what each process computes of a layer's output, and the layer's bias, once."""
+    end_block()
     base = module.base_layer
     bias = base._parameters["bias"]
     base._parameters["bias"] = None

@@ -5,8 +5,9 @@ inputs (Shoeybi et al. 2019), and where sums over processes are due. What a plan
 Embedding and output head are split by entries of the vocabulary, so that no process has all logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
     TensorParallelLayer,
     apply_tensor_parallelism,
     replace_layer_number_by_wildcard,
@@ -97,7 +100,53 @@ class _SummedGradients(TensorParallelLayer):
         return module
 
 
-OWN_STYLES = {"vocabulary": _SplitVocabulary(), "replicated_with_grad_allreduce": _SummedGradients()}
+class _LatestInput:
+    """Latest input of matrices that are split by their results, in the forms in which its gradient is summed."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+        self._forms: dict[str, Any] = {}
+
+    def form(self, name: str, given: Tensor, make: Callable[[], Any]) -> Any:
+        """Return an input in the named form, the same one for all matrices of a block."""
+        if given is not self._input:
+            self._input, self._forms = given, {}
+        if name not in self._forms:
+            self._forms[name] = make()
+        return self._forms[name]
+
+    def forget(self) -> None:
+        self._input, self._forms = None, {}
+
+
+class _JoinedColumns(ColwiseParallel):
+    """Matrices split by their results, of which those of one input share the sum of its gradient over processes.
+
+    Transformers has one for each: three for queries, keys and values, where Shoeybi et al. have one.
+    """
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        prepare = partial(super().transform_inputs_pre_forward, module, args, kwargs, mesh)
+        if not torch.is_grad_enabled():
+            return prepare()
+        return (_latest.form("spread", args[0], lambda: prepare()[0][0]), *args[1:]), kwargs
+
+
+class _LastRows(RowwiseParallel):
+    """Matrices split by their inputs, which end a block: the block's own input is not kept any longer."""
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        _latest.forget()
+        return super().transform_inputs_pre_forward(module, args, kwargs, mesh)
+
+
+_latest = _LatestInput()
+OWN_STYLES = {
+    "vocabulary": _SplitVocabulary(),
+    "replicated_with_grad_allreduce": _SummedGradients(),
+    "colwise": _JoinedColumns(),
+    "rowwise": _LastRows(),
+}
 
 
 @contextmanager
@@ -156,6 +205,16 @@ def matrices_left_whole(causal_lm: Any) -> list[str]:
             if weight.ndim > 1 and "lora_" not in name and not is_split(weight):
                 whole.add(name)
     return sorted(whole)
+
+
+def block_input(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the input of a block, of which the gradients by a process's parts of its matrices are summed once."""
+    return _latest.form("summed", states, lambda: _SumGradients.apply(states, group))  # type: ignore[no-any-return]
+
+
+def end_block() -> None:
+    """Forget the input of a block, whose last matrix is computed."""
+    _latest.forget()
 
 
 def summed_gradients(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -64,7 +64,7 @@ def _notes(config: TrainFields, model: ModelAtHand | None, gpu_type: str | None)
         if gpu_type:
             errors += rules.device_errors(gpu_type, config.layout, config.precision, shape)
         if errors:
-            raise LayoutError("; ".join(errors))
+            raise LayoutError("; ".join(one.removeprefix("layout: ") for one in errors))  # whose field is named before
         yield from rules.layout_warnings(config.layout, config.constraints, shape)
     limit = facts.max_positions
     if limit is not None and config.data.sequence_length > limit:

@@ -248,8 +248,6 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
             "`layout.compile` does not go with `data.packing: false`, whose rows have lengths of their own: layers "
             "would be compiled again for each; remove either"
         )
-    if isinstance(config.layout, Layout) and not RULES[engine].has("splits_all"):
-        yield from _split_errors(config)
     if config.moe.freeze_router and config.adapter:
         yield (
             "`moe.freeze_router` has no effect with `adapter`, whose base is frozen; remove it, and leave routers out "
@@ -287,10 +285,12 @@ def _split_errors(config: TrainFields) -> Iterator[str]:
     for degree, of_degree in options.items():
         size: int = getattr(config.layout, degree)
         found = [f"`{name}`" for name, is_used in of_degree.items() if is_used]
+        # Experts are spread over processes of data parallelism, which stay.
+        in_place = "" if degree == "ep" else f" and `dp_shard: {config.layout.dp_shard * size}`"
         if size > 1 and found:
             yield (
                 f"`layout.{degree}: {size}` with `engine: {config.engine}` does not go with "
-                f"{', nor with '.join(found)}; set `{degree}: 1`, or remove what it does not go with"
+                f"{', nor with '.join(found)}; set `{degree}: 1`{in_place}, or remove what it does not go with"
             )
 
 
@@ -401,9 +401,10 @@ def _adamw_errors(config: TrainFields) -> Iterator[str]:
 
 
 def layout_problems(config: TrainFields) -> Iterator[str]:
-    """Yield conflicts of the recipe's parallel layout with engine, batch size or number of processes."""
+    """Yield conflicts of the recipe's parallel layout with engine, other options, batch size or number of processes."""
     if not isinstance(config.layout, AutoLayout):
         yield from layout_errors(config.engine, config.layout, config.constraints)
+        yield from () if RULES[config.engine].has("splits_all") else _split_errors(config)
 
 
 def input_problems(config: TrainFields, stages: Mapping[str, StageConfig]) -> Iterator[str]:

@@ -5,8 +5,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
 from stages.models.shape import ModelShape
-from stages.parallel.engines.rules import EngineRules, Feature
+from stages.parallel.engines.rules import EngineRules, Feature, nearest_divisor
 from stages.parallel.layout import Layout, RunConstraints
 
 INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
@@ -26,7 +27,13 @@ class FsdpRules(EngineRules):
             yield (
                 f"layout: ep {layout.ep} does not divide dp_shard {layout.dp_shard} × cp {layout.cp} = "
                 f"{layout.optimizer_shards} processes, over which experts are spread; the nearest that does: "
-                f"ep {_nearest(layout.ep, layout.optimizer_shards)}"
+                f"ep {nearest_divisor(layout.ep, layout.optimizer_shards)}"
+            )
+
+        if layout.cp > constraints.sequence_length:
+            yield (
+                f"layout: cp {layout.cp} leaves processes without any of the {constraints.sequence_length} tokens of a "
+                f"row (`data.sequence_length`); the nearest that does not: cp {constraints.sequence_length}"
             )
 
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -66,6 +73,12 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
             f"`tp: 1`, and `dp_shard: {layout.dp_shard * layout.tp}`"
         )
         return
+    if shape.family in WRONG_PLANS:
+        yield (
+            f"layout: tp {layout.tp}, but Transformers' plan of tensor parallelism for {shape.family} does not compute "
+            f"what the whole model does; set `tp: 1`, and `dp_shard: {layout.dp_shard * layout.tp}`"
+        )
+        return
     kv_heads = {one.num_kv_heads for kind in shape.kinds for one in kind.attention} or {shape.num_kv_heads}
     sizes = [
         *((number, "attention heads") for number in sorted(_heads(shape))),
@@ -75,13 +88,18 @@ def _split_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     if left := [f"{number} {what}" for number, what in sizes if number % layout.tp]:
         yield (
             f"layout: tp {layout.tp} does not divide the model's {' and '.join(left)}; the nearest that does: "
-            f"tp {_nearest(layout.tp, *(number for number, _ in sizes))}"
+            f"tp {nearest_divisor(layout.tp, *(number for number, _ in sizes))}"
         )
 
 
 def _slice_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     """Yield why `cp` processes cannot share the model's tokens: something but attention runs along them."""
-    if stateful := [kind for kind in shape.kinds if not kind.attention]:
+    if shape.family in IN_ROWS:
+        yield (
+            f"layout: cp {layout.cp} shares the tokens of a document, but documents of {shape.family} train as rows of "
+            f"their own; set `cp: 1`, and `dp_shard: {layout.optimizer_shards}`"
+        )
+    elif stateful := [kind for kind in shape.kinds if not kind.attention or shape.family in WITH_STATES_BESIDE]:
         layers = ", ".join(str(layer) for layer in sorted(layer for kind in stateful for layer in kind.layers)[:5])
         yield (
             f"layout: cp {layout.cp} shares the tokens of a document, but layers of {shape.family} ({layers}) carry "
@@ -104,10 +122,5 @@ def _expert_errors(layout: Layout, shape: ModelShape) -> Iterator[str]:
     elif shape.num_experts % layout.ep:
         yield (
             f"layout: ep {layout.ep} does not divide the model's {shape.num_experts} experts; the nearest that does: "
-            f"ep {_nearest(layout.ep, math.gcd(shape.num_experts, layout.optimizer_shards))}"
+            f"ep {nearest_divisor(layout.ep, math.gcd(shape.num_experts, layout.optimizer_shards))}"
         )
-
-
-def _nearest(degree: int, *numbers: int) -> int:
-    """Return the largest degree, up to the given one, that divides the numbers."""
-    return next(one for one in range(degree, 0, -1) if not any(number % one for number in numbers))

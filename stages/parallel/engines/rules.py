@@ -24,6 +24,11 @@ Feature = Literal[
 ]
 
 
+def nearest_divisor(degree: int, *numbers: int) -> int:
+    """Return the largest degree, up to the given one, that divides the numbers."""
+    return next(one for one in range(degree, 0, -1) if not any(number % one for number in numbers))
+
+
 class EngineRules:
     """Rules about a training engine: the parallel layouts, options, devices and models that it supports."""
 

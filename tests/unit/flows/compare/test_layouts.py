@@ -112,6 +112,12 @@ def test_what_the_sizes_of_the_model_do_not_allow_is_not_started():
         without_misfits(configs[2:], shape, [])
 
 
+def test_what_a_split_does_not_go_with_is_a_row():
+    configs, refused = read_layouts(["fsdp", "fsdp cp=2 compile=true", "fsdp dp_shard=2 ep=2 compile=true"], STAGE)
+    assert [text_of(config, 64) for config in configs] == ["fsdp"]
+    assert ["does not go with `layout.compile`" in one.reason for one in refused] == [True, True]
+
+
 def test_all_bad_lines_are_told_at_once():
     with pytest.raises(RecipeError, match="3 problems"):
         read_layouts(["fsdp x=1", "fsdp", "fsdp dp_shard=3", "fspd"], STAGE)

@@ -81,6 +81,30 @@ def test_that_no_layout_is_legal_is_an_error(recipe, store):
         choose(recipe(sft={"layout": "auto", "global_batch_size": 8, "execution": {"processes": 3}}), store)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"adapter": {"base_precision": "nf4"}},
+        {"adapter": {"init": "eva"}},
+        {"optimizer": {"bf16_stochastic_round": True}},
+        {"optimizer": {"exp_avg_dtype": "bf16"}},
+        {"optimizer": {"name": "muon"}},
+        {"data": {"dataset": "problems", "packing": False}},
+        {"precision": "fp8"},
+        {},
+    ],
+    ids=str,
+)
+def test_what_auto_becomes_goes_with_the_rest_of_the_recipe(recipe, store, fields):
+    """A layout under which the stage would be refused at its start is none."""
+    for processes in (2, 8):
+        sft = {"layout": "auto", "global_batch_size": 8, "execution": {"processes": processes}, **fields}
+        _, (choice,) = choose(recipe(sft=sft, awq={"model": "base"}), store)
+        for one in choice.candidates:
+            if one.engine == "fsdp":
+                recipe(sft={**sft, "layout": one.layout.model_dump(mode="json")}, awq={"model": "base"})
+
+
 def test_another_word_than_auto_is_explained(recipe):
     with pytest.raises(RecipeError, match="expected auto, or degrees"):
         recipe(sft={"layout": "autos"})

@@ -58,7 +58,7 @@ def test_a_recipe_with_other_problems_too_raises_a_plain_recipe_error():
 
 
 def test_the_other_engines_fields_are_refused():
-    with pytest.raises(ValidationError, match="pp 2 only mean something with `engine: megatron`"):
+    with pytest.raises(ValidationError, match="pp 2 only means something with `engine: megatron`"):
         make_config(layout={"pp": 2, "micro_batch_size": 2})
 
 

@@ -77,9 +77,16 @@ ILLEGAL = [
     ({"tp": 2, "shape": MIXTURE}, ["tp 2", "sequence_parallel: true"]),
     (
         {"tp": 2, "pp": 2, "cp": 2, "processes": 4},
-        ["dp_replicate 1 × dp_shard 1 × tp 2 × pp 2 × cp 2 = 8 processes", "starts 4 (1 nodes × 4)"],
+        [
+            "dp_replicate 1 × dp_shard 1 × tp 2 × pp 2 × cp 2 = 8 processes",
+            "starts 4 (1 node × 4); 8 × any dp_shard is none",
+        ],
     ),
-    ({"dp_shard": 3, "micro_batch_size": 2}, ["64", "micro_batch_size 2 × dp_replicate 1 × dp_shard 3 = 6"]),
+    ({"tp": 2, "processes": 4}, ["tp 2 × pp 1 × cp 1 = 2 processes", "starts 4", "`dp_shard: 2` makes as many"]),
+    (
+        {"dp_shard": 3, "micro_batch_size": 2},
+        ["64", "micro_batch_size 2 × dp_replicate 1 × dp_shard 3 = 6", "the nearest that is: 66"],
+    ),
     (
         {"engine": "megatron", "compile": True, "cpu_offload": True, "accumulate": "sharded"},
         ['cpu_offload true, compile true, accumulate "sharded"', "`engine: fsdp`", "the engine is megatron"],
@@ -103,6 +110,15 @@ ILLEGAL = [
         {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", has_split_plan=False)},
         ["tp 2, but Transformers has no plan of tensor parallelism for lfm2", "set `tp: 1`, and `dp_shard: 4`"],
     ),
+    (
+        {"engine": "fsdp", "tp": 2, "dp_shard": 2, "shape": replace(DENSE, family="apertus")},
+        ["plan of tensor parallelism for apertus does not compute what", "set `tp: 1`, and `dp_shard: 4`"],
+    ),
+    (
+        {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="nemotron")},
+        ["cp 2", "documents of nemotron train as rows of their own", "set `cp: 1`, and `dp_shard: 4`"],
+    ),
+    ({"engine": "fsdp", "cp": 8, "sequence": 4}, ["cp 8 leaves processes without any of the 4 tokens", "cp 4"]),
     (
         {"engine": "fsdp", "cp": 2, "dp_shard": 2, "shape": replace(DENSE, family="lfm2", kinds=(STATEFUL,))},
         ["cp 2", "layers of lfm2 (0) carry a state", "set `cp: 1`, and `dp_shard: 4`"],
