@@ -13,7 +13,6 @@ from flows.planning.devices import sees_gpus
 from flows.planning.model_shape import ModelConfigs, download_of
 from flows.recipe.recipe import Recipe
 from stages.core.errors import LayoutError, ModelError, ResourceError, TransientError
-from stages.kinds.train.checks import layout_problems
 from stages.kinds.train.config import TrainConfig
 from stages.models.shape import ModelShape
 from stages.parallel.compiler import missing_compiler
@@ -105,11 +104,7 @@ def choose_layout(name: str, config: TrainConfig, shape: ModelShape) -> LayoutCh
     ]
     found = [candidate for request in requests for candidate in fitting_layouts(request)]
     # The search knows the model and the work; some options of a recipe do not go with some degrees.
-    candidates = [
-        one
-        for one in found
-        if not any(layout_problems(config.model_copy(update={"engine": one.engine, "layout": one.layout})))
-    ]
+    candidates = [one for one in found if config.allows(one.engine, one.layout)]
     by_time = sorted(candidates, key=lambda candidate: candidate.time.mean_step_s)
     fastest = [candidate for candidate in by_time if candidate.engine == config.engine]
     if not fastest:

@@ -30,12 +30,12 @@ def split_values(shape: ModelShape) -> SplitValues:
     forward = backward = gathered = 0.0
     for layer in range(shape.num_layers):
         inputs = dict[object, float]()
-        for one in linear_layers(shape, layer):
-            forward += one.outputs * (one.split == "rows")
-            gathered += one.outputs * (one.split == "gathered")
-            if one.split == "columns":
-                inputs[one.place if one.source is None else one.source] = one.inputs
-            backward += one.inputs * (one.split == "gathered")
+        for linear in linear_layers(shape, layer):
+            forward += linear.outputs * (linear.split == "rows")
+            gathered += linear.outputs * (linear.split == "gathered")
+            backward += linear.inputs * (linear.split == "gathered")
+            if linear.split == "columns":
+                inputs[linear.place if linear.source is None else linear.source] = linear.inputs
         backward += sum(inputs.values())
         if any(one.split for one in stacked_parameters(shape, layer)):  # of all experts together
             forward += shape.hidden_size

@@ -284,13 +284,13 @@ def _split_errors(config: TrainFields) -> Iterator[str]:
     }
     for degree, of_degree in options.items():
         size: int = getattr(config.layout, degree)
-        found = [f"`{name}`" for name, is_used in of_degree.items() if is_used]
+        unlike = [f"`{name}`" for name, is_used in of_degree.items() if is_used]
         # Experts are spread over processes of data parallelism, which stay.
         in_place = "" if degree == "ep" else f" and `dp_shard: {config.layout.dp_shard * size}`"
-        if size > 1 and found:
+        if size > 1 and unlike:
             yield (
                 f"`layout.{degree}: {size}` with `engine: {config.engine}` does not go with "
-                f"{', nor with '.join(found)}; set `{degree}: 1`{in_place}, or remove what it does not go with"
+                f"{', nor with '.join(unlike)}; set `{degree}: 1`{in_place}, or remove what it does not go with"
             )
 
 

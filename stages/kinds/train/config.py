@@ -13,6 +13,7 @@ from stages.core.fields import without
 from stages.kinds.train import at_hand, checks
 from stages.kinds.train.fields import TrainFields
 from stages.kinds.train.methods.rollouts import NOT_LEARNED_FROM
+from stages.parallel.layout import EngineName, Layout
 
 LAYOUT_PROBLEM = "layout"
 """Type name of pydantic's validation errors about a parallel layout, so that code can recognise them."""
@@ -114,6 +115,10 @@ class TrainConfig(TrainFields):
     def resume_identity(self) -> dict[str, JsonValue]:
         """Return the fields that must be equal to resume: those of the cache key without engine and layout."""
         return {key: value for key, value in self.identity().items() if key not in ("engine", "layout")}
+
+    def allows(self, engine: EngineName, layout: Layout) -> bool:
+        """Return whether the other fields go with a parallel layout of an engine."""
+        return not any(checks.layout_problems(self.model_copy(update={"engine": engine, "layout": layout})))
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
