@@ -209,7 +209,8 @@ def matrices_left_whole(causal_lm: Any) -> list[str]:
 
 def block_input(states: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the input of a block, of which the gradients by a process's parts of its matrices are summed once."""
-    return _latest.form("summed", states, lambda: _SumGradients.apply(states, group))  # type: ignore[no-any-return]
+    summed_once: Tensor = _latest.form("summed", states, lambda: _SumGradients.apply(states, group))
+    return summed_once
 
 
 def end_block() -> None:
