@@ -31,7 +31,7 @@ SPLIT = ("fsdp tp=2 micro_batch_size=2", "fsdp cp=2 micro_batch_size=2", "fsdp d
 UNFIT = {
     "fsdp tp=3": "tp 3 does not divide the model's 4 attention heads",
     "fsdp dp_shard=4 ep=3": "ep 3 does not divide dp_shard 4",
-    "fsdp cp=2 compile=true": "`layout.cp: 2` with `engine: fsdp` does not go with `layout.compile`",
+    "fsdp dp_shard=2 ep=2 compile=true": "`layout.ep: 2` with `engine: fsdp` does not go with `layout.compile`",
 }
 
 
