@@ -63,7 +63,7 @@ def split(folders: Mapping[str, Path], columns: Sequence[str], root: Path) -> di
                 found[family][column] = sentence(why)
             else:
                 cases.append((family, column))
-    with started_ranks() as ranks:
+    with started_ranks(TQDM_DISABLE="1") as ranks:
         while cases:
             given, outcomes = root / "spec.json", root / "outcomes"
             outcomes.write_text("")
@@ -182,6 +182,7 @@ class _Rows:
 
     def _learned(self, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
         model = (load_seeing(self.folder) if self.pictures else load(self.folder)).to(dtype)
+        model.set_experts_implementation("eager")  # grouped products take no fp64
         rates = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": EPSILON, "weight_decay": 0}
         optimizer = torch.optim.AdamW(model.parameters(), **rates)
         count, losses = sum(int(one.signal.has_target.sum()) for one in self.rows), []
