@@ -55,7 +55,8 @@ class Environment:
 ENVIRONMENTS = (
     Environment("pipeline"),
     Environment("media", over=("pipeline",)),
-    Environment("test", over=("pipeline", "media")),
+    Environment("shared-store", over=("pipeline",)),
+    Environment("test", over=("pipeline", "media", "shared-store")),
     Environment("serve-cpu", overrides="serve-cpu-overrides.txt"),
     Environment("serve-cuda", is_elsewhere=True),
     Environment("evalscope"),

@@ -106,10 +106,12 @@ def registered_subject(uri: str, index: Index) -> LineageSubject:
     """
     version = find_version(connect(), uri)
     registration = version.registration
-    found = (index.find(*key.split("/")) for key in registration.evaluations)
+    store = Store(store_root())
+    # Evaluations are read for their scores; of a model that is in a shared store the record suffices.
+    found = (obtain(store, *key.split("/")) for key in registration.evaluations)
     return LineageSubject(
         uri,
-        artifact_of(version, registration.model),
+        index.find(*registration.model.split("/")) or artifact_of(version, registration.model),
         tuple(one for one in found if one),
         f"version {version.number} of {version.name}",
         registration.approval or None,

@@ -59,6 +59,15 @@ class SharedChampions:
                 "damaged, or of a newer version of this program, which all homes of a shared store should have"
             ) from None
 
+    def artifacts(self) -> frozenset[str]:
+        """Return the versions of all artifacts that champions and previous champions of this shared store refer to."""
+        crowns = [
+            self.read(one.name.removeprefix("champions/").removesuffix(".json"))
+            for one in self._objects.below("champions")
+        ]
+        crowned = [one for found in crowns if found for one in (found[0].champion, found[0].previous) if one]
+        return frozenset(key.rpartition("/")[2] for one in crowned for key in one.registration.artifacts)
+
     def crown(self, successor: Crowned, former: Crowned | None) -> None:
         """Make a model champion in place of the former one, once all its artifacts are in the shared store.
 

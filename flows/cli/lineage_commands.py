@@ -28,9 +28,13 @@ def lineage(name: str, as_json: bool) -> None:
 
     An artifact is named by its version, its stage (the newest), or both; a registered version also by its number.
     """
+    from flows.ledger.home import store_root
     from flows.report.lineage import lineage_of
+    from flows.store.shared import with_shared
+    from flows.store.store import Store
 
-    index = _index()
+    store = Store(store_root())
+    index = with_shared(store, store.index())
     tree = lineage_of(_subject(name, index), index)
     print_json(tree.model_dump(mode="json")) if as_json else click.echo(lineage_as_text(tree))
 

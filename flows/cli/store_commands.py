@@ -19,6 +19,8 @@ from stages.core.errors import ModelError, RecipeError, StoreError
 
 if TYPE_CHECKING:
     from flows.champion.follow import FollowSettings
+    from flows.store.collect import Collected
+    from flows.store.store import Store
     from stages.serving.samples import Samples
 
 
@@ -120,31 +122,49 @@ def restore(folder: Path, name: str | None, as_json: bool) -> None:
 @click.command()
 @JSON_OPTION
 def verify(as_json: bool) -> None:
-    """Check every artifact against its recorded hashes, and list the damaged ones."""
+    """Check every artifact against its recorded hashes, and list the damaged ones.
+
+    Of a shared store only names and sizes are compared: contents are hashed when a home receives them.
+    """
     from flows.ledger.home import store_root
     from flows.store import collect
     from flows.store.store import Store
 
-    verified = []
-    for verification in collect.verify(Store(store_root())):
+    verified, store = [], Store(store_root())
+    for verification in collect.verify(store):
         verified.append(verification)
         if not as_json:
             click.echo(f"{'whole' if verification.whole else 'DAMAGED':<8} {verification.artifact.folder}")
             for trouble in ("damaged", "missing", "extra"):
                 for file in getattr(verification, trouble):
                     click.echo(f"         {trouble}: {file}")
+    lacks = _shared_lacks(store)
     bad = [verification for verification in verified if not verification.whole]
     if as_json:
         damaged = [
             {"artifact": str(one.artifact.folder), "damaged": one.damaged, "missing": one.missing, "extra": one.extra}
             for one in bad
         ]
-        print_json({"verified": len(verified), "damaged": damaged})
+        print_json({"verified": len(verified), "damaged": damaged, **({"lacking": lacks} if store.remote else {})})
     if bad and not as_json:
         names = ", ".join(verification.artifact.record.stage for verification in bad)
         raise StoreError(f"{len(bad)} of {len(verified)} artifacts are damaged: {names}; --force builds a stage again")
-    if bad:
+    if lacks and not as_json:
+        listed = "\n".join(f"  {name}: {', '.join(files)}" for name, files in lacks.items())
+        raise StoreError(
+            f"the shared store lacks contents of {len(lacks)} artifacts:\n{listed}\nBuild them again with --force, "
+            "which sends them"
+        )
+    if bad or lacks:
         sys.exit(StoreError.exit_code)
+
+
+def _shared_lacks(store: Store) -> dict[str, list[str]]:
+    """Return which files of which artifacts (`KIND/VERSION`) the shared store lacks; {} without one."""
+    from flows.store.upkeep import lacking
+
+    found = lacking(store.remote) if store.remote else ()
+    return {f"{record.kind}/{record.version}": list(names) for record, names in found if names}
 
 
 @click.command()
@@ -154,10 +174,15 @@ def verify(as_json: bool) -> None:
     is_flag=True,
     help="Also remove old refreshes, beyond those that retention.yaml in the lifecycle home keeps.",
 )
+@click.option(
+    "--shared",
+    is_flag=True,
+    help="Also delete from the shared store what no home needs: all of them receive it from there.",
+)
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @click.option("--older-than-days", type=click.FloatRange(min=0), default=7.0, show_default=True)
 @JSON_OPTION
-def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) -> None:
+def gc(by_policy: bool, shared: bool, dry_run: bool, older_than_days: float, as_json: bool) -> None:
     """Remove what nothing needs any more: superseded artifacts, leftovers of killed processes, and old caches.
 
     What an alias of a registered model points to is kept. With --policy, as the worker does it each night: refreshes
@@ -173,6 +198,9 @@ def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) ->
         raise RecipeError(f"there is no {policy_file()}; expected such as `keep: {{refreshes: 30, days: 90}}`")
     housekeeping = Housekeeping(policy, older_than_days)
     done = Collected(tuple(housekeeping.garbage), ()) if dry_run else housekeeping.collect()
+    if shared:
+        of_all = _collect_shared(dry_run, older_than_days)
+        done = Collected(done.removed + of_all.removed, done.failures + of_all.failures)
     if as_json:
         removed = done.removed
         items = [{"path": str(item.path), "size_bytes": item.size_bytes, "reason": item.reason} for item in removed]
@@ -190,6 +218,22 @@ def gc(by_policy: bool, dry_run: bool, older_than_days: float, as_json: bool) ->
             f"{len(done.failures)} of what may go could not be removed:\n{listed}\nSee to what is named there, or "
             f"remove it by hand, and run `lifecycle gc` again"
         )
+
+
+def _collect_shared(dry_run: bool, older_than_days: float) -> Collected:
+    from flows.champion.shared_champions import SharedChampions
+    from flows.ledger.home import store_root
+    from flows.store import upkeep
+    from flows.store.collect import Collected
+    from flows.store.store import Store
+
+    store = Store(store_root())
+    if store.remote is None:
+        raise RecipeError(f"--shared: this home shares no store; {store.root.parent}/store.yaml would name one")
+    found = upkeep.find_unneeded(store.remote, SharedChampions(store).artifacts(), older_than_days)
+    if dry_run:
+        return Collected(tuple(upkeep.as_garbage(one) for one in found), ())
+    return upkeep.delete(store.remote, found)
 
 
 class Percentage(click.ParamType):

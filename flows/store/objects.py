@@ -25,6 +25,10 @@ RETRIED_FOR_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 IDLE_TIMEOUT_S = 60.0
 CHUNK_BYTES = 8 << 20
+"""Size in bytes of the parts in which a large object is sent and received."""
+MOST_PARTS = 9000
+"""Largest number of parts in which an object is sent; S3 takes 10,000."""
+PARTS_AT_A_TIME = 2
 READ_BYTES = 64 << 20
 """Largest size in bytes of an object that is read at once; a record of 100,000 files has 15 MB."""
 QUERY = re.compile(r"\?[^\s)]*")
@@ -109,23 +113,27 @@ class Objects:
         """Write a file as an object, whatever is there: its name says its content."""
         import obstore
 
+        part_bytes = max(CHUNK_BYTES, file.stat().st_size // MOST_PARTS + 1)
         with self._explained(f"sending {name}"):
-            obstore.put(self._store, name, file)
+            obstore.put(self._store, name, file, chunk_size=part_bytes, max_concurrency=PARTS_AT_A_TIME)
 
-    def receive(self, name: str, take: Callable[[memoryview], object]) -> int:
-        """Hand an object's content to `take`, in chunks; return its number of bytes. Raises StoreError without it."""
+    def receive(self, name: str, size_bytes: int, take: Callable[[bytes], object]) -> None:
+        """Hand the first `size_bytes` of an object to `take`, in chunks, each a request with a time limit of its own.
+
+        Raises TransientError without such an object, since a listing, or a copy of the bucket, may lag behind.
+        """
         import obstore
 
-        num_bytes = 0
         with self._explained(f"receiving {name}"):
-            try:
-                chunks = obstore.get(self._store, name).stream(min_chunk_size=CHUNK_BYTES)
-            except FileNotFoundError:
-                raise StoreError(f"{self.address} has lost {name}") from None
-            for chunk in chunks:
-                num_bytes += len(chunk)
-                take(memoryview(chunk))
-        return num_bytes
+            for start in range(0, size_bytes, CHUNK_BYTES):
+                end = min(start + CHUNK_BYTES, size_bytes)
+                try:
+                    take(bytes(obstore.get_range(self._store, name, start=start, end=end)))
+                except FileNotFoundError:
+                    raise TransientError(
+                        f"{self.address} does not have {name}, which a record names; run this again, and if it stays "
+                        "away, build the artifact again with `--force`"
+                    ) from None
 
     def written(self, name: str) -> Listed | None:
         """Return an object's size and time of writing; None when there is none."""

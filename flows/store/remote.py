@@ -117,7 +117,9 @@ class Remote:
 
     def _send(self, artifact: Artifact, name: str) -> None:
         entry, file = artifact.record.files[name], artifact.folder / name
-        blob = _blob_name(entry.sha256)
+        if not entry.size:
+            return  # nothing to hold
+        blob = blob_name(entry.sha256)
         there = self.objects.written(blob)
         if there and there.size_bytes == entry.size and datetime.now(UTC) - there.written < FRESH:
             return
@@ -137,24 +139,24 @@ class Remote:
             return
         hasher = hashlib.sha256()
         target.parent.mkdir(parents=True, exist_ok=True)
-        with full_disk_named(f"receiving {target.name} from {self.address}", target), target.open("wb") as stream:
+        blob = blob_name(entry.sha256)
+        listed = self.objects.written(blob) if entry.size else None
+        is_other = listed is not None and listed.size_bytes != entry.size
+        if not is_other:
+            with full_disk_named(f"receiving {target.name} from {self.address}", target), target.open("wb") as stream:
 
-            def take(chunk: memoryview) -> None:
-                stream.write(chunk)
-                hasher.update(chunk)
-                if stream.tell() > entry.size:
-                    raise self._liar(entry, "more bytes")
+                def take(chunk: bytes) -> None:
+                    stream.write(chunk)
+                    hasher.update(chunk)
 
-            num_bytes = self.objects.receive(_blob_name(entry.sha256), take)
-        if num_bytes != entry.size or hasher.hexdigest() != entry.sha256:
-            target.unlink()
-            raise self._liar(entry, "other bytes")
-
-    def _liar(self, entry: FileEntry, found: str) -> StoreError:
-        return StoreError(
-            f"{self.address}/{_blob_name(entry.sha256)} has {found} than its name says; nothing of it was kept. Delete "
-            "this object; the home that built the artifact sends it again, or any home builds it with `--force`"
-        )
+                self.objects.receive(blob, entry.size, take)
+            is_other = hasher.hexdigest() != entry.sha256
+        if is_other:
+            target.unlink(missing_ok=True)
+            raise StoreError(
+                f"{self.address}/{blob} has other bytes than its name says; nothing of it was kept. Delete this "
+                "object, and build the artifact again with `--force`"
+            )
 
     def _checked(self, content: bytes, kind: str, version: str) -> Record:
         where = f"{self.address}/{_record_name(kind, version)}"
@@ -196,5 +198,6 @@ def lease_name(kind: str, version: str) -> str:
     return f"leases/{kind}-{version}"
 
 
-def _blob_name(sha256: str) -> str:
+def blob_name(sha256: str) -> str:
+    """Return the name of the object that holds a content, by its digest alone."""
     return f"blobs/{sha256}"

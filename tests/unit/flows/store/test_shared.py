@@ -3,14 +3,18 @@
 import json
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
+from click.testing import CliRunner
 
 from flows.champion import shared_champions
 from flows.champion.registrations import Registration
+from flows.cli.main import cli
+from flows.report.lineage import node_of
 from flows.store import lease as leases
-from flows.store import objects
+from flows.store import objects, upkeep
 from flows.store.collect import verify
 from flows.store.shared import with_shared
 from flows.store.store import Store
@@ -103,7 +107,7 @@ def test_a_lost_content_and_a_short_one_are_refused(home, server):
         build(home("second"))
     for key in blobs:
         server.delete(key)
-    with pytest.raises(errors.StoreError, match=r"has lost blobs/[0-9a-f]{64}"):
+    with pytest.raises(errors.TransientError, match=r"does not have blobs/[0-9a-f]{64}, which a record names"):
         build(home("third"))
 
 
@@ -223,6 +227,49 @@ def test_a_lost_answer_to_a_write_is_no_lost_write(home):
     assert store.replace("a", b"3", held) is None
     assert store.read("a").content == b"2"
     assert store.replace("absent", b"3", held) is None
+
+
+def test_upkeep_deletes_what_no_home_needs_and_names_what_the_bucket_lacks(home, server, monkeypatch):
+    first = home("first")
+    old, _ = build(first, "old")
+    shared_champions.SharedChampions(first).crown(
+        shared_champions.Crowned(registration=registration("old", f"{old.kind}/{old.version}")), None
+    )
+    for mark in ("superseded", "latest"):
+        tree = {"rows": {**tiny.stage("ok", environment={"TINY_CONTENT": mark}), "files": [mark]}}
+        planned = tiny.planned_stages(first, tree)["rows"]
+        tiny.run_stage(planned, {}, first, tiny.Notes(), launch=tiny.launch)
+    protected = shared_champions.SharedChampions(first).artifacts()
+    assert protected == {old.version}
+    assert upkeep.find_unneeded(first.remote, protected, 0) == [], "all is younger than two days"
+    monkeypatch.setattr(upkeep, "FRESH", timedelta(seconds=-60))
+    blobs = {key: content for key, content in server.objects().items() if "/blobs/" in key}
+    unneeded = upkeep.find_unneeded(first.remote, protected, 0)
+    monkeypatch.setenv("LIFECYCLE_HOME", str(first.root.parent))
+    listed = CliRunner().invoke(cli, ["gc", "--shared", "--dry-run", "--older-than-days", "0", "--json"])
+    shown = [one["path"] for one in json.loads(listed.stdout)["garbage"]]
+    assert {one.listed.name for one in unneeded} <= set(shown)
+    assert [one.reason for one in unneeded].count(f"superseded in {ADDRESS}") == 1
+    assert not upkeep.delete(first.remote, unneeded).failures
+    gone = {content for key, content in blobs.items() if key not in server.objects()}
+    assert b"superseded" in gone
+    assert not gone & {b"old", b"latest"}
+    assert not [names for _, names in upkeep.lacking(first.remote) if names]
+    assert bytes_of(build(home("second"))[0]) == bytes_of(old)
+    server.delete(next(key for key, content in blobs.items() if content == b"old"))
+    answer = CliRunner().invoke(cli, ["verify", "--json"])
+    assert json.loads(answer.stdout)["lacking"] == {f"{old.kind}/{old.version}": ["data/content"]}
+    assert answer.exit_code == errors.StoreError.exit_code
+
+
+def test_lineage_of_an_artifact_that_is_only_in_the_bucket_comes_from_its_record(home):
+    built, _ = build(home("first"))
+    second = home("second")
+    index = with_shared(second, second.index())
+    tree = node_of(index.find(built.kind, built.version), index)
+    assert (tree.digest, tree.recipe) == (built.record.digest, "tiny")
+    assert {one.name: one.num_rows for one in tree.files} == {"content": None, "train.jsonl": None}
+    assert not second.index().artifacts
 
 
 def test_refusals_of_the_storage_are_one_sentence_without_credentials(home, server, monkeypatch):

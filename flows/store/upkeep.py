@@ -1,0 +1,86 @@
+"""Upkeep of a shared store: contents that are missing, and objects that no home needs any more."""
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.store.collect import SECONDS_PER_DAY, Collected, Garbage, needed
+from flows.store.objects import Listed
+from flows.store.record import Artifact, Index, Record
+from flows.store.remote import FRESH, Remote, blob_name
+from stages.core.errors import LifecycleError
+
+
+@dataclass(frozen=True)
+class Unneeded:
+    """Object of a shared store that may be deleted, with the reason."""
+
+    listed: Listed
+    reason: str
+
+
+def lacking(remote: Remote) -> Iterator[tuple[Record, tuple[str, ...]]]:
+    """Yield each shared artifact's record, and which of its files the shared store lacks or has in another size.
+
+    Contents are compared with their sha256 when they are received.
+    """
+    sizes = {one.name: one.size_bytes for one in remote.objects.below("blobs")}
+    for shared, _ in remote.records():
+        files = shared.record.files.items()
+        yield (
+            shared.record,
+            tuple(name for name, entry in files if entry.size and sizes.get(blob_name(entry.sha256)) != entry.size),
+        )
+
+
+def find_unneeded(remote: Remote, protected: Collection[str], older_than_days: float) -> list[Unneeded]:
+    """Return the records of superseded artifacts, and contents that no other record names, as far as they are old.
+
+    Kept are, of each stage of each recipe, the artifact that was sent last, those with versions in `protected`, all
+    that these were built from, and what was written in the last two days: a home may be about to name it in a record.
+    """
+    before_s = time.time() - max(older_than_days * SECONDS_PER_DAY, 2 * FRESH.total_seconds())
+    sent = {
+        listed.name: (Artifact(Path(listed.name), shared.record, listed.written.timestamp()), listed)
+        for shared, listed in remote.records()
+    }
+    kept = needed(Index(artifact for artifact, _ in sent.values()), protected, ())
+    superseded = [
+        listed for artifact, listed in sent.values() if artifact not in kept and listed.written.timestamp() < before_s
+    ]
+    gone = {listed.name for listed in superseded}
+    named = {
+        blob_name(entry.sha256)
+        for name, (artifact, _) in sent.items()
+        if name not in gone
+        for entry in artifact.record.files.values()
+    }
+    blobs = (one for one in remote.objects.below("blobs") if one.name not in named)
+    return [
+        # Records first: one whose contents are gone would be worse than contents without a record.
+        *(Unneeded(one, f"superseded in {remote.address}") for one in superseded),
+        *(
+            Unneeded(one, f"named by no record of {remote.address}")
+            for one in blobs
+            if one.written.timestamp() < before_s
+        ),
+    ]
+
+
+def delete(remote: Remote, unneeded: Collection[Unneeded]) -> Collected:
+    """Delete objects of a shared store, unless they were written again since; go on after failures."""
+    removed, failures = [], []
+    for one in unneeded:
+        try:
+            if remote.objects.written(one.listed.name) == one.listed:
+                remote.objects.delete(one.listed.name)
+                removed.append(as_garbage(one))
+        except LifecycleError as error:
+            failures.append(str(error))
+    return Collected(tuple(removed), tuple(failures))
+
+
+def as_garbage(one: Unneeded) -> Garbage:
+    """Return an object that may be deleted as an entry in the list of what was removed."""
+    return Garbage(Path(one.listed.name), one.listed.size_bytes, one.listed.written.timestamp(), one.reason)
