@@ -73,5 +73,7 @@ def _delta_rule(
     kernel: Kernel, boundaries: Tensor, query: Tensor, key: Tensor, value: Tensor, **given: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gated delta rule's output, [1, tokens, heads, width], as the queries, keys and values are."""
+    if (group := value.shape[2] // query.shape[2]) > 1:  # up to 5.17, Transformers repeats them itself
+        query, key = (heads.repeat_interleave(group, dim=2) for heads in (query, key))
     wanted = {name: given[name] for name in ("g", "beta", "use_qk_l2norm_in_kernel")}
     return kernel(query, key, value, **wanted, cu_seqlens=boundaries)

@@ -36,19 +36,15 @@ OF_TORCHVISION = ("InterpolationMode", "torchvision_io")
 
 
 def hide_unused_packages() -> None:
-    """Make scikit-learn, SciPy, torchao and soundfile look missing to Transformers, so that models do not import them.
+    """Make packages that models do not use look missing to Transformers, so that it does not import them for a model.
 
     Most imports take over a second; writing docstrings for models, which is left out too, up to a second. Transformers
     uses them for assisted generation, object detection, sound and weights that torchao has quantized. torchvision,
     which every model would import for its sizes of pictures, comes with the first processor (`find_torchvision`).
     """
-    for name, is_available in (
-        ("soundfile", import_utils.is_soundfile_available),
-        ("sklearn", import_utils.is_sklearn_available),
-        ("scipy", import_utils.is_scipy_available),
-        ("torchao", import_utils.is_torchao_available),
-    ):
-        _remember_missing(name, is_available)
+    for name in ("soundfile", "soxr", "sklearn", "scipy", "torchao"):
+        if is_available := getattr(import_utils, f"is_{name}_available", None):  # soxr's came after 5.17
+            _remember_missing(name, is_available)
     _import_without_torchvision()
     utils.auto_docstring = _undocumented
     _import_names_of_models()

@@ -369,7 +369,7 @@ class _Model:
             expert_ffn_size=experts[0].inputs if experts else 0,
             dense_layers=frozenset(dense) if experts else frozenset(),
             max_positions=getattr(self._text, "max_position_embeddings", None),
-            has_split_plan=bool(self._text.base_model_tp_plan),
+            has_split_plan=any("layers." in name for name in self._text.base_model_tp_plan or ()),
             kinds=kinds,
             former_names=self._former,
             other_parameters=self._num_parameters - of_layers - (1 if self._is_tied else 2) * vocab_size * hidden_size,

@@ -18,12 +18,19 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
     TensorParallelLayer,
-    _get_parameter_tp_plan,
     replace_layer_number_by_wildcard,
 )
 
 from stages.adapters.files import INNER
-from stages.engines.fsdp.tensor_parallel import block_input, changed, end_block, is_split, summed, summed_gradients
+from stages.engines.fsdp.tensor_parallel import (
+    block_input,
+    changed,
+    end_block,
+    is_split,
+    style_of,
+    summed,
+    summed_gradients,
+)
 
 ROWS, COLUMNS = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
 """Styles that split the last dimension but one of a weight, and the last; a factor with that dimension has the same."""
@@ -42,12 +49,12 @@ def plan_adapters(causal_lm: Any) -> None:
             extended[_generic(wrapped)] = style = f"{own}_around_adapter"
             ALL_PARALLEL_STYLES.register(style, _AroundAdapter(own))
         held = [f"{INNER}.{one}" for one, _ in module.base_layer.named_parameters(recurse=False)]
-        of_held = {one: _get_parameter_tp_plan(f"{wrapped}{one.removeprefix(INNER)}", plan) for one in held}
+        of_held = {one: style_of(f"{wrapped}{one.removeprefix(INNER)}", plan) for one in held}
         parameter = getattr(module, "parameter_name", "weight")  # of experts: one of several that a module has
-        of_factors = _styles_of_factors(module, _get_parameter_tp_plan(f"{wrapped}.{parameter}", plan))
-        for one, style in {**of_held, **of_factors}.items():
-            if style in ROWS + COLUMNS:
-                extended[_generic(f"{name}{one}")] = style
+        of_factors = _styles_of_factors(module, style_of(f"{wrapped}.{parameter}", plan))
+        for one, of_one in {**of_held, **of_factors}.items():
+            if of_one and of_one in ROWS + COLUMNS:
+                extended[_generic(f"{name}{one}")] = of_one
     causal_lm.tp_plan = extended
 
 

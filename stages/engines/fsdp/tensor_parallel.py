@@ -20,7 +20,6 @@ from transformers.distributed.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
     TensorParallelLayer,
-    apply_tensor_parallelism,
     replace_layer_number_by_wildcard,
 )
 
@@ -179,9 +178,30 @@ def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
     ends = {names[causal_lm.get_input_embeddings()]: "vocabulary", names[causal_lm.get_output_embeddings()]: GATHERED}
     ties = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
     causal_lm.tp_plan = {**plan, **ends}
-    apply_tensor_parallelism(causal_lm, mesh)
+    _split_by_plan(causal_lm, mesh)
     if ties:
         causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+
+
+def style_of(weight: str, plan: dict[str, str]) -> str | None:
+    """Return the style of a plan for a weight: its own, or its module's."""
+    generic = replace_layer_number_by_wildcard(weight)
+    return plan.get(generic, plan.get(generic.rpartition(".")[0]))
+
+
+def _split_by_plan(causal_lm: Any, mesh: DeviceMesh) -> None:
+    """Split weights and change forward passes as a model's plan says; Transformers' function differs by version."""
+    plan = causal_lm.tp_plan
+    for name, module in causal_lm.named_modules():
+        for weight, _ in [*module.named_parameters(recurse=False)]:
+            if own := style_of(f"{name}.{weight}", plan):
+                style = ALL_PARALLEL_STYLES[own]
+                style.validate_param(module, weight, mesh, parameter_name=f"{name}.{weight}")
+                style.shard_param(module, weight, mesh)
+        if of_module := plan.get(replace_layer_number_by_wildcard(name)):
+            if of_module == "mla_kv_a_proj":
+                module.config = causal_lm.config.get_text_config()  # this style asks it for the width of its parts
+            ALL_PARALLEL_STYLES[of_module].install_forward(module, mesh)
 
 
 def _plan_of_text(causal_lm: Any) -> dict[str, str]:
