@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flows.planning.layout_advice import Explained, Ranked
+from flows.planning.layout_advice import MORE_DEVICES, Explained, Ranked
 from stages.models.media import TOWERS, in_words
 from stages.parallel.engines.registry import RULES
 from stages.planner.compilation import not_compiled
@@ -79,6 +79,7 @@ def ranked_as_json(answer: Ranked) -> dict[str, Any]:
         "why": what_limits(best) if best else None,
         "not_compiled": _why_not_compiled(request),
         "near_misses": near_misses(answer.result),
+        "remedies": list(answer.remedies),
     }
 
 
@@ -87,11 +88,18 @@ def ranked_as_text(answer: Ranked) -> str:
     best, request = answer.result.best, answer.request
     lines = [_headline(request), *_media(request, answer.shown[0]), *_table(answer.shown, request), ""]
     if best is None:
-        lines.append(f"nothing fits into {answer.shown[0].available_gib:.1f} GiB; the nearest are shown")
+        lines.append(_nothing_fits(answer))
     else:
         lines += [f"why: {what_limits(best)}", _margin(best), *_compilation(request), _duration(best, request)]
     missed = [f"  {miss}" for miss in near_misses(answer.result)]
     return "\n".join([*lines, *(["near misses:", *missed] if missed else [])])
+
+
+def _nothing_fits(answer: Ranked) -> str:
+    """Return what the nearest layout lacks, and the options with which one would fit."""
+    nearest, most = near_misses(answer.result)[0], MORE_DEVICES[-1] * answer.request.num_gpus
+    remedies = " or ".join(answer.remedies) or f"not even {most} devices: shorten rows (--seq-len), or the model"
+    return f"nothing fits, with recomputation and offloading either; nearest is {nearest}\nwould fit: {remedies}"
 
 
 def explained_as_json(answer: Explained) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Layout search for `lifecycle layouts`, which ranks all parallel layouts of a model or explains a single one."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,11 +26,15 @@ from stages.parallel.legality import layout_errors
 from stages.planner.adapted import PlannedAdapter
 from stages.planner.costs import SearchRequest
 from stages.planner.hardware import Hardware, built_in, from_yaml, load_hardware, shared_cpu
-from stages.planner.search import Candidate, SearchResult, estimate, safest_first, search
+from stages.planner.search import Candidate, SearchResult, estimate, has_fitting, safest_first, search
 from stages.planner.workload import Precision, Workload
 
 DEFAULT_SEQUENCE_LENGTH = 4096
 DEFAULT_BATCH_ROWS = 1024
+MORE_DEVICES = (2, 4, 8, 16, 32)
+"""Multiples of the number of devices that are tried where no layout fits."""
+USUAL_RANK = 16
+"""Rank of the LoRA adapters that are tried where no layout fits."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Ranked:
     request: SearchRequest
     result: SearchResult
     top: int
+    remedies: tuple[str, ...] = ()
+    """Changes with which a layout would fit, such as more devices; empty if one fits as it is, or none would."""
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
@@ -100,7 +107,19 @@ def search_request(model: str, options: LayoutOptions) -> SearchRequest:
 
 def ranked(request: SearchRequest, top: int) -> Ranked:
     """Search all legal layouts of a model and rank them by predicted step time."""
-    return Ranked(request, search(request), top)
+    result = search(request)
+    return Ranked(request, result, top, () if result.fitting else tuple(_remedies(request)))
+
+
+def _remedies(request: SearchRequest) -> Iterator[str]:
+    """Yield the options nearest to a request under which a layout would fit: more devices, LoRA adapters."""
+    larger = (replace(request, num_gpus=factor * request.num_gpus) for factor in MORE_DEVICES)
+    if enough := next(filter(has_fitting, larger), None):
+        yield f"{enough.num_gpus} devices to train on (--gpus)"
+    if not request.workload.adapter:
+        adapted = replace(request.workload, adapter=PlannedAdapter(USUAL_RANK))
+        if has_fitting(replace(request, workload=adapted)):
+            yield f"LoRA adapters (--lora-rank {USUAL_RANK})"
 
 
 def explained(request: SearchRequest, text: str) -> Explained:

@@ -30,14 +30,15 @@ def _granite4(hidden: int, heads: int, kv_heads: int, mamba_heads: int, **others
     }  # fmt: skip
 
 
-_COUNTED = "llama.cpp's llama-bench"
+_HUB = "the hub's count of the tensors of"
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext: hf_model_configs.py"
 _CARD_GRANITE = "github.com/DocDBrown/IBMGranite4Tiny README.md (IBM's card)"
 
 CONFIGS = {
     **SEEING,
     "qwen3 next 80b": PublishedConfig(
-        {"model_type": "qwen3_next"}, 79.67e9, f"Transformers' Qwen3NextConfig; {_MAXTEXT}; {_COUNTED} (79.67 B)"
+        {"model_type": "qwen3_next"}, 79_674_391_296,
+        f"Transformers' Qwen3NextConfig; {_MAXTEXT}; {_HUB} Qwen/Qwen3-Coder-Next, which has the same config",
     ),
     "glm 5": PublishedConfig(
         {"model_type": "glm_moe_dsa"}, 744e9,
@@ -48,14 +49,15 @@ CONFIGS = {
         "Transformers' Glm4MoeLiteConfig; ollama.com/library/glm-4.7-flash (29.9B)",
     ),
     "glm 4.5 air": PublishedConfig(
-        # without the MTP layer: 2.342e9 in itself, 0.034e9 where its inputs join, 1.241e9 for embedding and head
-        _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 110.47e9 - 3.617e9,
-        f"Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B); {_COUNTED} (110.47 B with MTP)",
+        _sizes("glm4_moe", 46, 4096, 96, 8) | {"head_dim": 128}, 106_852_251_264,
+        "Transformers' Glm4MoeConfig; github.com/zai-org/GLM-4.5 README.md (106B); "
+        f"{_HUB} PrimeIntellect/INTELLECT-3, trained from it without its MTP layer",
     ),
     "kimi k2": PublishedConfig(
         _sizes("deepseek_v3", 61, 7168, 64, 64) | {
             "first_k_dense_replace": 1, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
-        }, 1.03e12, f"github.com/AI-Hypercomputer/maxtext: kimi-k2-1t.yml; {_COUNTED} (1.03 T)",
+        }, 1_026_408_232_448,
+        f"github.com/AI-Hypercomputer/maxtext: kimi-k2-1t.yml; {_HUB} moonshotai/Kimi-K2-Instruct",
     ),
     "lfm2 1.2b": PublishedConfig(
         _sizes("lfm2", 16, 2048, 32, 8) | {
@@ -81,7 +83,8 @@ CONFIGS = {
         "huggingface.co/basecompute/NVIDIA-Nemotron-3-Nano-30B-A3B (31.6B)",
     ),
     "ernie 4.5 21b": PublishedConfig(
-        {"model_type": "ernie4_5_moe"}, 21.83e9, f"Transformers' Ernie4_5_MoeConfig; {_COUNTED} (21.83 B)"
+        {"model_type": "ernie4_5_moe"}, 21.83e9,
+        "Transformers' Ernie4_5_MoeConfig; apxml.com/models/ernie-45-21b-a3b (21B); llama.cpp's llama-bench (21.83 B)",
     ),
     "ernie 4.5 300b": PublishedConfig(
         _sizes("ernie4_5_moe", 54, 8192, 64, 8) | {

@@ -1,6 +1,7 @@
 """`lifecycle layouts` ranks and explains parallel layouts, and reports mistakes in its options."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_table_and_reasons_are_printed(layouts, config):
     assert code == 0
     for words in ("tok/s/GPU", "MFU", "why:", "near misses:", "lacks", "slower:"):
         assert words in out
+
+
+def test_where_nothing_fits_what_is_missing_and_what_would_fit_is_said(layouts):
+    code, out, _ = layouts("Llama-3.1-405B", "--gpus", 1, "--top", 1)
+    nearest, would = out.partition("offloading either; nearest is ")[2].splitlines()[:2]
+    assert code == 0 and re.search(r"lacks host memory: 6,\d+\.\d of 2,048\.0 GiB", nearest)
+    assert would == "would fit: 32 devices to train on (--gpus) or LoRA adapters (--lora-rank 16)"
 
 
 def test_one_layout_is_explained_by_stage_and_part(layouts, config):
