@@ -172,7 +172,7 @@ def _adapters_per_token(case: StepCase, *, keeps_results: bool = False) -> float
     size = case.workload.compute_bytes
     linears = [one for layer in adapted_layers(shape, adapter) for one in layer]
     # Summed over all layers, and divided by their number at the end: an adapter may be on some layers only.
-    outputs = sum(one.outputs for one in linears)
+    outputs = sum(one.sizes(case.layout.tp if case.engine.splits_by_plan else 1)[1] for one in linears)
     # Added to the weights, an adapter of experts meets no token.
     ranks = adapter.rank * len(linears) + (0.0 if case.engine.merges_experts else stacked_ranks(shape, adapter))
     kept = size * (ranks + (2 * outputs if adapter.use_dora else 0))

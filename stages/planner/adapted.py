@@ -30,6 +30,7 @@ class PlannedAdapter:
     use_dora: bool = False
     dropout: float = 0.0
     base_precision: Literal["bf16", "fp32", "nf4", "int8"] | None = None
+    init: str = "default"
 
     @property
     def is_quantized(self) -> bool:

@@ -23,7 +23,7 @@ from stages.planner.hardware import Hardware
 from stages.planner.kernels import layer_kernels
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, pipeline_stages, stage_shape
-from stages.planner.split import split_values
+from stages.planner.split import not_summed_beside, split_values
 from stages.planner.tower_time import tower_time
 from stages.planner.workload import ProgramTraits, Workload
 
@@ -173,11 +173,13 @@ def _model_parallel_traffic(case: StepCase, stage: PipelineStage) -> list[Traffi
 def _split_traffic(case: StepCase, layers: float, ends: float) -> list[Traffic]:
     """Return what is summed and gathered over `tp` where matrices are split by Transformers' plan."""
     values, size, again = split_values(case.shape), case.tokens * case.workload.compute_bytes, case.layout.recomputes
-    summed = values.summed_forward + again * values.summed_again + values.summed_backward
+    summed = layers * (values.summed_forward + again * values.summed_again + values.summed_backward)
+    if case.workload.adapter and not again:  # recomputed layers get inputs that have gradients
+        summed -= case.micro_batches * not_summed_beside(case.workload.adapter, case.shape)
     group = network.tensor_group(case.layout)
     return [
-        Traffic("all-reduce", group, layers * summed * size + ends * case.hidden_bytes),
-        Traffic("all-gather", group, layers * (1 + again) * values.gathered * size),
+        Traffic("all-reduce", group, summed * size + ends * case.hidden_bytes),
+        Traffic("all-gather", group, layers * ((1 + again) * values.gathered + values.gathered_backward) * size),
     ]
 
 
@@ -343,13 +345,16 @@ def _summed_by_plan(case: TimedCase) -> PassTimes:
     """Return a layer's seconds per pass of sums and gatherings by Transformers' plan, for which compute waits."""
     values, size = split_values(case.shape), case.tokens * case.workload.compute_bytes
     group = network.tensor_group(case.layout)
-    gather_s = network.gather_s(case.hardware, group, values.gathered * size)
+    gather_s, gather_back_s = (
+        network.gather_s(case.hardware, group, gathered * size)
+        for gathered in (values.gathered, values.gathered_backward)
+    )
     # An adapter's base has gradients of its inputs, too.
     forward_s, backward_s = (
         network.all_reduce_s(case.hardware, group, summed * size)
         for summed in (values.summed_forward, values.summed_backward)
     )
-    return PassTimes(forward_s + gather_s, backward_s)
+    return PassTimes(forward_s + gather_s, backward_s + gather_back_s)
 
 
 def _context_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:

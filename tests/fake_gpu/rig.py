@@ -265,6 +265,8 @@ CASES = {
     "matrices and tokens, 1,024 ranks": Case(
         "llama3-70b", {"dp_shard": 16, "cp": 8, "tp": 8}, num_layers=1, sequence_length=65536
     ),
+    "matrices, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, options=LORA),
+    "matrices, LoRA, selective": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "recompute": "selective"}, options=LORA),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),
     "megatron, pipeline": Case(
         "qwen3-8b", {"dp_shard": 4, "tp": 2, "pp": 2, "sequence_parallel": True}, engine="megatron", micro_batches=4

@@ -1,11 +1,12 @@
 """Test program that trains models that see on one or two processes, of which the second has no pictures.
 
-    pictures_program OUTPUT few|all|kinds|sounds|experts FOLDER …
+    pictures_program OUTPUT few|all|split|kinds|sounds|experts|adapters FOLDER …
 
 Each folder's model is trained whole and with frozen parts, with and without recomputation, and by GRPO on completions
 of prompts with pictures. OUTPUT is a JSON file with loss and norm of the gradients of each step, by case. With `kinds`,
 one process has pictures and the other videos. With `sounds`, one has sounds and the other text.
-With `experts`, each has a part of them.
+With `experts`, each has a part of them. With `split`, each has a part of the text's matrices, and so with `adapters`,
+which learn then, of tower and text.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.adapters.config import AdapterConfig
 from stages.core.contract import is_main_process
 from stages.data.batch import Batch
 from stages.data.media.folder import MediaFolder
@@ -59,6 +61,12 @@ CASES = {
     "all": [*product(((), TOWER), ("none", "full")), (SEEING, "none"), (("language_model",), "full")],
 }
 """Frozen parts and recomputation of each training."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "lengths": {"use_dora": True},
+    "some": {"target_modules": ["q_proj", "down_proj"]},
+}
+"""Options of adapters that are trained on split matrices, beside whole towers."""
 
 
 def main() -> None:
@@ -66,10 +74,13 @@ def main() -> None:
     _, output, cases, *folders = sys.argv
     results = {}
     with joined_processes() as device:
-        for folder, (frozen, recompute) in product(map(Path, folders), CASES[cases]):
+        for folder, name in product(map(Path, folders), ADAPTERS if cases == "adapters" else ()):
+            adapter = AdapterConfig(rank=4, alpha=8, **ADAPTERS[name])
+            results[f"{folder.name}, {name}"] = train(folder, (), layout(cases, "full"), device, None, adapter)
+        for folder, (frozen, recompute) in product(map(Path, folders), CASES.get(cases, ())):
             found = train(folder, frozen, layout(cases, recompute), device, SIZES.get(cases))
             results[f"{folder.name}, frozen {' '.join(frozen)}, recompute {recompute}"] = found
-        if cases not in SIZES:
+        if cases in CASES and cases not in SIZES:
             results |= {
                 f"{folder.name}, GRPO": reinforce(folder, layout(cases), device) for folder in map(Path, folders)
             }
@@ -80,7 +91,7 @@ def main() -> None:
 def layout(cases: str, recompute: Any = "none") -> Layout:
     """Return the layout of a training on all processes."""
     size = torch.distributed.get_world_size()
-    tp = min(size, 2) if cases == "split" else 1
+    tp = min(size, 2) if cases in ("split", "adapters") else 1
     return Layout(dp_shard=size // tp, tp=tp, ep=size if cases == "experts" else 1, recompute=recompute)
 
 
@@ -146,11 +157,13 @@ def train(
     layout: Layout,
     device: torch.device,
     sizes: Sequence[Sequence[MediaSize]] | None,
+    adapter: AdapterConfig | None = None,
 ) -> list[tuple[float, float]]:
     """Return loss and norm of the gradients of each step. sizes: of three documents' media; None: pictures."""
     found = {kind_of(size) for own in sizes or () for size in own}
     media = MediaSettings(frozen, kinds=[kind for kind in KINDS if kind in found] or ("image",))
-    engine = FsdpEngine(ModelFacts(folder), EngineSettings(layout, "fp32", AdamSettings(1e-3), media=media), device)
+    settings = EngineSettings(layout, "fp32", AdamSettings(1e-3), adapter=adapter, media=media)
+    engine = FsdpEngine(ModelFacts(folder), settings, device)
     documents = Drawn(folder, sizes) if sizes else Documents(folder)
     dealt = SHARES_OF_KINDS if len(found) > 1 else SHARES
     shares = [share for own in dealt for share in own] if engine.data_parallel_size == 1 else dealt[engine.data_rank]

@@ -70,12 +70,13 @@ def test_spread_experts_beside_a_tower_learn_the_same(tmp_path: Path, fsdp_ranks
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("cases", ["split", "adapters"])
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "internvl"])
 def test_split_matrices_beside_whole_towers_learn_the_same(
-    family: str, processes: int, tmp_path: Path, fsdp_ranks: Ranks
+    family: str, processes: int, cases: str, tmp_path: Path, fsdp_ranks: Ranks
 ) -> None:
-    check(family, "split", tmp_path, fsdp_ranks, processes)
+    check(family, cases, tmp_path, fsdp_ranks, processes)
 
 
 @pytest.mark.nightly

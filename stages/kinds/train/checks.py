@@ -334,8 +334,6 @@ def media_errors(config: TrainFields, media: str = "media") -> Iterator[str]:
         untried.append(f"`adapter.base_precision: {adapter.base_precision}`, which would quantize the tower, too")
     if adapter and adapter.init == "eva":
         untried.append("`adapter.init: eva`, whose start is measured on text")
-    if adapter and config.layout.tp > 1:
-        untried.append(f"`adapter` and `layout.tp: {config.layout.tp}` together, which towers have not been tried with")
     options = {
         f"layout.cp: {config.layout.cp}": config.layout.cp > 1,
         "precision: fp8": config.precision == "fp8",

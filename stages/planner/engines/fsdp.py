@@ -16,7 +16,7 @@ from stages.planner.costs import EngineCosts, Moment, SearchRequest, StepCase, T
 from stages.planner.network import Traffic
 from stages.planner.partition import PipelineStage, RankParameters, outside_parameters, rank_parameters
 from stages.planner.towers import frozen_parts, layers_of_towers
-from stages.planner.workload import ProgramTraits, StateBytes, Workload
+from stages.planner.workload import ProgramTraits, Workload
 
 LEAST_TOKENS_OF_A_CONTEXT_RANK = 1024
 
@@ -276,8 +276,9 @@ def _splits(request: SearchRequest) -> Iterator[dict[str, int]]:
     most = min(request.num_gpus, request.hardware.gpus_per_node)
     heads = {one.num_heads for kind in shape.kinds for one in kind.attention} or {shape.num_heads}
     is_tried = _is_tried(workload)
-    splits_matrices = is_tried and workload.adapter is None and workload.state_bytes == StateBytes()
-    most_tp = most if splits_matrices else 1
+    adapter = workload.adapter
+    is_whole = adapter is not None and (adapter.is_quantized or adapter.init == "eva")
+    most_tp = most if is_tried and not is_whole else 1
     most_cp = min(most, workload.sequence_length // LEAST_TOKENS_OF_A_CONTEXT_RANK) if is_tried else 1
     for tp in _powers_of_two(most_tp):
         for cp in _powers_of_two(min(most_cp, most // tp)):

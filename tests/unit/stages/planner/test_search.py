@@ -191,9 +191,13 @@ def test_long_rows_are_shared_by_tokens_and_matrices_where_the_engine_can():
     assert degrees == {(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8}
     shorter = replace(long, workload=Workload(2048, 8))
     assert {layout.cp for _, layout in legal_layouts(shorter)} == {1, 2}
-    adapted = replace(long, workload=replace(long.workload, adapter=PlannedAdapter(8)))
+    adapted, quantized, measured = (
+        replace(long, workload=replace(long.workload, adapter=PlannedAdapter(8, **options)))
+        for options in ({}, {"base_precision": "nf4"}, {"init": "eva"})
+    )
+    assert {(layout.tp, layout.cp) for _, layout in legal_layouts(adapted)} == degrees
     unplanned = replace(long, shape=replace(long.shape, has_split_plan=False))
-    for request in (adapted, unplanned):
+    for request in (quantized, measured, unplanned):
         assert {layout.tp for _, layout in legal_layouts(request)} == {1}
     scored = replace(long, workload=replace(long.workload, scores_documents=True))
     assert {(layout.tp, layout.cp) for _, layout in legal_layouts(scored)} == {(1, 1)}
