@@ -30,7 +30,7 @@ from transformers.models.qwen2_audio import modeling_qwen2_audio
 from stages.data import batch
 from stages.engines import attention_kernels, log_probabilities
 from stages.engines.context import TokenSlice
-from stages.engines.fsdp import engine, model, offload, parallelize, shards
+from stages.engines.fsdp import engine, experts, model, offload, parallelize, shards
 from stages.engines.fsdp.drawn import DrawnDocuments
 from stages.engines.fsdp.model import find_weights
 from stages.engines.weight_slices import WeightFiles
@@ -121,6 +121,14 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
+def _equal_counts(chosen: Tensor, num_own: int, group: dist.ProcessGroup) -> tuple[list[int], list[int], Tensor]:
+    """Stand in for `exchanged_counts`: each process sends and gets the same share of the pairs."""
+    counts = [chosen.numel() // group.size()] * group.size()
+    arriving = torch.empty(group.size() * num_own, dtype=torch.int64)
+    dist.all_to_all_single(arriving, torch.empty_like(arriving), group=group)
+    return counts, counts, torch.empty(sum(counts), dtype=torch.int64)
+
+
 class _FlexAttention(torch.autograd.Function):
     """FlexAttention that allocates what its kernels do; torch compiles none while tensors are fake."""
 
@@ -169,6 +177,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (model, "drawn_documents", _real(model.drawn_documents)),  # tries a processor by values
     (DrawnDocuments, "smallest", property(_real(DrawnDocuments.smallest.func))),  # of a processor, by values
     (model, "probe", _on_cpu(model.probe)),  # compares log-probabilities by value, in fp64
+    (experts, "exchanged_counts", _equal_counts),
     (engine, "load_model", _load_model),
     (engine, "check_sharded", lambda *_: None),  # compares log-probabilities by value
     (engine, "check_split", lambda *_: None),  # and so does this

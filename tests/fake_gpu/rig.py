@@ -265,6 +265,8 @@ CASES = {
     "matrices and tokens, 1,024 ranks": Case(
         "llama3-70b", {"dp_shard": 16, "cp": 8, "tp": 8}, num_layers=1, sequence_length=65536
     ),
+    "experts, spread": Case("qwen3-30b-a3b", {"dp_shard": 8, "ep": 4}, num_layers=2),
+    "experts, spread, matrices": Case("qwen3-30b-a3b", {"dp_shard": 4, "ep": 4, "tp": 2}, num_layers=2),
     "matrices, LoRA": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, options=LORA),
     "matrices, LoRA, selective": Case("qwen3-8b", {"dp_shard": 2, "tp": 4, "recompute": "selective"}, options=LORA),
     "megatron": Case("qwen3-8b", {"dp_shard": 4, "tp": 2}, engine="megatron"),

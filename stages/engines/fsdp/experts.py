@@ -110,23 +110,31 @@ class _Exchanged:
         hidden: [tokens, width]. chosen: indices among all experts, int64 [tokens, k]. weights: of their
         results, [tokens, k].
         """
-        num_processes, num_own = self._group.size(), self._module.num_experts
         # Pairs of a token and an expert in the order of experts, of which each process has consecutive ones.
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=num_processes * num_own)
-        # [processes, experts of one]: pairs that others send here
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=self._group)
-        sent, received = (one.view(num_processes, num_own).sum(1).tolist() for one in (counts, arriving))
+        sent, received, experts = exchanged_counts(chosen, self._module.num_experts, self._group)
         there = _Travel.apply(hidden[order // chosen.shape[1]], sent, received, self._group)
         their_weights = _Travel.apply(weights.flatten()[order], sent, received, self._group)
-        experts = torch.arange(num_own, device=chosen.device).repeat(num_processes).repeat_interleave(arriving)
         # One more pair, of zeros: also a process that gets no token computes, and its backward pass sends gradients.
         pairs = pad(there, (0, 0, 0, 1)), pad(experts, (0, 1))[:, None], pad(their_weights, (0, 1))[:, None]
         with changed(self._module, _local):
             results = self._compute(*pairs)[:-1]
         back = _Travel.apply(results, received, sent, self._group)
         return back[order.argsort()].view(*chosen.shape, -1).sum(1)
+
+
+def exchanged_counts(chosen: Tensor, num_own: int, group: dist.ProcessGroup) -> tuple[list[int], list[int], Tensor]:
+    """Return how many pairs of token and expert go to each process and come from it, and the experts of these, [pairs].
+
+    num_own: experts of a process, which are counted from 0.
+    """
+    counts = chosen.flatten().bincount(minlength=group.size() * num_own)
+    # [processes, experts of one]: pairs that others send here
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = (one.view(group.size(), num_own).sum(1).tolist() for one in (counts, arriving))
+    experts = torch.arange(num_own, device=chosen.device).repeat(group.size())
+    return sent, received, experts.repeat_interleave(arriving)
 
 
 class _Travel(torch.autograd.Function):
