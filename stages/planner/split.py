@@ -61,7 +61,7 @@ def not_summed_beside(adapter: PlannedAdapter, shape: ModelShape) -> float:
     if adapter.modules_to_save or first == shape.num_layers:
         return 0.0
     begins = [one for one in linear_layers(shape, first) if one.place is LayerRole.INTO_ATTENTION]
-    first_products = sum(one.inputs for one in begins if one.split == "gathered")
+    first_products: float = sum(one.inputs for one in begins if one.split == "gathered")
     first_products += max((one.inputs for one in begins if one.split == "columns"), default=0.0)
     return first * split_values(shape).summed_backward + first_products
 
