@@ -4,6 +4,7 @@ One vLLM is started here as a recipe's author starts one that stages name; sever
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -246,6 +247,36 @@ def test_groups_without_signal_are_drawn_again_from_the_asked_distribution(
 
 
 @pytest.mark.nightly
+def test_a_server_of_two_that_hangs_takes_no_prompt_with_it(
+    artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path
+) -> None:
+    """One of two vLLMs stops amid the training, and the other answers its prompts; later it goes on, with new weights.
+
+    `make test` covers deaths by a stand-in (`test_named_server.py`).
+    """
+    with named_vllm(artifacts["base"] / "model", tmp_path / "other", "--max-model-len", "64") as other:
+        options = {**UNSERVED, "server": {**named_server, "other_urls": [other["url"]]}}
+        often = {"checkpoint_every_steps": 10, "rollout_timeout_s": 10}
+        config = make(60, grpo=options, execution=often)
+        work = make_context(tmp_path / "work", artifacts, config).work
+        attempt, stopped = start(work, config), engine_processes(tmp_path / "other")
+        assert stopped
+        (work / "metrics.jsonl").touch()
+        for num_steps, what in ((4, signal.SIGSTOP), (16, signal.SIGCONT)):
+            wait_for(lambda: attempt.poll() is not None or len(logged(work)) >= num_steps, what="some rounds")  # noqa: B023
+            for pid in stopped:
+                os.kill(pid, what)
+        assert attempt.wait(500) == 0, (work / "log.txt").read_text()[-3000:]
+    assert all(len(found) == 4 for found in asked(work).values())
+    assert [row["step"] for row in logged(work)] == list(range(1, 61))
+    assert max(row["mismatch_mean"] for row in logged(work)) < 1e-4, "no weights are older ones"
+    events = (work / "events.jsonl").read_text()
+    assert "is left out of this round" in events
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert log.count("collective_rpc") > 6, "it had weights again"
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("lag", [1, 2])
 def test_rounds_are_sampled_a_fixed_lag_behind_those_that_are_learned(
     artifacts: dict[str, Path], named_server: dict[str, str], tmp_path: Path, lag: int
@@ -270,8 +301,9 @@ def test_rounds_are_sampled_a_fixed_lag_behind_those_that_are_learned(
     finish_again(work, 12 - 2 * lag, tmp_path / "again" / "work", artifacts, config)
     weights = [load_file(one / "model" / "model.safetensors") for one in (work, tmp_path / "again" / "work")]
     assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
-    shorter = make_context(tmp_path / "shorter" / "work", artifacts, config).work
-    run_to_end(shorter, config.model_copy(update={"steps": 10 - 2 * lag}))
+    few = config.model_copy(update={"steps": 10 - 2 * lag})
+    shorter = make_context(tmp_path / "shorter" / "work", artifacts, few).work
+    run_to_end(shorter, few)
     _check_sampled(artifacts, config, kept["step-11.json"], shorter / "model")
     with pytest.raises(AssertionError):
         _check_sampled(artifacts, config, kept["step-11.json"], work / "model")
@@ -335,7 +367,7 @@ def test_a_named_server_is_refused_where_it_does_not_do(
     config = make(2, data={**TEXTS, "sequence_length": 128}, grpo={**UNSERVED, "server": named_server})
     (problem,) = external_server_problems(config, ModelFacts(artifacts["base"] / "model"))
     assert "takes 64 tokens of prompt and completion together, where there may be 128" in str(problem)
-    named = ExternalServer.of(
+    (named,) = ExternalServer.all_of(
         make(2, grpo={**UNSERVED, "server": named_server}), ModelFacts(artifacts["base"] / "model")
     )
     named.check(tmp_path / "seen")

@@ -153,8 +153,11 @@ def completion_errors(config: TrainFields, options: SamplingOptions) -> Iterator
             f"{block}.placement: colocated is for a server that the stage starts, on the training's devices; "
             f"remove it, or {block}.server"
         )
-    if config.execution.nodes > 1:
-        yield "completions are sampled on one node; say `execution.nodes: 1`"
+    if config.execution.nodes > 1 and not options.server:
+        yield (
+            "the server that the stage starts samples on one node; say `execution.nodes: 1`, or start servers and name "
+            f"them in `{block}.server`"
+        )
     if config.adapter:
         yield from _of_adapter(config.method, config.adapter)
     if config.adapter and options.server:

@@ -1,4 +1,4 @@
-"""Sampling server that a recipe names: its client, and whether it answers prompts with pictures."""
+"""Sampling servers that a recipe names: their clients, and whether they answer prompts with pictures."""
 
 from dataclasses import replace
 
@@ -14,18 +14,18 @@ ENGINE: Engine = ENGINES["vllm"]
 CHECK_TIMEOUT_S = 60.0
 
 
-def client_of(config: TrainConfig) -> Client:
-    """Return the client of the server that the recipe names; raise RecipeError for an unset environment variable."""
+def clients_of(config: TrainConfig) -> list[Client]:
+    """Return the clients of the servers that the recipe names; raise RecipeError for an unset environment variable."""
     assert config.sampling and config.sampling.server
     named = config.sampling.server
     key = key_in(named.key_variable, f"{config.sampling_block}.server.key_variable")
-    return Client(
-        named.url.rstrip("/").removesuffix("/v1"), key, named.served_model, config.execution.rollout_timeout_s
-    )
+    timeout_s = config.execution.rollout_timeout_s
+    return [Client(url.rstrip("/").removesuffix("/v1"), key, named.served_model, timeout_s) for url in named.urls]
 
 
 def check_takes_pictures(config: TrainConfig) -> None:
-    """Raise a LifecycleError unless the server that the recipe names answers prompts with pictures; on rank 0."""
+    """Raise a LifecycleError unless the servers that the recipe names answer prompts with pictures; on rank 0."""
     if is_main_process():
-        client = replace(client_of(config), timeout_s=CHECK_TIMEOUT_S)
-        ENGINE.check_takes_pictures(EngineAddress(named=client.url), client)
+        for named in clients_of(config):
+            client = replace(named, timeout_s=CHECK_TIMEOUT_S)
+            ENGINE.check_takes_pictures(EngineAddress(named=client.url), client)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
@@ -20,16 +21,32 @@ NOT_LEARNED_FROM = ("placement", "data_parallel_size")
 """Sampling options that change devices and speed only, and so are left out of a stage's cache key."""
 
 
-class SamplingServer(StrictModel):
-    """Config of a vLLM server that others started, which gets the current weights before each round of sampling."""
+ServerUrl = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$")]
 
-    url: str = Field(
-        pattern=r"^https?://[^\s/@]+(/\S*)?/v1/?$", description="Address of the sampling server, including `/v1`."
+
+class SamplingServer(StrictModel):
+    """Config of vLLM servers that others started, which get the current weights before each round of sampling."""
+
+    url: ServerUrl = Field(description="Address of the sampling server, including `/v1`.")
+    other_urls: Annotated[tuple[ServerUrl, ...], AddedLater()] = Field(
+        (),
+        max_length=63,
+        description="Addresses of more servers of the same model and key, among which prompts are divided.",
     )
     served_model: str = Field(min_length=1, description="Name of the trained model on the server.")
     key_variable: str | None = Field(
         None, pattern=r"^[A-Za-z_]\w*$", description="Environment variable with the server's API key; default: no key."
     )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.other_urls)
+
+    @model_validator(mode="after")
+    def _each_server_once(self) -> Self:
+        if twice := [url for url, count in Counter(url.rstrip("/") for url in self.urls).items() if count > 1]:
+            raise ValueError(f"names {twice[0]} twice; expected each server once")
+        return self
 
 
 class SamplingOptions(StrictModel):

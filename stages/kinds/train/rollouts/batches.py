@@ -53,7 +53,7 @@ from stages.kinds.train.rollouts.documents import (
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
 from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
-from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.server import PolicyServer
 from stages.kinds.train.rollouts.synced import GatheredWeights, SyncedServer
 from stages.kinds.train.teacher import BuildEngine
 from stages.kinds.train.watchdog import Watchdog
@@ -139,7 +139,7 @@ class RolloutBatches:
         path = self._folder / "evaluation.json"
         once = self._options.model_copy(update={"num_generations": 1})
 
-        def write(server: RolloutServer) -> None:
+        def write(server: PolicyServer) -> None:
             replace(self._sampler(server), prompts=self._held_out, options=once).answer_all().write(path)
 
         self._server.sample(f"evaluation {self._num_evaluations}", write)
@@ -238,7 +238,8 @@ class RolloutBatches:
     def _synchronous_round(self, step: int) -> list[list[PackedAnswers]]:
         path, self._is_first = self._path(step), False
         # Rank 0 decides for all: sampling is collective. A file is there if an attempt was killed in this round.
-        is_kept = bool(self._engine.broadcast_from_rank0(float(path.is_file())))
+        # The others do not look: a shared file system could remember that there was none.
+        is_kept = bool(self._engine.broadcast_from_rank0(float(is_main_process() and path.is_file())))
         sync_s = 0.0
         if not is_kept:
             sync_s = self._server.sample(f"step {step}", partial(self._write_round, step))
@@ -269,11 +270,11 @@ class RolloutBatches:
         self._samples.write(sampled)
         return parts
 
-    def _write_round(self, step: int, server: RolloutServer) -> None:
+    def _write_round(self, step: int, server: PolicyServer) -> None:
         sampled = self._sampler(server).sample(step)
         replace(sampled, weights_step=step - 1).write(self._path(step))
 
-    def _sampler(self, server: RolloutServer) -> Sampler:
+    def _sampler(self, server: PolicyServer) -> Sampler:
         media_tokens = self._server.packing.media_tokens
         return Sampler(server, self._open_judge(), self._prompts, self._options, self._plan, media_tokens)
 

@@ -28,7 +28,7 @@ from stages.kinds.train.methods.method import OnPolicySteps, TeacherTokens
 from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, completion_packing
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, NUM_SHOWN, SampleFile
 from stages.kinds.train.rollouts.rounds import PromptRequest, request_seed, sample_completions
-from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.server import PolicyServer
 from stages.kinds.train.rollouts.synced import SyncedServer
 from stages.kinds.train.teacher import TeacherTargets, with_candidates
 from stages.kinds.train.watchdog import Watchdog
@@ -102,7 +102,7 @@ class OnPolicyBatches:
     def close(self) -> None:
         self.server.close()
 
-    def _write_answers(self, step: int, server: RolloutServer) -> None:
+    def _write_answers(self, step: int, server: PolicyServer) -> None:
         """Sample answers to a global batch's prompts on rank 0, and write them to the shared file, some for people."""
         sampling = self.steps.sampling
         dataset, packing = self.texts.training.dataset, self.server.packing

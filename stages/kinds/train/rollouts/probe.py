@@ -14,7 +14,7 @@ from stages.core.files import write_atomically
 from stages.data.batch import Batch
 from stages.engines.engine import Engine
 from stages.kinds.train.rollouts.documents import DOCUMENTS, AnsweredPrompt, Packing
-from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.server import PolicyServer
 
 NUM_DOCUMENTS = 16
 """Largest number of completions by which sampling server and training engine are compared."""
@@ -63,21 +63,22 @@ class Probe:
         batch = _untempered(packing).batch([documents]).seen()
         return cls(documents, None if untrained is None else torch.tensor(untrained), batch)
 
-    def compare(self, of_engine: torch.Tensor, server: RolloutServer, dtype: str, name: str) -> float:
-        """Return the mean |Δ log-probability| between server and engine, in nats. of_engine: float32 [rows, sequence].
+    def compare(self, of_engine: torch.Tensor, server: PolicyServer, dtype: str, name: str) -> float:
+        """Return the mean |Δ log-probability| of engine and worst server, in nats. of_engine: float32 [rows, sequence].
 
         Raises TrainingError when the server answers with other weights than the engine's.
         """
-        rows = server.predictions(self.documents)
-        served = [
-            value
-            for row, one in zip(rows, self.documents, strict=True)
-            # Entry t is of token t + 1, so the completion's first is at len(prompt) - 1.
-            for value in row.log_probabilities[len(one.prompt) - 1 :]
-        ]
-        difference = (of_engine[self.batch.signal.has_target] - torch.tensor(served)).abs().mean().item()
-        check_difference(difference, dtype, f"given the weights for {name}, the server")
-        return difference
+        expected, differences = of_engine[self.batch.signal.has_target], []
+        for which, rows in server.predictions(self.documents):
+            served = [
+                value
+                for row, one in zip(rows, self.documents, strict=True)
+                # Entry t is of token t + 1, so the completion's first is at len(prompt) - 1.
+                for value in row.log_probabilities[len(one.prompt) - 1 :]
+            ]
+            differences.append((expected - torch.tensor(served)).abs().mean().item())
+            check_difference(differences[-1], dtype, f"given the weights for {name}, {which}")
+        return max(differences)
 
 
 def _untempered(packing: Packing) -> Packing:

@@ -19,7 +19,7 @@ from stages.core.files import write_atomically
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
-from stages.kinds.train.rollouts.server import RolloutServer
+from stages.kinds.train.rollouts.server import PolicyServer
 from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import PICTURES, Answer, Request
 from stages.rollouts.pictures import PromptPictures
@@ -196,7 +196,7 @@ class PromptRequest:
 
 
 def sample_completions(
-    server: RolloutServer,
+    server: PolicyServer,
     options: SamplingOptions,
     asked: Sequence[PromptRequest],
     num_completions: int,
@@ -205,7 +205,7 @@ def sample_completions(
     """Return `num_completions` completions of each prompt from the server, in the order of the prompts.
 
     media_tokens: those that stand for pictures. A completion ends before one, which no picture would be there for.
-    Raises ServerError for an answer without what a loss needs, and as `RolloutServer.ask` does.
+    Raises ServerError for an answer without what a loss needs, and as `PolicyServer.ask` does.
     """
     found: dict[int, list[Completion]] = {}
 
@@ -233,7 +233,7 @@ def _completion(choice: Choice, media_tokens: Collection[int]) -> Completion:
 class Sampler:
     """Sampler of a round's completions, which also judges them by rewards and measures how long each part takes."""
 
-    server: RolloutServer
+    server: PolicyServer
     judge: Judge
     prompts: Sequence[RenderedPrompt]
     options: RolloutOptions

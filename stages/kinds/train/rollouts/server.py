@@ -18,7 +18,7 @@ from stages.core.errors import LifecycleError, ServerError, TransientError
 from stages.core.redaction import redact
 from stages.kinds.train.blocks import TrainExecution
 from stages.kinds.train.config import TrainConfig
-from stages.kinds.train.named_server import CHECK_TIMEOUT_S, ENGINE, client_of
+from stages.kinds.train.named_server import CHECK_TIMEOUT_S, ENGINE, clients_of
 from stages.kinds.train.rollouts.documents import AnsweredPrompt, most_tokens
 from stages.models.facts import ModelFacts
 from stages.models.recorded import Predicted
@@ -31,6 +31,7 @@ from stages.serving.held_weights import HeldWeights
 
 MOST_RESTARTS = 3
 """Largest number of restarts of a sampling server in a row, without a completed sampling between them."""
+ENDING = "the training ends, and its sampling with it"
 POLICY = "policy"
 """Name under which the sampling server serves the trained model."""
 
@@ -73,6 +74,21 @@ class ServerProvider(Protocol):
 
     def prepare(self, folder: Path) -> None:
         """Prepare a folder of weights, in place, for a running sampling server; raise as `opened` does."""
+
+
+class PolicyServer(Protocol):
+    """Protocol of what samples from the model in training, as rank 0 uses it: a server, or several of one model."""
+
+    def take(self, folder: Path) -> None: ...
+    def take_held(self, held: HeldWeights) -> None: ...
+    def forget(self) -> None: ...
+    def ask(self, requests: Iterable[tuple[int, Request]], keep: Callable[[int, Request, Answer], None]) -> None: ...
+    def rest(self) -> None: ...
+    def predictions(self, documents: Sequence[AnsweredPrompt]) -> Iterator[tuple[str, list[Predicted]]]:
+        """Yield a name for messages of each server, and its log-probabilities of all tokens of documents."""
+
+    def give_up(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class RolloutServer:
@@ -135,7 +151,7 @@ class RolloutServer:
 
         def kept(number: int, request: Request, answer: Answer) -> None:
             if self._is_given_up:
-                raise TransientError("the training ends, and its sampling with it")
+                raise TransientError(ENDING)
             keep(number, request, answer)
             # from here on the answer is kept, and a restart does not ask for it again
             del remaining[number]
@@ -169,18 +185,19 @@ class RolloutServer:
         else:
             self._restarts = 0
 
-    def predictions(self, documents: Sequence[AnsweredPrompt]) -> list[Predicted]:
-        """Return the server's log-probabilities of all tokens of documents; TransientError if it fails repeatedly."""
-        of_text = [one.prompt + one.completion for one in documents if not one.pictures]
-        seen = [one.pictures.seen(one.prompt, one.completion) for one in documents if one.pictures]
+    def predictions(self, documents: Sequence[AnsweredPrompt]) -> Iterator[tuple[str, list[Predicted]]]:
+        """Yield "the server", and its log-probabilities of all tokens of documents.
+
+        Raises TransientError if it fails repeatedly.
+        """
         while True:
             try:
-                client, server = self._client, self._running
-                rows = iter(client.predictions(of_text) if of_text else ())
-                pictured = iter(server.engine.seeing_predictions(server.address, client, seen) if seen else ())
-                return [next(pictured if one.pictures else rows) for one in documents]
+                rows = predictions_of(self._running, self._client, documents)
             except (ServerError, TransientError) as error:
                 self._restart(error)
+            else:
+                yield "the server", rows
+                return
 
     def give_up(self) -> None:
         """Make `ask`, in another thread, fail at its next answer, and start no server again."""
@@ -273,6 +290,15 @@ class RolloutServer:
         self._server = server
 
 
+def predictions_of(server: SamplingServer, client: Client, documents: Sequence[AnsweredPrompt]) -> list[Predicted]:
+    """Return a server's log-probabilities of all tokens of documents; raise ServerError or TransientError."""
+    of_text = [one.prompt + one.completion for one in documents if not one.pictures]
+    seen = [one.pictures.seen(one.prompt, one.completion) for one in documents if one.pictures]
+    rows = iter(client.predictions(of_text) if of_text else ())
+    pictured = iter(server.engine.seeing_predictions(server.address, client, seen) if seen else ())
+    return [next(pictured if one.pictures else rows) for one in documents]
+
+
 def _connection(server: SamplingServer) -> WeightConnection:
     assert server.connection, "weights are held for servers that get them so"
     return server.connection
@@ -301,12 +327,12 @@ class ExternalServer:
     ready_timeout_s: float
 
     @classmethod
-    def of(cls, config: TrainConfig, model: ModelFacts) -> Self:
-        """Return the sampling server that the recipe names. Raises RecipeError for an unset environment variable."""
+    def all_of(cls, config: TrainConfig, model: ModelFacts) -> list[Self]:
+        """Return the sampling servers that the recipe names. Raises RecipeError for an unset environment variable."""
         sampling = config.sampling
         assert sampling
-        num_tokens = most_tokens(config, sampling, model)
-        return cls(client_of(config), num_tokens, sampling.dtype(config.precision), config.execution.ready_timeout_s)
+        num_tokens, dtype = most_tokens(config, sampling, model), sampling.dtype(config.precision)
+        return [cls(client, num_tokens, dtype, config.execution.ready_timeout_s) for client in clients_of(config)]
 
     @property
     def address(self) -> EngineAddress:
@@ -358,11 +384,12 @@ class ExternalServer:
 def external_server_problems(
     config: TrainConfig, model: ModelFacts, context: StageContext | None = None
 ) -> Iterator[LifecycleError]:
-    """Yield problems of the server that the recipe names, if any. context: of a run, whose folders it must read."""
+    """Yield the first problem of servers that the recipe names. context: of a run, whose folders they must read."""
     if not (config.sampling and config.sampling.server and is_main_process()):
         return
     try:
-        ExternalServer.of(config, model).check(context.scratch / WEIGHTS / "none" if context else None)
+        for server in ExternalServer.all_of(config, model):
+            server.check(context.scratch / WEIGHTS / "none" if context else None)
     except TransientError as error:
         yield TransientError(f"{error}; start the server that samples, or correct `{config.sampling_block}.server.url`")
     except LifecycleError as error:

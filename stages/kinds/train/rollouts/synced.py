@@ -16,9 +16,10 @@ from stages.engines.recorded import RecordedBatch
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import SamplingOptions
 from stages.kinds.train.rollouts.documents import AnsweredPrompt, Packing
+from stages.kinds.train.rollouts.many_servers import ManyServers
 from stages.kinds.train.rollouts.own_server import OwnServer, shared_gpu
 from stages.kinds.train.rollouts.probe import Probe
-from stages.kinds.train.rollouts.server import WEIGHTS, ExternalServer, RolloutServer, ServerProvider
+from stages.kinds.train.rollouts.server import WEIGHTS, ExternalServer, PolicyServer, RolloutServer
 from stages.kinds.train.watchdog import Watchdog
 from stages.models.facts import ModelFacts
 from stages.serving.held_weights import HeldWeights
@@ -66,25 +67,30 @@ class SyncedServer:
         dtype = options.dtype(config.precision)
         # bf16 on either side rounds to some 0.01 nats, however exact the other side is.
         self.bound_dtype = self._dtype if dtype == self._dtype else "bfloat16"
-        host: ServerProvider
+        self._was_gathered = False
+        self._is_colocated = options.is_colocated
+        self._server: PolicyServer
         if options.server:
-            host = ExternalServer.of(config, model)
+            self._takes_folders = True
+            hosts = ExternalServer.all_of(config, model)
+            if len(hosts) > 1:
+                self._server = ManyServers(hosts, config.execution, context.warn)
+            else:
+                self._server = RolloutServer(hosts[0], config.execution, context.warn, is_adapter=False)
         else:
             serving = options.serving.model_copy(update={"max_model_len": self.packing.most_tokens, "dtype": dtype})
             base = model.folder if config.adapter else None
             host = OwnServer(
                 context, options, serving, config.execution, base, shared_gpu(config, model, engine.device)
             )
-        self._takes_folders = not host.transfer
-        self._was_gathered = False
-        self._is_colocated = options.is_colocated
-        self._server = RolloutServer(
-            host,
-            config.execution,
-            context.warn,
-            is_adapter=config.adapter is not None,
-            sleeps=options.is_colocated,
-        )
+            self._takes_folders = not host.transfer
+            self._server = RolloutServer(
+                host,
+                config.execution,
+                context.warn,
+                is_adapter=config.adapter is not None,
+                sleeps=options.is_colocated,
+            )
         # Not in memory (tmpfs): after a kill no one would remove the files there, and fresh files on disk are read
         # from the page cache anyway.
         self._weights = context.scratch / WEIGHTS
@@ -93,7 +99,7 @@ class SyncedServer:
         if is_main_process():
             shutil.rmtree(self._weights, ignore_errors=True)  # of another attempt
 
-    def sample(self, name: str, write: Callable[[RolloutServer], None]) -> float:
+    def sample(self, name: str, write: Callable[[PolicyServer], None]) -> float:
         """Give the server the engine's weights, let rank 0 write completions to a file, and wait for it. Collective.
 
         name: of the weights, in messages and as a folder, another one at each call: "step 5". A server on the
@@ -137,7 +143,7 @@ class SyncedServer:
         self._was_gathered = True
         return GatheredWeights(name, held or folder, self._probed())
 
-    def give(self, weights: GatheredWeights) -> RolloutServer:
+    def give(self, weights: GatheredWeights) -> PolicyServer:
         """Give the server weights on rank 0, check its answers, and return it. From one thread at a time.
 
         Raises as `check` and `RolloutServer.take` do.
@@ -149,7 +155,7 @@ class SyncedServer:
         self._compare(weights.of_engine, weights.name)
         return self._server
 
-    def holding(self) -> RolloutServer:
+    def holding(self) -> PolicyServer:
         """Return the server, which still has the weights of the last `give`, on rank 0."""
         return self._server
 

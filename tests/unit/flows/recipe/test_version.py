@@ -179,6 +179,7 @@ VALUES = (
     *MAPPINGS,
     ["projector"],
     [1, 1],
+    ["http://y/v1"],
 )
 """Sample values of every type that a config field may have; a new type of field needs a sample here."""
 

@@ -6,6 +6,7 @@ The server here answers what vLLM 0.32 answered; tests/pipeline/test_grpo.py ask
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -19,7 +20,8 @@ from stages.core.errors import RecipeError, ServerError, TransientError
 from stages.kinds.train.check import check
 from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.media import check_media
-from stages.kinds.train.rollouts import server
+from stages.kinds.train.rollouts import many_servers, server
+from stages.kinds.train.rollouts.many_servers import ManyServers
 from stages.kinds.train.rollouts.server import ExternalServer, RolloutServer
 from stages.models.facts import ModelFacts
 from tests.http_server import serving
@@ -45,7 +47,7 @@ class Served:
     """State of a fake sampling server: its model, the weights that it loaded, and the requests that it will fail.
 
     configured: its description of its model. loaded: folders of weights. num_failing: further requests that fail, by
-    kind (`completions`, `health`, …).
+    kind (`completions`, `health`, …). asked: seeds of the completions that it gave.
     """
 
     url: str = ""
@@ -55,6 +57,7 @@ class Served:
     sees_files: bool = True
     loaded: list[str] = field(default_factory=list)
     num_failing: dict[str, int] = field(default_factory=dict)
+    asked: list[Any] = field(default_factory=list)
 
     def answer(self, path: str, asked: Any, key: str | None) -> tuple[int, Any]:
         name = path.partition("?")[0].rpartition("/")[2]
@@ -69,6 +72,7 @@ class Served:
         if name == "models":
             return 200, {"data": [{"id": MODEL}]}
         if name == "completions":
+            self.asked.append(asked.get("seed"))
             return 200, {"choices": [{"text": "x"}]}
         if name == "health":
             return 200, {}
@@ -92,6 +96,12 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
+    with running() as state:
+        yield state
+
+
+@contextmanager
+def running() -> Iterator[Served]:
     state, lock = Served(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -204,7 +214,7 @@ def test_a_server_without_the_routes_is_told_how_to_start(
 def test_a_server_that_does_not_see_the_folder_is_no_use(
     served: Served, artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
-    named = ExternalServer.of(config_of(served.url), ModelFacts(artifacts["base"] / "model"))
+    (named,) = ExternalServer.all_of(config_of(served.url), ModelFacts(artifacts["base"] / "model"))
     named.check(tmp_path / "seen")
     assert served.loaded == [], "that changed no weights"
     served.sees_files = False
@@ -216,7 +226,7 @@ def test_a_server_that_does_not_see_the_folder_is_no_use(
 def rollouts(served: Served, artifacts: dict[str, Path]) -> Iterator[tuple[RolloutServer, list[str]]]:
     """Provide our client of a fake sampling server that the recipe names, and the list of its warnings."""
     config, warned = config_of(served.url), []
-    host = ExternalServer.of(config, ModelFacts(artifacts["base"] / "model"))
+    (host,) = ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"))
     yield RolloutServer(host, config.execution, warned.append, is_adapter=False), warned
 
 
@@ -268,6 +278,56 @@ def test_a_server_that_does_not_come_back_is_transient(
         server.ask([(0, {"prompt": [1]})], lambda *_: None)
 
 
+def test_what_a_server_does_not_answer_is_asked_of_another(
+    served: Served, artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers share the prompts; one that is away loses none of them, and is checked when it comes back."""
+    monkeypatch.setattr(many_servers, "POLL_INTERVAL_S", 0.01)
+    with running() as other:
+        config, warned = config_of(served.url, other_urls=[f"{other.url}/v1"]), []
+        assert found(config, artifacts, tmp_path) == []
+        hosts = ExternalServer.all_of(config, ModelFacts(artifacts["base"] / "model"))
+        servers = ManyServers([replace(one, ready_timeout_s=0.3) for one in hosts], config.execution, warned.append)
+
+        def ask(num_prompts: int) -> tuple[list[Any], list[Any]]:
+            """Return the seeds with which each of the servers was asked, and check that every prompt has an answer."""
+            for one in (served, other):
+                one.asked.clear()
+            answered: list[int] = []
+            requests = [(number, {"prompt": [1], "seed": 100 + number}) for number in range(num_prompts)]
+            servers.ask(requests, lambda number, *_: answered.append(number))
+            assert sorted(answered) == list(range(num_prompts))
+            return sorted(served.asked), sorted(other.asked)
+
+        servers.take(weights(tmp_path, "first"))
+        assert ask(5) == ([100, 102, 104], [101, 103])
+        other.num_failing = {"completions": 1000, "health": 1000}
+        assert ask(5) == ([100, 101, 102, 103, 104], [])
+        assert f"{other.url}, is left out of this round, and 2 prompts of its 2 asked of the others" in warned.pop()
+        servers.take(weights(tmp_path, "second"))
+        assert not (tmp_path / "first").exists()
+        assert "is left out of the next round: it does not answer" in warned.pop()
+        other.num_failing = {}
+        other.configured["dtype"] = "torch.bfloat16"  # another server at its address
+        servers.take(weights(tmp_path, "third"))
+        assert "computes in bfloat16" in warned.pop()
+        other.configured["dtype"] = "torch.float32"
+        servers.take(weights(tmp_path, "fourth"))
+        assert ask(2) == ([100], [101])
+        assert (served.loaded, other.loaded) == (["first", "second", "third", "fourth"], ["first", "fourth"])
+        served.num_failing = {"completions": 1}
+        with pytest.raises(ServerError, match="broken"):
+            ask(2)  # a request that a healthy server refuses
+        assert warned == []
+        served.num_failing = {"completions": 1, "health": 3}
+        other.num_failing = {"completions": 2, "health": 1000}
+        assert ask(2) == ([100, 101], [])
+        assert served.loaded[-2:] == ["fourth", "fourth"], "when it came back, since it may have been started again"
+        served.num_failing = {"completions": 1000, "health": 1000}
+        with pytest.raises(TransientError, match=r"none of the 2 servers .* is left .* it does not answer; start them"):
+            ask(2)
+
+
 def test_weights_that_it_refuses_twice_are_an_error(
     served: Served, rollouts: tuple[RolloutServer, list[str]], tmp_path: Path
 ) -> None:
@@ -285,6 +345,10 @@ def test_what_does_not_go_together_is_refused() -> None:
         make_config("grpo", data={"dataset": "problems"}, grpo={**OPTIONS, "server": server}, adapter={})
     with pytest.raises(ValidationError, match="should match pattern"):
         config_of("http://key@host")
+    with pytest.raises(ValidationError, match="names http://host/v1 twice"):
+        config_of("http://host", other_urls=["http://host/v1/"])
+    across = {"layout": {"dp_shard": 2}, "execution": {"nodes": 2}}
+    make_config("grpo", data={"dataset": "problems"}, grpo={**OPTIONS, "server": server}, **across)
 
 
 def test_the_stage_has_no_devices_engine_or_options_for_it() -> None:
