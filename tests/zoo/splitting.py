@@ -176,7 +176,8 @@ class _Rows:
 
     def learned(self) -> _Learned:
         """Train plain Transformers on the documents, one by one."""
-        losses, weights = self._learned(torch.float64)
+        # Features of pictures are in fp32, which no fp64 tower takes.
+        losses, weights = self._learned(torch.float32 if self.pictures else torch.float64)
         _, rounded = self._learned(torch.float32)
         return _Learned(losses, weights, max((rounded[name] - one).abs().max().item() for name, one in weights.items()))
 
