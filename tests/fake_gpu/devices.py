@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.qwen2_audio import modeling_qwen2_audio
 
 from stages.data import batch
@@ -194,7 +193,6 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     # Its memory does not count: a "meta" tensor is on no device.
     (offload, "host_memory", lambda num_bytes, pinned: torch.empty(num_bytes, dtype=torch.uint8, device="meta")),
     # They compare numbers of tokens by value, of which a document of another form would be guessed.
-    (modeling_gemma4, "torch_compilable_check", lambda *_: None),
     (modeling_qwen2_audio, "torch_compilable_check", lambda *_: None),
     (modeling_qwen2_audio, "is_torchdynamo_compiling", lambda: True),
     (dist, "all_gather_object", _all_gather_object),

@@ -143,16 +143,6 @@ SEEING: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma4-e2b": (
-        "gemma4",
-        {
-            "text_config": {"num_hidden_layers": 35},
-            "vision_config": {"num_hidden_layers": 16},
-            "audio_config": {"num_hidden_layers": 12},
-            "audio_token_id": 54,
-            "image_token_id": 50,
-        },
-    ),
 }
 """Model family and sizes of published models that read media."""
 DEPTHS = ("num_hidden_layers", "encoder_layers")

@@ -99,9 +99,11 @@ def test_a_step_of_a_walked_family_whose_matrices_are_split_runs_as_the_planner_
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [*PICTURES, *SOUNDS])
-def test_a_step_with_media_takes_the_memory_that_the_planner_predicts(name: str, tmp_path: Path) -> None:
-    assert run({**PICTURES, **SOUNDS}[name], tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
+@pytest.mark.parametrize(
+    "case", [*PICTURES.values(), *SOUNDS.values()], ids=[*PICTURES, *(f"{name}, sounds" for name in SOUNDS)]
+)
+def test_a_step_with_media_takes_the_memory_that_the_planner_predicts(case: Case, tmp_path: Path) -> None:
+    assert run(case, tmp_path / "model").predicted_ratio == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.nightly
