@@ -4,13 +4,14 @@ No process waits. The decision is a file of the promotion's artifact (`stages/co
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flows.champion.registrations import promotion_lock
 from flows.champion.registry import RegisteredVersion, Registry
+from flows.champion.retention import reach
 from flows.ledger.events import PromotionDecided, now_ms
 from flows.ledger.home import store_root
 from flows.ledger.people import Person, user_of_this_process
@@ -19,6 +20,7 @@ from flows.planning.plan import PlannedStage
 from flows.recipe.version import resume_key_of
 from flows.running.outcome import leave_report
 from flows.running.runner import BuiltStage, run_stage
+from flows.servers.programs import PREFECT
 from flows.store.content import is_pending
 from flows.store.record import Artifact, Index
 from flows.store.store import Store
@@ -32,7 +34,7 @@ from stages.core.approval import (
     read_approval,
 )
 from stages.core.contract import StageInput
-from stages.core.errors import ApprovalError, StoreError
+from stages.core.errors import ApprovalError, ServerError, StoreError
 from stages.core.files import write_atomically
 from stages.core.lines import say
 from stages.core.redaction import quoted
@@ -126,14 +128,34 @@ def decide(name: str, version: str | None, decision: Decided, person: Person, wh
     person.check_membership(candidate.approval.groups, f"version {candidate.version} of {name}")
     planned, upstream = _as_planned(store, candidate.artifact)
     _decide(name, folder, decision, person, why)
+    waiting = [*_waiting_ledgers()]
     for _ in range(MOST_VERDICTS):
         built = run_stage(planned, upstream, store, _Quiet(candidate.artifact.record.attempt))
         approval = read_approval(built.artifact)
         if decision == "rejected" or approval is None or not approval.is_awaited:
+            _settle_flow_runs(waiting)
             return built.artifact
         # Judged again, against another champion, and all gates hold.
         _decide(name, built.artifact, decision, person, why)
     raise ApprovalError(f"approving {name}: its champion changes all the time; try again when no other is promoted")
+
+
+def _settle_flow_runs(waiting: Iterable[Ledger]) -> None:
+    """Have Prefect show, and notify of, what became of refreshes that ended waiting; warn where it cannot be reached.
+
+    A copied home leaves the flow runs of its original alone.
+    """
+    records = [ledger.read() for ledger in waiting]
+    settled = [one for one in records if one.state != "waiting_for_approval" and one.prefect_flow_run_id]
+    if not settled:
+        return
+    try:
+        is_ours = reach(PREFECT)
+        from flows.running.flow_runs import settle_flow_runs
+
+        settle_flow_runs([record for record in settled if is_ours or not record.is_copied])
+    except ServerError as error:
+        say(f"warning: Prefect goes on showing that these wait for approval: {error}", sys.stderr)
 
 
 def reason(why: str) -> str:

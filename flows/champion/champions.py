@@ -10,6 +10,7 @@ from flows.ledger.home import store_root
 from flows.report.lineage import LineageSubject
 from flows.servers import local as servers
 from flows.servers.keyed import client_settings, key_file, read_key
+from flows.servers.programs import MLFLOW_SWITCH, uses_mlflow
 from flows.store.record import Artifact, Index
 from flows.store.shared import obtain
 from flows.store.store import Store
@@ -33,6 +34,10 @@ def connect() -> Registry:
 
 def find_mlflow() -> None:
     """Point MLflow's client to the local server, unless the environment names one; raise ServerError without either."""
+    if not uses_mlflow():
+        raise ServerError(
+            f"asking for champions: MLflow, which knows them, is switched off by {MLFLOW_SWITCH}; unset that variable"
+        )
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         ours = next(server for server in servers.status() if server.name == "mlflow")
         password = read_key()

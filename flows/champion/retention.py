@@ -1,8 +1,8 @@
 """Garbage collection of a lifecycle home: unreferenced artifacts, and refreshes beyond its retention policy.
 
-With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow, and the artifacts that it alone
-used. It is kept while an artifact, a registered version or another refresh that is kept refers to it; then only its
-flow run goes, to which nothing refers.
+With a refresh go its ledger and reports, its flow run in Prefect, its runs in MLflow and in folders of other trackers,
+and the artifacts that it alone used. It is kept while an artifact, a registered version or another refresh that is kept
+refers to it; then only its flow run goes, to which nothing refers.
 """
 
 import math
@@ -27,6 +27,7 @@ from flows.store import collect
 from flows.store.collect import Collected, Garbage
 from flows.store.policy import Policy, RetentionLimits
 from flows.store.store import Store
+from flows.tracking.copies import runs_folder
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pruning import delete_runs
 from flows.tracking.shipper import shipper_lock
@@ -95,7 +96,9 @@ class Housekeeping:
                 number = len(unused) + len(self._referred_to_beyond)
                 failures.append(f"cannot remove {number} refreshes beyond the retention policy: {error}")
                 unused = {}
-            garbage = [one for one in self.garbage if one.path in unused or one.path not in self._refreshes]
+            held = {folder for folder in self._refreshes if folder not in unused}
+            held |= {run for folder in held for run in _other_runs(folder.name)}
+            garbage = [one for one in self.garbage if one.path not in held]
             done = collect.collect(self._store, garbage)
         return Collected(done.removed, (*done.failures, *failures))
 
@@ -124,7 +127,8 @@ class Housekeeping:
                 self._refreshes[folder] = record
                 reason = "refresh beyond the retention policy"
                 # Last used at infinity: `collect` must not take it for one that was used since.
-                self.garbage.append(Garbage(folder, collect.size_bytes(folder), math.inf, reason))
+                for path in (folder, *_other_runs(record.refresh)):
+                    self.garbage.append(Garbage(path, collect.size_bytes(path), math.inf, reason))
             else:
                 self._referred_to_beyond.append(record)
 
@@ -138,6 +142,11 @@ def _left_by_servers(older_than_days: float) -> Iterator[Garbage]:
             yield Garbage(path, collect.size_bytes(path), used_s, "left by a server that was killed")
 
 
+def _other_runs(refresh: str) -> list[Path]:
+    """Return the folders that other trackers than MLflow have of a refresh."""
+    return [folder / refresh for folder in runs_folder().glob("*") if (folder / refresh).is_dir()]
+
+
 def _runs(refresh: str) -> list[str]:
     """Return the ids of the MLflow runs of a refresh and its stages."""
     shipped = read_shipped(ledger_of(refresh))
@@ -147,7 +156,7 @@ def _runs(refresh: str) -> list[str]:
 def _delete_flow_runs(records: list[RefreshRecord]) -> None:
     """Delete the flow runs of refreshes from Prefect. Raises ServerError when Prefect is needed and does not answer."""
     if any(record.prefect_flow_run_id for record in records):
-        is_ours = _reach(PREFECT)
+        is_ours = reach(PREFECT)
         from flows.running.flow_runs import delete_flow_runs
 
         of_here = [record for record in records if is_ours or not record.is_copied]
@@ -157,12 +166,12 @@ def _delete_flow_runs(records: list[RefreshRecord]) -> None:
 def _delete_from_mlflow(records: list[RefreshRecord]) -> None:
     """Delete the MLflow runs of refreshes. Raises ServerError when there are some and MLflow does not answer."""
     if any(_runs(record.refresh) for record in records):
-        is_ours = _reach(MLFLOW)
+        is_ours = reach(MLFLOW)
         of_here = [record for record in records if is_ours or not record.is_copied]
         delete_runs([run for record in of_here for run in _runs(record.refresh)], purge=is_ours)
 
 
-def _reach(program: ServerProgram) -> bool:
+def reach(program: ServerProgram) -> bool:
     """Set clients' variables for Prefect or MLflow; return whether this home runs it. Raises ServerError if none."""
     assert program.variable
     address, named = address_of(program.name), program.named()

@@ -11,6 +11,7 @@ from flows.ledger.home import home
 from flows.ledger.record import RefreshRecord
 from flows.report.layouts import Row
 from flows.running.refresh_run import RefreshRun
+from flows.servers.programs import uses_mlflow
 from flows.tracking.cursor import read_shipped
 from flows.tracking.pages import page_of
 from stages.core.errors import RefreshStoppedError, ServerError, StageCrashError
@@ -32,7 +33,7 @@ def run_comparison(request: ComparisonRequest, *, stream: TextIO) -> RefreshRun:
             _run_flow(request, run)
         finally:
             run.finish()
-    if not read_shipped(run.ledger).has_all_of(run.ledger):
+    if uses_mlflow() and not read_shipped(run.ledger).has_all_of(run.ledger):
         log = run.ledger.folder / "tracking.log"
         say(f"MLflow does not have all of it yet (see {log}); the next refresh ships the rest", sys.stderr)
     elif link := page_of(run.record.refresh):

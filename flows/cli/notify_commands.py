@@ -9,7 +9,7 @@ import click
 from flows.cli.answers import JSON_OPTION, print_json
 
 CHANNELS = click.Choice(["webhook", "slack", "email", "ping"])
-OCCASIONS = ["failed", "late", "skipped", "not-promoted", "promoted"]
+OCCASIONS = ["failed", "late", "skipped", "not-promoted", "waiting", "promoted"]
 
 
 @click.group()

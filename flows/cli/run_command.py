@@ -19,7 +19,7 @@ from flows.running.request import RefreshRequest, make_plan, retry_of
 from flows.running.runner import Launcher
 from flows.servers import local as servers
 from flows.servers.keyed import set_variables
-from flows.servers.programs import NAMED_BY
+from flows.servers.programs import NAMED_BY, uses_mlflow
 from stages.core.errors import (
     INTERNAL_ERROR,
     NotPromotedError,
@@ -102,7 +102,8 @@ def ready_servers(*, worker: bool = False) -> servers.Endpoints:
     """
     absent = (one for one in servers.status() if one.ours and not one.healthy and not one.host)
     if any(one.name in NAMED_BY for one in absent):
-        say("starting the local Prefect and MLflow servers (stop them with `lifecycle down`)", sys.stderr)
+        which = "Prefect and MLflow servers" if uses_mlflow() else "Prefect server, and no MLflow"
+        say(f"starting the local {which} (stop them with `lifecycle down`)", sys.stderr)
     endpoints = servers.up(worker=worker)
     for status in servers.status():
         if status.url:

@@ -85,13 +85,23 @@ def doctor(context: click.Context, as_json: bool) -> None:
         context.exit(ResourceError.exit_code)
 
 
+def _awaiting_approval() -> list[str]:
+    """Return a phrase on each promotion that waits for a person: version, model, who may decide and until when."""
+    from flows.champion.approvals import awaited
+    from flows.ledger.home import store_root
+    from flows.store.store import Store
+
+    return [candidate.text for candidate in awaited(Store(store_root()).index())]
+
+
 def _show_status(as_json: bool) -> bool:
     """Print the servers' addresses; return whether all servers that a refresh needs answer."""
     from flows.servers import local as servers
+    from flows.servers.programs import MLFLOW, MLFLOW_SWITCH, uses_mlflow
 
-    statuses = servers.status()
+    statuses, waiting = servers.status(), _awaiting_approval()
     if as_json:
-        print_json({server.name: asdict(server) for server in statuses})
+        print_json({server.name: asdict(server) for server in statuses} | ({"waiting": waiting} if waiting else {}))
     else:
         for server in statuses:
             state = "unknown" if server.host else "healthy" if server.healthy else "down"
@@ -99,4 +109,8 @@ def _show_status(as_json: bool) -> bool:
             click.echo(f"{server.name:<8} {where:<30} {state}")
             if server.trouble:
                 click.echo(f"{'':<8} {server.trouble}")
+        if not uses_mlflow():
+            click.echo(f"{MLFLOW.name:<8} switched off by {MLFLOW_SWITCH}: no champions, no promotions")
+        for candidate in waiting:
+            click.echo(candidate)
     return all(server.healthy or not server.needed for server in statuses)

@@ -28,7 +28,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.processutils import command_to_string
 
 from flows.ledger.record import RefreshRecord
-from flows.running.refresh import refresh
+from flows.running.refresh import final_state, refresh
 from flows.running.request import RefreshRequest
 from stages.core.errors import ServerError
 
@@ -126,6 +126,18 @@ def create_flow_run(request: RefreshRequest, name: str) -> FlowRun:
         known = find_deployment(client, BY_HAND)
         deployment = known.id if known and known.entrypoint == ENTRYPOINT else deploy(client, BY_HAND)
         return client.create_flow_run_from_deployment(deployment, parameters=parameters, state=Pending(), name=name)
+
+
+def settle_flow_runs(records: Sequence[RefreshRecord]) -> None:
+    """Give flow runs that ended waiting for approval the state in which the decision has left their refreshes.
+
+    Prefect's server emits the events of these states itself, so that notifications go out. Raises `ServerError`.
+    """
+    with prefect_client() as client:
+        for record in records:
+            if record.prefect_flow_run_id:
+                with suppress(ObjectNotFound):
+                    client.set_flow_run_state(UUID(record.prefect_flow_run_id), final_state(record), force=True)
 
 
 def reset_flow_run(record: RefreshRecord) -> FlowRun | None:

@@ -1,7 +1,7 @@
 """Requests for a refresh, made by a person, a schedule or a retry, and the planning of what they ask for."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
 from flows.running.comparison import LayoutComparison
+from flows.servers.programs import MLFLOW_SWITCH, uses_mlflow
 from flows.store.shared import with_shared
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, RecipeError, ResourceError
@@ -78,12 +79,23 @@ def make_plan(request: RefreshRequest, *, may_be_unreachable: bool = False) -> P
         not recipe.stages or not {*request.force, request.until or next(iter(recipe.stages))} <= recipe.stages.keys()
     ):
         raise errors[0]
+    check_registry(recipe, chosen_stages(recipe, request.until))
     try:
         return _plan_of(recipe, request, errors, may_be_unreachable=may_be_unreachable)
     except LifecycleError as error:  # it may quote a template or a task that holds a secret of the recipe
         variables = {name: text for one in recipe.stages.values() for name, text in one.execution.environment.items()}
         error.args = (redact(str(error), secrets_in({**os.environ, **variables})),)
         raise
+
+
+def check_registry(recipe: Recipe, chosen: Collection[str]) -> None:
+    """Raise RecipeError for promotions where MLflow, whose registry has the champions, is switched off."""
+    promotions = [name for name in recipe.stages if name in chosen and "verdict" in recipe.stages[name].PRODUCTS]
+    if promotions and not uses_mlflow():
+        raise RecipeError(
+            f"stages.{promotions[0]}: promotions need MLflow, whose registry has the champions, and {MLFLOW_SWITCH} "
+            "switches it off; unset that variable, or leave the stage out with --until"
+        )
 
 
 def _plan_of(

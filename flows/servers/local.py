@@ -36,6 +36,7 @@ from flows.servers.programs import (
     WORKER,
     ServerProgram,
     listener,
+    used_servers,
 )
 from flows.servers.records import (
     ServerRecord,
@@ -82,10 +83,13 @@ class ServerStatus:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of Prefect and MLflow for refreshes. local: those under LIFECYCLE_HOME, which require `password`."""
+    """Addresses of Prefect and MLflow for refreshes. local: those under LIFECYCLE_HOME, which require `password`.
+
+    mlflow_tracking_uri: None in a home without MLflow.
+    """
 
     prefect_api_url: str
-    mlflow_tracking_uri: str
+    mlflow_tracking_uri: str | None
     local: tuple[str, ...]
     password: str = field(repr=False)
 
@@ -94,7 +98,7 @@ class Endpoints:
         settings = {
             **NO_TELEMETRY,
             "PREFECT_API_URL": self.prefect_api_url,
-            "MLFLOW_TRACKING_URI": self.mlflow_tracking_uri,
+            **({"MLFLOW_TRACKING_URI": self.mlflow_tracking_uri} if self.mlflow_tracking_uri else {}),
         }
         for server in self.local:
             settings |= client_settings(server, self.password)
@@ -107,15 +111,16 @@ def up(*, worker: bool = False) -> Endpoints:
     The worker comes with the supervisor, which restarts what dies and, if it runs, is given a minute for that. Raises
     `ServerError` when a server that the user named does not answer, or one of ours does not start.
     """
-    named = {program.name: url for program in SERVERS if (url := program.named())}
-    for program in SERVERS:
+    used = used_servers()
+    named = {program.name: url for program in used if (url := program.named())}
+    for program in used:
         if program.name in named:
             _check_named(program, named[program.name])
     # One `up` or `down` at a time; the records read below stay true until it is released.
     with _lock():
         records = read_records()
         # Those that this home starts itself; a home may have one of its own beside one that the user named.
-        ours = [program for program in SERVERS if program.name not in named]
+        ours = [program for program in used if program.name not in named]
         _refuse_elsewhere({program.name: records[program.name] for program in ours if program.name in records})
         former = records.get(WORKER.name)
         # A worker whose home was moved runs refreshes at the old path: it is replaced, even if only servers are wanted.
@@ -212,7 +217,7 @@ def revive_supervisor() -> None:
 def status() -> list[ServerStatus]:
     """Return the address and health of the Prefect server, the MLflow server and the worker."""
     records = read_records()
-    return [_status_of(program, records.get(program.name)) for program in (*SERVERS, WORKER)]
+    return [_status_of(program, records.get(program.name)) for program in (*used_servers(), WORKER)]
 
 
 def is_answering(url: str, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
@@ -328,11 +333,14 @@ def _await_supervised(programs: list[ServerProgram], lock: Lock) -> None:
 
 
 def _endpoints(named: Mapping[str, str], records: Mapping[str, ServerRecord], password: str) -> Endpoints:
-    urls = {name: record.address for name, record in records.items()}
+    urls = {
+        program.name: named.get(program.name) or records[program.name].address + program.client_path
+        for program in used_servers()
+    }
     return Endpoints(
-        prefect_api_url=named.get("prefect") or urls["prefect"] + PREFECT.client_path,
-        mlflow_tracking_uri=named.get("mlflow") or urls["mlflow"] + MLFLOW.client_path,
-        local=tuple(program.name for program in SERVERS if program.name not in named),
+        prefect_api_url=urls[PREFECT.name],
+        mlflow_tracking_uri=urls.get(MLFLOW.name),
+        local=tuple(name for name in urls if name not in named),
         password=password,
     )
 

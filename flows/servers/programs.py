@@ -130,6 +130,21 @@ PREFECT = ServerProgram(
 MLFLOW = ServerProgram("mlflow", "MLFLOW_TRACKING_URI", 5000, "/health", "", guarded("mlflow"), _mlflow_environment)
 WORKER = ServerProgram("worker", None, 4300, "/health", "", _WORKER_COMMAND, _worker_environment)
 SERVERS = (PREFECT, MLFLOW)
+MLFLOW_SWITCH = "LIFECYCLE_MLFLOW"
+"""Environment variable that with the value `off` has a home do without MLflow: no tracking in it, no champions."""
 PROGRAMS = {program.name: program for program in (*SERVERS, WORKER)}
 NAMED_BY = {program.name: str(program.variable) for program in SERVERS}
 """Environment variable with the address of the user's own server, by server name (`prefect`, `mlflow`)."""
+
+
+def uses_mlflow() -> bool:
+    """Return whether refreshes are tracked in MLflow, which also knows the champions. Raises ServerError."""
+    asked = os.environ.get(MLFLOW_SWITCH) or "on"
+    if asked not in ("on", "off"):
+        raise ServerError(f"reading {MLFLOW_SWITCH}: found {asked!r}, expected `on` or `off`")
+    return asked == "on"
+
+
+def used_servers() -> tuple[ServerProgram, ...]:
+    """Return the servers that refreshes of this home use."""
+    return tuple(program for program in SERVERS if program is not MLFLOW or uses_mlflow())

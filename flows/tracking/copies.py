@@ -51,6 +51,11 @@ def copied_file(ledger_folder: Path, tracker: str) -> Path:
     return ledger_folder / f"copied-{tracker}.json"
 
 
+def runs_folder() -> Path:
+    """Return the folder of the home in which each tracker has a folder of runs by refresh."""
+    return home() / "trackers"
+
+
 class Copier:
     """Copier of one refresh's attempts to one tracker."""
 
@@ -90,7 +95,7 @@ class Copier:
 
     def _begin(self, recipe: str, attempt: AttemptRecord) -> tuple[Writer, MetricSeries]:
         refresh = self._ledger.folder.name
-        folder = home() / "trackers" / self._tracker / refresh / attempt.name
+        folder = runs_folder() / self._tracker / refresh / attempt.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = {**attempt.began.params, "kind": attempt.tags.get("kind", ""), "recipe": recipe}

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from flows.ledger.home import store_root
 from flows.ledger.record import AttemptRecord, RefreshRecord
 from flows.ledger.refreshes import NOTE_FILE, REPORT_FILE, ROWS_FILE, Ledger, ledgers
-from flows.servers.programs import MLFLOW
+from flows.servers.programs import MLFLOW, uses_mlflow
 from flows.servers.records import address_of
 from flows.tracking.cursor import LAYOUTS, ShippedAttempt, read_shipped, run_id_of, write_shipped
 from flows.tracking.datasets import datasets_read, tasks_read
@@ -242,6 +242,10 @@ class Shipper:
 def main() -> None:
     """Copy a ledger (folder: first argument) to MLflow until stdin ends, then what MLflow lacks of other refreshes."""
     collect_rarely()
+    if not uses_mlflow():
+        sys.stdin.read()  # until the refresh has ended
+        send_missing_spans()
+        return
     # Before mlflow is imported, which starts its telemetry then.
     os.environ.update(CLIENT_ENVIRONMENT)
     # Hide these packages: importing them takes two fifths of the start. MLflow's skinny distribution lacks all but the

@@ -7,6 +7,8 @@ import re
 import signal
 import socketserver
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -87,6 +89,34 @@ def test_a_webhook_is_told_of_a_failure_and_of_nothing_else(worker_home, receive
     assert json.loads(worker_home.lifecycle("notify", "list", "--json").stdout)["notifications"] == []
     leaks = [path for path in worker_home.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert leaks == []
+
+
+@pytest.mark.nightly
+def test_a_decision_about_a_promotion_reaches_prefect_and_who_waits_for_it(worker_home, receiver, monkeypatch):
+    port, received = receiver
+    monkeypatch.setitem(worker_home.environment, VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    added = worker_home.lifecycle("notify", "add", "webhook", "--url-from", VARIABLE, "--on", "promoted")
+    assert added.returncode == 0, added.stderr
+    _, ended = worker_home.run(worker_home.recipe("decided", rows=stage("ok", "decided")))
+    (flow_run,) = worker_home.prefect("flow_runs/filter", {"flow_runs": {"name": {"any_": [ended["refresh"]]}}})
+    waiting = {"state": {"type": "CANCELLED", "name": "WaitingForApproval"}, "force": True}
+    worker_home.prefect(f"flow_runs/{flow_run['id']}/set_state", waiting)
+    program = f"""
+from dataclasses import replace
+from flows.ledger.refreshes import ledger_of
+from flows.running.flow_runs import settle_flow_runs
+record = ledger_of({ended["refresh"]!r}).read()
+entry = record.stages["rows"]
+result = entry.result.model_copy(update={{"tags": {{**entry.result.tags, "verdict": "promoted"}}}})
+settle_flow_runs([replace(record, stages={{"rows": replace(entry, built=result)}})])
+"""
+    api = {"PREFECT_API_URL": f"{worker_home.address('prefect')}/api", "PREFECT_API_AUTH_STRING": worker_home.key()}
+    environment = {**os.environ, **worker_home.environment, **api}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert worker_home.prefect(f"flow_runs/{flow_run['id']}")["state"]["name"] == "Promoted"
+    eventually(lambda: received)
+    assert [message["subject"] for message in received] == [f"{ended['refresh']}: Promoted"]
+    assert worker_home.lifecycle("notify", "remove", "webhook").returncode == 0
 
 
 def test_a_webhook_is_told_of_what_prefects_scheduler_began(worker_home, receiver, monkeypatch):

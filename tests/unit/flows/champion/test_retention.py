@@ -97,14 +97,18 @@ def test_no_policy_is_the_default_and_each_of_its_fields_has_one(home):
         ({"refreshes": 10}, set()),
     ],
 )
-def test_a_refresh_stays_that_is_among_the_latest_of_its_recipe_or_young_or_runs(keep, gone):
+def test_a_refresh_stays_that_is_among_the_latest_of_its_recipe_or_young_or_runs(home, keep, gone):
     for place, name in enumerate(("first", "second", "third", "fourth")):
         ledger_with(name, days_ago=10 * place + 1)
     ledger_with("of-another", days_ago=100, recipe="weekly")
     ledger_with("running", days_ago=100, ended=False)
     before = left()
+    copied = [home / "trackers" / "tensorboard" / name / "sft-1" for name in before]
+    for run in copied:
+        run.mkdir(parents=True)
     assert collected(**keep).failures == ()
     assert before - left() == gone
+    assert {run.parent.name for run in copied if run.exists()} == left()
 
 
 def test_artifacts_of_refreshes_that_stay_are_kept_and_those_of_others_go(store, recipe, make_plan, build):
@@ -130,13 +134,15 @@ def test_a_refresh_that_built_what_stays_stays(store, recipe, make_plan, build):
     assert left() == {"oldest", "latest"}
 
 
-def test_a_refresh_stays_while_its_server_is_away_and_all_else_is_removed(store, recipe, make_plan, build):
+def test_a_refresh_stays_while_its_server_is_away_and_all_else_is_removed(home, store, recipe, make_plan, build):
     ledger_with("known-to-prefect", 2, flow_run=str(uuid4()))
     ledger_with("latest", 1)
     old = build(make_plan(recipe()))
     build(make_plan(recipe(sft={"steps": 5})))
+    run = home / "trackers" / "wandb" / "known-to-prefect"
+    run.mkdir(parents=True)
     done = collected(refreshes=1)
-    assert left() == {"known-to-prefect", "latest"}
+    assert left() == {"known-to-prefect", "latest"} and run.exists()
     assert not old["sft"].folder.exists()
     (failure,) = done.failures
     assert "cannot remove 1 refreshes beyond the retention policy: the local prefect server is not running" in failure
