@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -128,6 +128,10 @@ trackers: .venv/.ready
 shared-store: .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,shared-store)
 
+# Only for `lifecycle mcp`.
+mcp: .venv/.ready
+	@$(INSTALL) --python .venv/bin/python $(call PINNED,mcp)
+
 .venv/.media-ready: $(PINS)/media.in $(PINS)/media.txt .venv/.ready
 	@$(INSTALL) --python .venv/bin/python $(call PINNED,media)
 	@touch $@
@@ -175,6 +179,7 @@ lock: .venv/bin/uv
 	$(COMPILE) $(PINS)/media.in -o $(PINS)/media.txt
 	$(COMPILE) $(PINS)/trackers.in -o $(PINS)/trackers.txt
 	$(COMPILE) $(PINS)/shared-store.in -o $(PINS)/shared-store.txt
+	$(COMPILE) $(PINS)/mcp.in -o $(PINS)/mcp.txt
 	$(COMPILE) $(PINS)/test.in -o $(PINS)/test.txt
 	$(COMPILE) $(PINS)/evalscope.in -o $(PINS)/evalscope.txt
 	$(COMPILE) --override $(PINS)/serve-cpu-overrides.txt $(PINS)/serve-cpu.in -o $(PINS)/serve-cpu.txt

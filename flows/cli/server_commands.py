@@ -1,4 +1,4 @@
-"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `metrics`, `doctor`."""
+"""Commands about the local servers and the machine: `lifecycle up`, `down`, `status`, `metrics`, `mcp`, `doctor`."""
 
 from dataclasses import asdict
 
@@ -59,6 +59,15 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
             click.echo(line, err=as_json)
     if not answering:
         context.exit(ServerError.exit_code)
+
+
+@click.command("mcp")
+@click.option("--allow-running", is_flag=True, help="Also offer a tool that starts refreshes.")
+def model_context_protocol(allow_running: bool) -> None:
+    """Serve agents and editors on stdin and stdout (Model Context Protocol): plan, show, logs, report."""
+    from flows.cli.mcp_server import serve
+
+    serve(may_run=allow_running)
 
 
 @click.command()

@@ -84,6 +84,12 @@ PARTS = (
         makes="trackers",
     ),
     Part(
+        "agents",
+        "their client plans and reads refreshes",
+        ("unit/flows/cli",),
+        makes="mcp",
+    ),
+    Part(
         "deployment",
         "SkyPilot takes a rendered task, Prometheus Operator a monitor",
         ("unit/flows/launch",),

@@ -102,11 +102,14 @@ def test_a_decision_about_a_promotion_reaches_prefect_and_who_waits_for_it(worke
     waiting = {"state": {"type": "CANCELLED", "name": "WaitingForApproval"}, "force": True}
     worker_home.prefect(f"flow_runs/{flow_run['id']}/set_state", waiting)
     program = f"""
+import json
 from dataclasses import replace
 from flows.ledger.refreshes import ledger_of
 from flows.running.flow_runs import settle_flow_runs
 record = ledger_of({ended["refresh"]!r}).read()
 entry = record.stages["rows"]
+verdict = {{"outcome": "promoted", "name": "adder", "champion_version": None, "against": None, "missed": []}}
+(entry.artifact / "verdict.json").write_text(json.dumps(verdict))
 result = entry.result.model_copy(update={{"tags": {{**entry.result.tags, "verdict": "promoted"}}}})
 settle_flow_runs([replace(record, stages={{"rows": replace(entry, built=result)}})])
 """
