@@ -24,7 +24,7 @@ from flows.cli.notify_commands import notify
 from flows.cli.recipe_commands import data, init, layouts, render
 from flows.cli.refresh_commands import logs, report, retry, runs
 from flows.cli.schedule_commands import schedule, schedules
-from flows.cli.server_commands import doctor, down, metrics, model_context_protocol, status, up
+from flows.cli.server_commands import doctor, down, install, metrics, model_context_protocol, status, up
 from flows.cli.store_commands import adopt, backup, chat, gc, restore, serve, show, verify
 from stages.core.errors import INTERNAL_ERROR, USAGE_ERROR, LifecycleError, RefreshStoppedError, error_classes
 from stages.core.garbage import collect_rarely
@@ -157,6 +157,7 @@ COMMANDS = (
         up,
         down,
         status,
+        install,
         metrics,
         model_context_protocol,
         doctor,

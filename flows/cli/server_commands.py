@@ -71,6 +71,15 @@ def model_context_protocol(allow_running: bool) -> None:
 
 
 @click.command()
+@click.argument("part", type=click.Choice(["serve", "llama-cpp", "evalscope", "media", "trackers", "mcp"]))
+def install(part: str) -> None:
+    """Install what is not part of the own environment: vLLM (serve), llama.cpp, EvalScope; or packages for it."""
+    from flows.cli.install_commands import INSTALLERS
+
+    INSTALLERS[part]()
+
+
+@click.command()
 def metrics() -> None:
     """Print metrics of all refreshes as Prometheus text, as the worker serves them at /metrics."""
     from flows.tracking.exposition import metrics_text

@@ -23,6 +23,7 @@ from flows.recipe.version import identity_of, version_of
 from flows.store.store import Store
 from stages.core.errors import DataError, LifecycleError, ModelError, RecipeError
 from stages.core.redaction import quoted
+from stages.core.shipped import shipped
 from stages.data.any_rows import REFERENCE_COLUMNS, PromptReader, is_prompt_alone
 from stages.data.config import DataConfig, DataFormat, RowKind
 from stages.data.files import (
@@ -82,7 +83,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-TEMPLATES = Path(__file__).parents[2] / "configs" / "templates"
+TEMPLATES = shipped("configs/templates")
 QUESTION_NAMES = ("question", "query", "prompt", "problem", "instruction", "input", "user", "human")
 ANSWER_NAMES = ("answer", "response", "completion", "solution", "output", "target", "reply", "assistant")
 

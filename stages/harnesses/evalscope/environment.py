@@ -19,12 +19,13 @@ from pathlib import Path
 from stages.core.cache import cached_folder
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
+from stages.core.shipped import shipped
 from stages.core.supervised import SupervisedProcess, was_killed
 from stages.serving.interpreter import find_package, inherited_environment
 
 PYTHON_VARIABLE = "LIFECYCLE_EVALSCOPE"
 SIZE = "1.2 GB"
-PINS = Path(__file__).parents[3] / "deploy" / "requirements" / "evalscope.txt"
+PINS = shipped("deploy/requirements/evalscope.txt")
 PINNED = "evalscope=="
 WITH_OPTIONS = "general_vmcq"
 """EvalScope's benchmark of own rows in which one of several options is right, as MMMU has them."""

@@ -2,12 +2,19 @@
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+
+from flows.cli import install_commands
+from stages.core.errors import ResourceError
+from stages.core.shipped import shipped
+from tests.http_server import serving
 
 ROOT = Path(__file__).parents[3]
 LOCKS = sorted((ROOT / "deploy" / "requirements").glob("*.txt"))
@@ -35,6 +42,49 @@ def test_every_pin_has_hashes_but_those_that_differ_with_the_device(lock: Path) 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 def test_no_lock_names_a_registry(lock: Path) -> None:
     assert re.findall(r"^-|://|^ *--(?!hash)\S+", lock.read_text(), re.MULTILINE) == []
+
+
+def test_a_wheel_carries_recipes_and_pins_and_asks_for_uv(tmp_path: Path) -> None:
+    tracked = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True).stdout
+    for name in filter(None, tracked.decode().split("\0")):
+        if not name.startswith("tests/") and (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / name)
+    program = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+    with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as wheel:
+        names = {*wheel.namelist()}
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        assert {"Requires-Dist: uv", "Requires-Dist: click"} <= {*wheel.read(metadata).decode().splitlines()}
+    folders = ("configs/*.yaml", "configs/*/*.jsonl", "configs/templates/*", "deploy/requirements/*", "deploy/*/*.pth")
+    wanted = {f"stages/shipped/{path.relative_to(ROOT)}" for folder in folders for path in ROOT.glob(folder)}
+    assert wanted - names == set()
+    assert shipped("configs/quickstart.yaml") == ROOT / "configs" / "quickstart.yaml"
+
+
+def test_an_installation_asks_the_index_that_the_environment_names(tmp_path: Path, monkeypatch) -> None:
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    asked: list[str] = []
+    (tmp_path / "llama-cpp.txt").write_text("tiny-thing==1.0\n")
+    monkeypatch.setattr(install_commands, "shipped", lambda _: tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    for variable in ("UV_FIND_LINKS", "PIP_FIND_LINKS", "UV_INDEX_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    with serving(Index) as url:
+        monkeypatch.setenv("UV_DEFAULT_INDEX", f"{url}/private/simple")
+        monkeypatch.setenv("UV_NO_CACHE", "1")
+        with pytest.raises(ResourceError, match="uv ended with exit code 1; its reason is above"):
+            install_commands.INSTALLERS["llama-cpp"]()
+    assert set(asked) == {"/private/simple/tiny-thing/"}
+    assert (tmp_path / ".venv-llama-cpp" / "bin" / "python").exists()
 
 
 def test_the_kit_has_the_pins_of_the_environments() -> None:
