@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -165,6 +165,11 @@ skypilot: .venv-skypilot/.ready
 	@$(PYTHON) -m venv .venv-skypilot
 	@$(INSTALL) --python .venv-skypilot/bin/python --requirement $<
 	@touch $@
+
+# Only for the nightly part `images`, which runs as root on Debian.
+buildah:
+	@command -v buildah debootstrap >/dev/null || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends buildah debootstrap crun netavark; }
 
 SERVE_cpu := -r $(PINS)/serve-cpu.txt --overrides $(PINS)/serve-cpu-overrides.txt ./deploy/vllm-metadata ./$(HOOK)
 SERVE_cuda := -r $(PINS)/serve-cuda.txt

@@ -4,6 +4,7 @@
 # driver and the NVIDIA container toolkit.
 # TRANSFORMER_ENGINE: yes for Megatron-core's mixtures of experts, context parallelism and fp8 on GPUs, with a build for
 # CUDA 13, against which its part for torch is compiled. Written, not run.
+# UV_FIND_LINKS: folder of wheels, mounted into the build, from which torch comes instead of PyTorch's registry.
 # PYTHON_DIGEST, CUDA_DIGEST: of Python's and of NVIDIA's image (sha256:…), for builds that start from the same bytes every
 # time; without them, from what the tags mean on that day.
 ARG TRANSFORMER_ENGINE=no
@@ -32,11 +33,13 @@ FROM wheels-${TRANSFORMER_ENGINE} AS wheels
 
 FROM base AS build
 ARG TORCH_BACKEND=cpu
+ARG UV_FIND_LINKS=
 WORKDIR /build
 COPY deploy/requirements/pipeline.in deploy/requirements/pipeline.txt deploy/requirements/fp8.in deploy/requirements/
 COPY deploy/torchvision-without-cuda deploy/torchvision-without-cuda
-RUN uv venv /opt/pipeline && \
-    uv pip install --no-cache --compile-bytecode --torch-backend=${TORCH_BACKEND} --python /opt/pipeline/bin/python \
+RUN if [ -z "${UV_FIND_LINKS}" ]; then export UV_TORCH_BACKEND=${TORCH_BACKEND}; fi && \
+    uv venv /opt/pipeline && \
+    uv pip install --no-cache --compile-bytecode --python /opt/pipeline/bin/python \
         --constraints deploy/requirements/pipeline.txt --requirement deploy/requirements/pipeline.in && \
     if [ "${TORCH_BACKEND}" != cpu ]; then \
         uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python \
@@ -62,7 +65,9 @@ COPY --from=build /opt/pipeline /opt/pipeline
 COPY configs /opt/configs
 ENV PATH=/opt/pipeline/bin:$PATH LIFECYCLE_HOME=/lifecycle \
     DO_NOT_TRACK=true PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_DISABLE_TELEMETRY=true
-RUN useradd --uid 1000 --create-home lifecycle && install --directory --owner=1000 --group=1000 --mode=0700 /lifecycle
+# It writes to its home and to /tmp alone.
+RUN useradd --uid 1000 --home-dir /tmp --no-create-home lifecycle && chmod 0755 /var/tmp /run/lock && \
+    install --directory --owner=1000 --group=1000 --mode=0700 /lifecycle
 USER 1000:1000
 VOLUME /lifecycle
 ENTRYPOINT []

@@ -1,6 +1,7 @@
 # vLLM, for a Deployment that `lifecycle render` prints, or for a host of its own.
 #   docker build --file deploy/docker/serve.Dockerfile --build-arg DEVICE=cpu --tag llm-lifecycle-serve .
 # DEVICE: cpu or cuda. The API key comes as VLLM_API_KEY, the model as a volume.
+# UV_FIND_LINKS: folder of wheels, mounted into the build, from which torch comes instead of PyTorch's registry.
 # PYTHON_DIGEST: of Python's image (sha256:…), for builds that start from the same bytes every time; without it, from what
 # the tag means on that day.
 ARG DEVICE=cpu
@@ -12,9 +13,11 @@ WORKDIR /build
 COPY deploy/requirements deploy/requirements
 
 FROM base AS cpu
+ARG UV_FIND_LINKS=
 COPY deploy/torchvision-without-cuda deploy/torchvision-without-cuda
 COPY deploy/vllm-metadata deploy/vllm-metadata
-RUN uv pip install --no-cache --compile-bytecode --torch-backend=cpu --python /opt/serve/bin/python \
+RUN if [ -z "${UV_FIND_LINKS}" ]; then export UV_TORCH_BACKEND=cpu; fi && \
+    uv pip install --no-cache --compile-bytecode --python /opt/serve/bin/python \
         --requirement deploy/requirements/serve-cpu.txt --overrides deploy/requirements/serve-cpu-overrides.txt \
         ./deploy/vllm-metadata ./deploy/torchvision-without-cuda
 
@@ -31,7 +34,7 @@ COPY --from=built /opt/serve /opt/serve
 # The proxy that stands before the engine in a pod.
 COPY stages /opt/lifecycle/stages
 ENV PATH=/opt/serve/bin:$PATH DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-RUN useradd --uid 1000 --create-home serve
+RUN useradd --uid 1000 --home-dir /tmp --no-create-home serve && chmod 0755 /var/tmp /run/lock
 USER 1000:1000
 EXPOSE 8000
 ENTRYPOINT []

@@ -95,6 +95,12 @@ PARTS = (
         ("unit/flows/launch",),
         makes="skypilot",
     ),
+    Part(
+        "images",
+        "the images are built here, a refresh ends with a champion in one, a team's servers run in another",
+        ("images",),
+        makes="buildah",
+    ),
     Part("homes", "homes copied, moved, killed in their parts while they run", ("nightly",)),
 )
 

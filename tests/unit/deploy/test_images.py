@@ -9,7 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
-IMAGES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+FILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+ALL = ROOT / "deploy" / "docker" / "all.Dockerfile"
+IMAGES = [file for file in FILES if file != ALL]  # it is made of the others, and has nothing of the checkout
 UV = re.compile(r"uv==([\d.]+)")
 
 
@@ -55,7 +57,7 @@ def test_stages_that_are_copied_from_exist(image):
     assert used <= names
 
 
-@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.stem)
+@pytest.mark.parametrize("image", FILES, ids=lambda image: image.stem)
 def test_nothing_runs_as_root(image):
     last = max(number for number, (name, _) in enumerate(instructions(image)) if name == "FROM")
     users = [words for name, words in instructions(image)[last:] if name == "USER"]
@@ -104,3 +106,10 @@ def test_transformer_engine_is_compiled_where_cuda_and_the_torch_of_the_image_ar
     (version,) = set(re.findall(r"^transformer-engine[\w-]*==(\S+)$", pins, re.MULTILINE))
     asked = [one for one in requires("megatron-core") or [] if one.startswith("transformer-engine[")]
     assert asked and all(version in Requirement(one).specifier for one in asked)
+
+
+def test_the_image_of_all_is_made_of_the_others():
+    arguments = dict(word[0].split("=") for name, word in instructions(ALL) if name == "ARG")
+    assert set(arguments.values()) == {f"llm-lifecycle-{image.stem}" for image in IMAGES}
+    used = {words[0].strip("${}") for name, words in instructions(ALL) if name == "FROM"}
+    assert used == set(arguments)
