@@ -97,7 +97,7 @@ PARTS = (
     ),
     Part(
         "images",
-        "the images are built here, a refresh ends with a champion in one, a team's servers run in another",
+        "the images are built, and run a refresh and the servers of a team",
         ("images",),
         makes="buildah",
     ),
