@@ -91,6 +91,15 @@ class ChatTemplate:
         for answer in self._answers([]):
             self._check(answer)
 
+    @property
+    def name(self) -> str:
+        """Name of the template in messages."""
+        return self._name
+
+    @property
+    def source(self) -> str:
+        return str(self._source["source"])
+
     def forget(self) -> None:
         """Reset the records about rendered texts: turns that lost their reasoning, and whether the date was written."""
         self.num_dropped_thoughts = 0

@@ -218,8 +218,7 @@ def _other_end(facts: ModelFacts) -> Iterator[str]:
     added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
     number = {**_vocabulary(tokenizer), **added}.get(token) if isinstance(token, str) else None
     where = "generation_config.json" if generation.get("eos_token_id") is not None else "config.json"
-    ends = (generation if where == "generation_config.json" else facts.config).get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = _listed((generation if where == "generation_config.json" else facts.config).get("eos_token_id"))
     if number is None or ends == [None] or number in ends:
         return
     names = {id_: text for text, id_ in {**_vocabulary(tokenizer), **added}.items() if id_ in ends}
@@ -231,6 +230,13 @@ def _other_end(facts: ModelFacts) -> Iterator[str]:
     )
 
 
+def end_tokens(folder: Path) -> frozenset[int]:
+    """Return the tokens at which servers stop, as the model's config and generation settings name them."""
+    files = [folder / name for name in ("config.json", "generation_config.json")]
+    named = [_listed(read_json_object(file).get("eos_token_id")) for file in files if file.is_file()]
+    return frozenset(token for tokens in named for token in tokens if isinstance(token, int))
+
+
 def tokens_of(folder: Path) -> dict[str, int] | None:
     """Return the tokens in a folder's `tokenizer.json` with their numbers; None where it has no such file."""
     file = folder / "tokenizer.json"
@@ -239,6 +245,10 @@ def tokens_of(folder: Path) -> dict[str, int] | None:
     tokenizer = read_json_object(file)
     added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or () if _is_token(entry)}
     return {**_vocabulary(tokenizer), **added}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _letters(name: str) -> str:

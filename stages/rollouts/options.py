@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stages.data.files import Portion
 from stages.rewards.reward import Reward
+from stages.rollouts.environments.environment import EnvironmentConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class PromptOptions:
     None: taken from the row or the model's folder. portion: rows of a split. limit: their number, from the first on.
     reference: column of the right answer. reference_field: the recipe's field that names this column, for messages.
     system: message for chats that have none. rewards: by name; some need the right answer. columns: name in the rows →
-    name that formats have.
+    name that formats have. environment: in which the prompts are the beginnings of episodes.
     """
 
     portion: Portion
@@ -29,6 +30,7 @@ class PromptOptions:
     chat_template: Path | None = None
     template_date: date | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
+    environment: EnvironmentConfig | None = None
 
 
 @dataclass(frozen=True)

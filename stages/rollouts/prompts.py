@@ -14,13 +14,14 @@ from stages.data.media.embedded import without_pixels
 from stages.data.media.folder import MediaFolder
 from stages.data.media.rows import MediaSource
 from stages.data.media_reference import MediaReference
-from stages.data.messages import Conversation, Document, PlainText, RowError, make_message
+from stages.data.messages import Conversation, Document, PlainText, RowError, Tool, make_message
 from stages.data.templates import TemplateLimitError
 from stages.data.tokenizer import DocumentTokenizer
 from stages.models.media import MediaKind
 from stages.models.processor import reads_media
 from stages.models.recorded import is_asked_as_chat, noted_date
 from stages.rewards.reward import Completion, RowCheck
+from stages.rollouts.environments.episodes import EpisodeStart
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.pictures import PromptPictures
 
@@ -42,6 +43,11 @@ class RenderedPrompt:
     address: Callable[[MediaReference], str] | None = None
     """Function that returns the `data:` address of one of the prompt's pictures."""
     pictures: PromptPictures | None = None
+
+    def episode(self, seed: int) -> EpisodeStart:
+        """Return the beginning of an episode with this prompt."""
+        assert isinstance(self.prompt.document, Conversation)
+        return EpisodeStart(self.prompt.document, self.token_ids, self.prompt.row, seed)
 
     def completion(self, text: str, num_tokens: int) -> Completion:
         """Return a model's answer together with this prompt and its dataset row, in the form that rewards judge."""
@@ -169,11 +175,23 @@ class _Rows:
 
     def _as_asked(self, document: Conversation | PlainText) -> Conversation | PlainText:
         if isinstance(document, PlainText):
-            if not self._as_chat:
+            if not self._as_chat and not self._options.environment:
                 if self._options.system:
                     raise RowError("is plain text, which has no place for `system`; expected messages")
                 return document
             document = Conversation([make_message("user", document.prompt)])
+        if self._options.environment:
+            document = _for_episodes(document, self._options.environment.definitions)
         if self._options.system and document.messages[0]["role"] != "system":
             return replace(document, messages=[make_message("system", self._options.system), *document.messages])
         return document
+
+
+def _for_episodes(document: Conversation, tools: tuple[Tool, ...]) -> Conversation:
+    """Return the conversation up to the last question, with the environment's tools. Raises RowError for others."""
+    if document.tools and document.tools != tools:
+        raise RowError("has `tools` that are not those of the environment; expected the same, or none")
+    last = max(number for number, message in enumerate(document.messages, 1) if message["role"] == "user")
+    if document.media:
+        raise RowError("has media, which episodes do not read; expected text alone")
+    return replace(document.before(last), tools=tools)

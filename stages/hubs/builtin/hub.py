@@ -25,6 +25,8 @@ QWEN3_1M: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+QWEN3_TOOLS_1M: dict[str, Any] = {**QWEN3_1M, "vocab_size": 512}
+
 QWEN3_VL_1M: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "text_config": {
@@ -73,10 +75,12 @@ class Builtin:
 
 BUILTINS: dict[str, Builtin] = {
     "qwen3-1m": Builtin("model", "stages.hubs.builtin.qwen3", version=2, sizes=QWEN3_1M),
+    "qwen3-tools-1m": Builtin("model", "stages.hubs.builtin.qwen3_tools", version=1, sizes=QWEN3_TOOLS_1M),
     "qwen3-vl-1m": Builtin("model", "stages.hubs.builtin.qwen3_vl", version=1, sizes=QWEN3_VL_1M),
     "addition": Builtin("dataset", "stages.hubs.builtin.addition", version=1),
     "addition-crawled": Builtin("dataset", "stages.hubs.builtin.addition_crawled", version=1),
     "addition-preferences": Builtin("dataset", "stages.hubs.builtin.addition_preferences", version=1),
+    "calculator": Builtin("dataset", "stages.hubs.builtin.calculator", version=1),
     "digits": Builtin("dataset", "stages.hubs.builtin.digits", version=1),
     "digits-preferences": Builtin("dataset", "stages.hubs.builtin.digits_preferences", version=1),
 }

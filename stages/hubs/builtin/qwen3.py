@@ -50,10 +50,10 @@ def _texts() -> list[str]:
     return pieces
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, vocabulary_size: int = VOCABULARY_SIZE) -> Qwen3ForCausalLM:
     """Return a Qwen3 model in float32 whose random weights depend only on `SEED`."""
     config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         hidden_size=128,
         intermediate_size=384,
         # About 1/sqrt(hidden_size): with Transformers' 0.02 sums are learnt after 300 steps or 600, as the seed has it.

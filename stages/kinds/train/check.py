@@ -113,7 +113,7 @@ def rollout_problems(
     config: TrainConfig, options: RolloutOptions, stage_input: StageInput, model: ModelFacts
 ) -> Iterator[tuple[str, LifecycleError]]:
     """Try the rewards of a training stage and read every prompt of its dataset; yield the problems."""
-    from stages.kinds.train.rollouts.documents import checked_prompts  # and torch, with what lies beneath it
+    from stages.kinds.train.rollouts.documents import checked_prompts, turn_reader  # and torch
 
     context = RewardContext(stage_input.inputs, stage_input.cache, lambda _: None)
     found = opening_problems(options.rewards, context)
@@ -123,7 +123,10 @@ def rollout_problems(
         folder = stage_input.inputs[data.dataset_stage] / "data"
         as_read = config.model_copy(update={"data": data})
         for portion in portions(data):
-            check_media(config, media_kinds(checked_prompts(as_read, options, folder, model, portion=portion)))
+            prompts = checked_prompts(as_read, options, folder, model, portion=portion)
+            check_media(config, media_kinds(prompts))
+        if options.environment:
+            turn_reader(as_read, model, options.environment, prompts)
     except LifecycleError as error:
         yield "data", error
 

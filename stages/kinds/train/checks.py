@@ -192,8 +192,13 @@ def _of_adapter(method: str, adapter: AdapterConfig) -> Iterator[str]:
 def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
     """Yield conflicts between GRPO's options of sampling, grouping and rewards."""
     block, serving = config.sampling_block, options.serving
-    if not options.rewards:
+    environment = options.environment
+    if not options.rewards and not (environment and environment.GIVES_REWARDS):
         yield f"`{block}.rewards` is missing, so that no completion is better than another; name at least one"
+    if environment and options.stop:
+        yield f"`{block}.stop` would end a turn where nothing can follow it in an episode; remove it"
+    if environment and options.apply_chat_template is False:
+        yield f"`{block}.apply_chat_template: false` leaves no turns, which `{block}.environment` needs; remove it"
     if config.global_batch_size * options.steps_per_generation % options.num_generations:
         yield (
             f"global_batch_size {config.global_batch_size} × {block}.steps_per_generation "

@@ -100,7 +100,10 @@ class TrainConfig(TrainFields):
     def custom_code(self) -> tuple[str, ...]:
         rewards = self.rollouts.rewards if self.rollouts else {}
         own = ((name, reward.custom_code()) for name, reward in rewards.items())
-        found = (f"{self.method}.rewards.{name}: {code}" for name, code in own if code)
+        found = [f"{self.method}.rewards.{name}: {code}" for name, code in own if code]
+        environment = self.rollouts.environment if self.rollouts else None
+        if environment and (code := environment.custom_code()):
+            found.append(f"{self.method}.environment: {code}")
         return (*super().custom_code(), *found)
 
     def resolve_outside(self, limit_s: float | None = None) -> dict[str, JsonValue]:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from stages.core.fields import AddedLater, PositiveFp32, StrictModel
 from stages.rewards.registry import AnyReward, RewardName
+from stages.rollouts.environments.registry import AnyEnvironment
 from stages.serving.config import ServingConfig, StopTexts
 from stages.serving.registry import chosen_engine, installed_version
 
@@ -155,6 +156,11 @@ class RolloutOptions(SamplingOptions, ABC):
         "no gradient and are replaced by other prompts' groups; after the last sampling they stay.",
     )
 
+    environment: Annotated[AnyEnvironment | None, AddedLater()] = Field(
+        None,
+        description="Environment in which the model acts over several turns, such as tools that it calls; each turn "
+        "has at most `max_completion_length` tokens. Default: one answer to each prompt.",
+    )
     placement: Annotated[Literal["separate", "colocated"], AddedLater()] = Field(
         "separate",
         description="Devices of the sampling server. separate: its own. colocated: those that train; it sleeps during "

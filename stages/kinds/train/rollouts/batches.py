@@ -49,10 +49,12 @@ from stages.kinds.train.rollouts.documents import (
     PackedAnswers,
     checked_prompts,
     completion_packing,
+    most_tokens,
+    turn_reader,
 )
 from stages.kinds.train.rollouts.metrics import COMPLETIONS_FILE, RoundSamples, round_metrics
 from stages.kinds.train.rollouts.probe import BOUNDS_NATS, check_difference
-from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler
+from stages.kinds.train.rollouts.rounds import Round, RoundPlan, Sampler, request_seed
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.kinds.train.rollouts.synced import GatheredWeights, SyncedServer
 from stages.kinds.train.teacher import BuildEngine
@@ -64,6 +66,7 @@ from stages.parallel.processes import gathered
 from stages.planner.workload import RowMedia
 from stages.rewards.judging import Judge, judging
 from stages.rewards.reward import RewardContext
+from stages.rollouts.environments.episodes import Episodes
 from stages.rollouts.prompts import RenderedPrompt, media_kinds
 
 
@@ -95,6 +98,8 @@ class RolloutBatches:
         self._resources = ExitStack()
         self._resources.callback(self._server.close)
         self._judge: Judge | None = None
+        self._episodes: Episodes | None = None
+        self._data = data
         self._samples = RoundSamples(data.context, data.prompts)
         self._parts: list[list[PackedAnswers]] = []
         self._measured: dict[str, float] = {}
@@ -276,7 +281,18 @@ class RolloutBatches:
 
     def _sampler(self, server: PolicyServer) -> Sampler:
         media_tokens = self._server.packing.media_tokens
-        return Sampler(server, self._open_judge(), self._prompts, self._options, self._plan, media_tokens)
+        judge, episodes = self._open_judge(), self._open_episodes()
+        return Sampler(server, judge, self._prompts, self._options, self._plan, media_tokens, episodes)
+
+    def _open_episodes(self) -> Episodes | None:
+        """Return the player of episodes, if the recipe has an environment, which the first call opens."""
+        config = self._options.environment
+        if config and self._episodes is None:
+            make = self._resources.enter_context(config.opened())
+            most, of_turn = self._server.packing.most_tokens, self._options.max_completion_length
+            reader = turn_reader(self._data.config, self._data.model, config, self._prompts)
+            self._episodes = Episodes(config, make, reader, most, of_turn, request_seed)
+        return self._episodes
 
     def _open_judge(self) -> Judge:
         """Return the function that scores completions by the recipe's rewards; the first call opens their programs."""
@@ -388,6 +404,8 @@ class RolloutData:
 
     @property
     def longest_document(self) -> int:
+        if self.options.environment:
+            return most_tokens(self.config, self.options, self.model)
         return max(len(one.token_ids) for one in (*self.prompts, *self.held_out)) + self.options.max_completion_length
 
     @property

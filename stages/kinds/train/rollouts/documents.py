@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,11 @@ from stages.kinds.train.config import TrainConfig
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import even_micro_batches
 from stages.models.facts import ModelFacts
+from stages.models.model_folder import end_tokens
 from stages.models.processor import MediaProcessor
+from stages.models.recorded import noted_date
+from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.episodes import TurnReader
 from stages.rollouts.options import PromptOptions
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt, check_pictures, media_of, read_prompts
@@ -33,7 +37,8 @@ class AnsweredPrompt:
     """Training document of a prompt and its sampled completion, as token ids.
 
     log_probabilities: the server's, of the completion's tokens, in nats. is_learned: whether those tokens are targets.
-    pictures: of the prompt; None for text alone.
+    pictures: of the prompt; None for text alone. environment_spans: places in `completion` of what an environment
+    wrote.
     """
 
     prompt: list[int]
@@ -42,6 +47,15 @@ class AnsweredPrompt:
     advantage: float
     is_learned: bool = True
     pictures: PromptPictures | None = None
+    environment_spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def learned(self) -> list[bool]:
+        """Mask of the completion's tokens that are targets: those that the model wrote, if it is learned."""
+        learned = [self.is_learned] * len(self.completion)
+        for begin, end in self.environment_spans:
+            learned[begin:end] = [False] * len(learned[begin:end])
+        return learned
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
@@ -141,10 +155,7 @@ class Packing:
 
 def _row(documents: Sequence[AnsweredPrompt]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tokens = [np.array(one.prompt + one.completion, dtype=np.int32) for one in documents]
-    learned = [
-        np.array([False] * len(one.prompt) + [one.is_learned] * len(one.completion), dtype=np.bool_)
-        for one in documents
-    ]
+    learned = [np.array([False] * len(one.prompt) + one.learned, dtype=np.bool_) for one in documents]
     return np.concatenate(tokens), np.concatenate(learned), np.array([len(one) for one in documents])
 
 
@@ -171,6 +182,7 @@ def checked_prompts(
         chat_template=data.chat_template,
         columns=data.columns,
         template_date=None if data.template_date == DEFAULT_DATE else data.template_date,
+        environment=options.environment,
     )
     prompts = read_prompts(folder, asked, model.folder, media_of(folder, portion.split, model.folder))
     check_pictures(prompts, max_images_of(model.folder, options.serving))
@@ -205,3 +217,13 @@ def most_tokens(config: TrainConfig, options: SamplingOptions, model: ModelFacts
     """Return the largest number of tokens that a prompt and its completion may have together."""
     limits = (config.data.sequence_length, options.serving.max_model_len, model.max_positions)
     return min(limit for limit in limits if limit)
+
+
+def turn_reader(
+    config: TrainConfig, model: ModelFacts, environment: EnvironmentConfig, prompts: Sequence[RenderedPrompt]
+) -> TurnReader:
+    """Return the reader of the model's turns. Raises DataError if its chat template is unfit for the environment."""
+    date = config.data.template_date
+    own_date = (None if date == DEFAULT_DATE else date) or noted_date(model.folder) or DEFAULT_DATE
+    tokenizer = DocumentTokenizer(model.folder, config.data.chat_template, "assistant", template_date=own_date)
+    return TurnReader.proved(tokenizer, end_tokens(model.folder), environment, prompts[0].episode(0).prompt)

@@ -50,6 +50,7 @@ def round_metrics(sampled: Round) -> dict[str, float]:
     """Return metrics of a sampling round: means and spreads of rewards, completion lengths, and durations."""
     completions = sampled.completions
     by_name = {name: [completion.rewards[name] for completion in completions] for name in completions[0].rewards}
+    episode = completions[0].episode
     totals = [completion.reward for completion in completions]
     return {
         "reward": statistics.fmean(totals),
@@ -57,8 +58,9 @@ def round_metrics(sampled: Round) -> dict[str, float]:
         **{f"reward_{name}": statistics.fmean(values) for name, values in by_name.items()},
         **{f"reward_{name}_spread": deviation(values) for name, values in by_name.items()},
         "no_signal_share": statistics.fmean(not group.has_signal for group in sampled.groups),
-        "completion_tokens": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "completion_tokens": statistics.fmean(completion.num_sampled for completion in completions),
         "truncated_share": statistics.fmean(completion.truncated for completion in completions),
+        **{f"episode_{name}": statistics.fmean(one.episode[name] for one in completions) for name in episode},
         **sampled.measured,
     }
 

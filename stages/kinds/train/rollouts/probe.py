@@ -74,7 +74,8 @@ class Probe:
                 value
                 for row, one in zip(rows, self.documents, strict=True)
                 # Entry t is of token t + 1, so the completion's first is at len(prompt) - 1.
-                for value in row.log_probabilities[len(one.prompt) - 1 :]
+                for value, is_learned in zip(row.log_probabilities[len(one.prompt) - 1 :], one.learned, strict=False)
+                if is_learned
             ]
             differences.append((expected - torch.tensor(served)).abs().mean().item())
             check_difference(differences[-1], dtype, f"given the weights for {name}, {which}")

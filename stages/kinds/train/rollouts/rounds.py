@@ -16,12 +16,14 @@ from pydantic import TypeAdapter
 
 from stages.core.errors import ServerError
 from stages.core.files import write_atomically
+from stages.data.tokenizer import DocumentTokenizer
 from stages.kinds.train.methods.rollouts import RolloutOptions, SamplingOptions
 from stages.kinds.train.order import DataOrder
 from stages.kinds.train.rollouts.documents import AnsweredPrompt
 from stages.kinds.train.rollouts.server import PolicyServer
 from stages.rewards.judging import Judge, Named
 from stages.rollouts.asking import PICTURES, Answer, Request
+from stages.rollouts.environments.episodes import Episode, Episodes, TurnRequest
 from stages.rollouts.pictures import PromptPictures
 from stages.rollouts.prompts import RenderedPrompt
 from stages.serving.client import Choice
@@ -32,6 +34,8 @@ class Completion:
     """A sampled completion with the server's log-probabilities (nats a token), and rewards if the method has them.
 
     truncated: at `max_completion_length`. rewards: by the recipe's names. reward: their weighted sum.
+    environment_spans: of an episode, places in `token_ids` of what the environment wrote, which is not learned, whose
+    log-probabilities are 0. episode: its metrics. transcript: text of all its turns; `text` is what rewards see.
     """
 
     token_ids: list[int]
@@ -40,6 +44,31 @@ class Completion:
     truncated: bool
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+    environment_spans: list[tuple[int, int]] = field(default_factory=list)
+    episode: dict[str, float] = field(default_factory=dict)
+    transcript: str | None = None
+
+    @classmethod
+    def of(cls, episode: Episode, tokenizer: DocumentTokenizer) -> Completion:
+        """Return an episode as one completion, with the environment's own reward, if it gives any."""
+        config = episode.config
+        transcript = tokenizer.decode(episode.after_prompt)
+        return cls(
+            episode.after_prompt,
+            episode.log_probabilities,
+            transcript if config.rewards_see == "transcript" else episode.text,
+            episode.end == "tokens",
+            {ENVIRONMENT: episode.reward} if config.GIVES_REWARDS else {},
+            episode.reward,
+            episode.environment_spans,
+            episode.metrics,
+            transcript,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the model wrote."""
+        return len(self.token_ids) - sum(end - begin for begin, end in self.environment_spans)
 
     def after(
         self,
@@ -50,12 +79,15 @@ class Completion:
         pictures: PromptPictures | None = None,
     ) -> AnsweredPrompt:
         """Return the training document that consists of `prompt`, with its pictures, and this completion."""
-        return AnsweredPrompt(prompt, self.token_ids, self.log_probabilities, advantage, is_learned, pictures)
+        return AnsweredPrompt(
+            prompt, self.token_ids, self.log_probabilities, advantage, is_learned, pictures, self.environment_spans
+        )
 
     @property
     def shown(self) -> dict[str, object]:
         """Values of a completion that are written to `completions.jsonl` for people to read."""
-        return {"text": self.text, "num_tokens": len(self.token_ids), "truncated": self.truncated}
+        shown = {"text": self.transcript or self.text, "num_tokens": self.num_sampled, "truncated": self.truncated}
+        return {**shown, **({"episode": self.episode} if self.episode else {})}
 
 
 @dataclass(frozen=True)
@@ -163,6 +195,8 @@ def deviation(values: Sequence[float]) -> float:
     return float(np.std(values))
 
 
+ENVIRONMENT = "environment"
+"""Name of the reward that an environment gives itself."""
 SERVER = "the server that samples"
 CUT_OFF = "length"
 EVERY_TOKEN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -239,6 +273,8 @@ class Sampler:
     options: RolloutOptions
     plan: RoundPlan
     media_tokens: Collection[int] = ()
+    episodes: Episodes | None = None
+    """Player of episodes, where the completions are such; None for one answer to each prompt."""
 
     def sample(self, first_step: int) -> Round:
         """Sample and score the completions of the round from `first_step`; raise DataError where scoring fails."""
@@ -251,11 +287,11 @@ class Sampler:
             # of the position too: the same prompt, drawn twice, must not get the same completions
             asked = [self._request(prompt, first_step, num_draws, position) for position, prompt in enumerate(prompts)]
             began_s = time.perf_counter()
-            completions = self._answers(asked)
+            completions = self._answers(prompts, asked)
             answered_s = time.perf_counter()
             drawn = self._judged(prompts, completions)
             generate_s, score_s = generate_s + answered_s - began_s, score_s + time.perf_counter() - answered_s
-            num_tokens += sum(len(one.token_ids) for group in drawn for one in group.completions)
+            num_tokens += sum(one.num_sampled for group in drawn for one in group.completions)
             # Groups with signal come first, each kind in the order drawn (the sort is stable).
             groups = sorted([*groups, *drawn], key=lambda group: not group.has_signal)[: self.plan.prompts_per_round]
             num_draws += 1
@@ -272,14 +308,28 @@ class Sampler:
         """Sample and score completions of every prompt, with the same seeds at each call; raises as `sample` does."""
         # rounds begin with a step from 1 on
         asked = [self._request(prompt, 0, 0, prompt) for prompt in range(len(self.prompts))]
-        return Round(0, self._judged(range(len(self.prompts)), self._answers(asked)), {})
+        numbers = range(len(self.prompts))
+        return Round(0, self._judged(numbers, self._answers(numbers, asked)), {})
 
     def _request(self, prompt: int, *seeds: int) -> PromptRequest:
         asked, most = self.prompts[prompt], self.options.max_completion_length
         return PromptRequest(asked.token_ids, request_seed(self.plan.seed, *seeds), most, asked.pictures)
 
-    def _answers(self, asked: Sequence[PromptRequest]) -> list[list[Completion]]:
-        return sample_completions(self.server, self.options, asked, self.options.num_generations, self.media_tokens)
+    def _answers(self, prompts: Sequence[int], asked: Sequence[PromptRequest]) -> list[list[Completion]]:
+        number = self.options.num_generations
+        if self.episodes is None:
+            return sample_completions(self.server, self.options, asked, number, self.media_tokens)
+        starts = [
+            self.prompts[prompt].episode(request_seed(request.seed, index))
+            for prompt, request in zip(prompts, asked, strict=True)
+            for index in range(number)
+        ]
+        played = iter(self.episodes.play(starts, self._turns))
+        return [[Completion.of(next(played), self.episodes.reader.tokenizer) for _ in range(number)] for _ in asked]
+
+    def _turns(self, requests: Sequence[TurnRequest]) -> list[Completion]:
+        asked = [PromptRequest(one.token_ids, one.seed, one.max_tokens) for one in requests]
+        return [turn for (turn,) in sample_completions(self.server, self.options, asked, 1)]
 
     def _missing(self, groups: Sequence[Group]) -> int:
         """Return how many more groups with differing rewards a sampling round needs."""
@@ -290,7 +340,7 @@ class Sampler:
         for number, group in zip(prompts, completions, strict=True):
             asked = self.prompts[number]
             for index, one in enumerate(group):
-                completion = asked.completion(one.text, len(one.token_ids))
+                completion = asked.completion(one.text, one.num_sampled)
                 named.append((f"completion {index} of the prompt in {asked.place}", completion))
         # flat, completion by completion in the order of `named`; taken apart into groups again below
         judgements = iter(self.judge(named))
@@ -298,7 +348,8 @@ class Sampler:
         for prompt, group in zip(prompts, completions, strict=True):
             scores = [next(judgements) for _ in group]
             judged = [
-                replace(one, rewards=dict(score.rewards), reward=score.total)
+                # an environment's own reward, if any, counts beside those of the recipe
+                replace(one, rewards={**one.rewards, **score.rewards}, reward=one.reward + score.total)
                 for one, score in zip(group, scores, strict=True)
             ]
             groups.append(Group(prompt, judged))

@@ -8,13 +8,14 @@ import pytest
 import trl
 
 from stages.core.errors import ModelError
+from stages.models import call_formats
 from stages.models.media import HeardSound
 from stages.serving.backend import EngineAddress
 from stages.serving.config import ServingConfig, Speculation
 from stages.serving.engine import LaunchSpec
 from stages.serving.registry import ENGINES, check_sees
 from stages.serving.vllm.engine import FORKING, VllmProgram, find_vllm
-from stages.serving.vllm.tool_parsers import MARKERS, known_parsers, parser_problem
+from stages.serving.vllm.tool_parsers import known_parsers, parser_problem
 
 SOCKET = EngineAddress(Path("engine.sock"))
 ON_CPU = VllmProgram(Path("/env/bin/vllm"), Path("/env/bin/python"), "0.32.0+cpu")
@@ -260,7 +261,7 @@ def test_the_recipe_has_the_last_word_on_the_parser_of_calls(tmp_path) -> None:
 def test_every_parser_that_is_chosen_is_in_vllm_s_list() -> None:
     known = known_parsers(find_vllm().python)
 
-    assert known is not None and known >= {name for _, name, _ in MARKERS}
+    assert known is not None and known >= {name for _, name, _ in call_formats.MARKERS}
     assert parser_problem("hermes", find_vllm().python) is None
     problem = parser_problem("hermse", find_vllm().python)
     assert problem is not None and "did you mean hermes? It has apertus, " in problem

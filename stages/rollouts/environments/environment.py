@@ -1,0 +1,109 @@
+"""Protocol of environments, in which a model acts over several turns, and the fields that their configs share.
+
+A new environment is a module here and a line in `registry.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import Field, PositiveInt
+
+from stages.core.fields import Seconds, StrictModel
+from stages.data.messages import Message, Tool, make_message
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call of a tool that a model wrote."""
+
+    name: str
+    arguments: Any
+
+
+@dataclass(frozen=True)
+class Action:
+    """Turn of the model, as an environment sees it.
+
+    text: without the end token. calls: those that were read from it. malformed: the reason why what looks like a call
+    could not be read; None where all could.
+    """
+
+    text: str
+    calls: tuple[Call, ...] = ()
+    malformed: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Outcome of an action: messages that the model reads next (none at the end), reward, and whether this is the end.
+
+    messages: of the role `tool`, or `user`. num_failed: calls that gave an error to read instead of a result.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    done: bool = False
+    num_failed: int = 0
+
+
+class Environment(Protocol):
+    """World of one episode (protocol), which one thread uses."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin an episode for a dataset row; return a message of the user that is added to the row's prompt, or None.
+
+        Raises DataError for a row that it cannot begin with.
+        """
+
+    def step(self, action: Action) -> Step:
+        """Let the model act. Raises DataError when the environment itself fails."""
+
+
+MakeEnvironment = Callable[[], Environment]
+
+
+class EnvironmentConfig(StrictModel, ABC):
+    """Base class of the configs of environments: bounds of an episode, and what rewards see of it."""
+
+    WRITES: ClassVar[Literal["tool", "user"]] = "tool"
+    """Role of the messages that this environment answers with."""
+    GIVES_REWARDS: ClassVar[bool] = False
+    """True if the environment itself rewards what the model does."""
+
+    max_turns: PositiveInt = Field(
+        4, le=1000, description="Largest number of turns of the model in an episode; calls in the last have no answer."
+    )
+    max_episode_s: Seconds = Field(
+        600.0, description="Time limit of an episode, in seconds, after which the model gets no further turn."
+    )
+    max_answer_bytes: PositiveInt = Field(
+        4096, description="Largest number of bytes of the environment's answer to a turn; the rest is cut off."
+    )
+    rewards_see: Literal["last_answer", "transcript"] = Field(
+        "last_answer",
+        description="Text that rewards judge: the model's last turn, or all turns with the environment's answers.",
+    )
+
+    @property
+    def definitions(self) -> tuple[Tool, ...]:
+        """Definitions of the tools that the model may call, which are part of its prompt."""
+        return ()
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[MakeEnvironment]:
+        """Open what the episodes share, and yield the function that makes an episode's environment.
+
+        Raises a LifecycleError for something missing.
+        """
+
+    def custom_code(self) -> str | None:
+        """Return the name of the recipe's code that the environment runs; None without code."""
+        return None
+
+
+def tool_message(content: str) -> Message:
+    """Return a message with the answer of a tool."""
+    return make_message("tool", content)

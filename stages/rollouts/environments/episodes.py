@@ -1,0 +1,234 @@
+"""Episodes: turns of the model and answers of an environment, as segments of token ids with who wrote them.
+
+Token in, token out: what the model sampled is never decoded and tokenized again. It is decoded to find its calls, but
+the next turn is asked for with the sampled ids themselves, followed by what the template writes between.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self
+
+from stages.data.messages import Conversation, Message
+from stages.data.tokenizer import DocumentTokenizer
+from stages.rollouts.environments.calls import Parse, action, parser_for
+from stages.rollouts.environments.continuation import Continuation, prove
+from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment
+
+End = Literal["done", "turns", "tokens", "seconds"]
+"""Reason for the end of an episode: the environment says so, or one of the bounds."""
+CUT = " … (cut off)"
+
+
+class SampledTurn(Protocol):
+    """Turn that the model sampled (protocol). log_probabilities: the server's, in nats. truncated: cut off."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def log_probabilities(self) -> list[float]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def truncated(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """Request for a turn: token ids up to it, the seed, and the largest number of tokens."""
+
+    token_ids: list[int]
+    seed: int
+    max_tokens: int
+
+
+Sample = Callable[[Sequence[TurnRequest]], Sequence[SampledTurn]]
+"""Function that asks a server for turns, one for each request, in their order."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of an episode after its prompt, as token ids. log_probabilities: of the model's tokens, in nats."""
+
+    author: Literal["model", "environment"]
+    token_ids: list[int]
+    log_probabilities: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """Beginning of an episode: its rendered prompt, the dataset row, and the seed of its turns and its environment."""
+
+    prompt: Conversation
+    token_ids: list[int]
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclass
+class Episode:
+    """Episode that is under way or over. text: the model's last answer, without special tokens."""
+
+    start: EpisodeStart
+    config: EnvironmentConfig
+    environment: Environment
+    continuation: Continuation
+    began_s: float
+    segments: list[Segment] = field(default_factory=list)
+    text: str = ""
+    reward: float = 0.0
+    end: End | None = None
+    num_calls: int = 0
+    num_malformed: int = 0
+    num_failed: int = 0
+    num_cut: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        return sum(segment.author == "model" for segment in self.segments)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the prompt and of all segments."""
+        return [*self.start.token_ids, *self.after_prompt]
+
+    @property
+    def after_prompt(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def log_probabilities(self) -> list[float]:
+        """Log-probabilities of the tokens after the prompt, in nats; 0 for those that the environment wrote."""
+        given = (one.log_probabilities or [0.0] * len(one.token_ids) for one in self.segments)
+        return [value for values in given for value in values]
+
+    @property
+    def environment_spans(self) -> list[tuple[int, int]]:
+        """Places of what the environment wrote among the tokens after the prompt."""
+        spans, begin = [], 0
+        for segment in self.segments:
+            end = begin + len(segment.token_ids)
+            spans += [(begin, end)] if segment.author == "environment" else []
+            begin = end
+        return spans
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of an episode, whose means are a round's metrics."""
+        ends = {f"out_of_{name}": float(self.end == name) for name in ("turns", "tokens", "seconds")}
+        return {
+            "turns": float(self.num_turns),
+            "calls": float(self.num_calls),
+            "malformed_calls": float(self.num_malformed),
+            "failed_calls": float(self.num_failed),
+            "cut_answers": float(self.num_cut),
+            **ends,
+        }
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """Reader of the model's turns. parse: reader of calls; None without tools. ends: tokens that end a turn."""
+
+    tokenizer: DocumentTokenizer
+    parse: Parse | None
+    ends: Collection[int]
+
+    @classmethod
+    def proved(
+        cls, tokenizer: DocumentTokenizer, ends: Collection[int], config: EnvironmentConfig, example: Conversation
+    ) -> Self:
+        """Return the reader of the turns that a model's chat template writes; raise DataError for one that is unfit.
+
+        example: a prompt. The template must show calls in a known format, and continue conversations by appending.
+        """
+        template = tokenizer.template
+        is_special = frozenset(tokenizer.special_tokens)
+        parse = parser_for(template.source, is_special, template.name) if config.definitions else None
+        prove(tokenizer, example, config.WRITES, ends)
+        return cls(tokenizer, parse, ends)
+
+    def read(self, turn: SampledTurn) -> Action | None:
+        """Return what the model did in a turn; None for one that was cut off."""
+        if turn.truncated or not turn.token_ids or turn.token_ids[-1] not in self.ends:
+            return None
+        return action(self.tokenizer.decode(turn.token_ids[:-1]), self.parse)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Player of episodes, all of them turn by turn.
+
+    most_tokens: of an episode with its prompt. turn_tokens: of a turn. turn_seed: function of an episode's seed and the
+    turn's number.
+    """
+
+    config: EnvironmentConfig
+    make: MakeEnvironment
+    reader: TurnReader
+    most_tokens: int
+    turn_tokens: int
+    turn_seed: Callable[[int, int], int]
+
+    def play(self, starts: Sequence[EpisodeStart], sample: Sample) -> list[Episode]:
+        """Play an episode from each start, to its end, and return them in order.
+
+        Raises DataError for an environment that fails and a template that cannot be continued, and as `sample` does.
+        """
+        episodes = [self._begun(start) for start in starts]
+        while playing := [episode for episode in episodes if episode.end is None]:
+            turns = sample([self._request(episode) for episode in playing])
+            for episode, turn in zip(playing, turns, strict=True):
+                self._go_on(episode, turn)
+        return episodes
+
+    def _begun(self, start: EpisodeStart) -> Episode:
+        environment = self.make()
+        environment.reset(start.row, start.seed)
+        continuation = Continuation(self.reader.tokenizer, start.prompt, start.token_ids)
+        return Episode(start, self.config, environment, continuation, time.monotonic())
+
+    def _request(self, episode: Episode) -> TurnRequest:
+        token_ids = episode.token_ids
+        room = min(self.turn_tokens, self.most_tokens - len(token_ids))
+        return TurnRequest(token_ids, self.turn_seed(episode.start.seed, episode.num_turns), room)
+
+    def _go_on(self, episode: Episode, turn: SampledTurn) -> None:
+        """Append the model's turn to an episode, let the environment answer, and end it at a bound."""
+        episode.segments.append(Segment("model", turn.token_ids, turn.log_probabilities))
+        episode.text = turn.text
+        acted = self.reader.read(turn)
+        if acted is None:
+            episode.end = "tokens"
+            return
+        step = episode.environment.step(acted)
+        episode.reward += step.reward
+        episode.num_calls += len(acted.calls)
+        episode.num_malformed += acted.malformed is not None
+        episode.num_failed += step.num_failed
+        if step.done:
+            episode.end = "done"
+        elif episode.num_turns >= self.config.max_turns:
+            episode.end = "turns"
+        elif time.monotonic() - episode.began_s > self.config.max_episode_s:
+            episode.end = "seconds"
+        else:
+            self._answer(episode, step.messages)
+
+    def _answer(self, episode: Episode, messages: Sequence[Message]) -> None:
+        """Append the environment's messages, unless they leave no room for a token of the model."""
+        cut = [self._bounded(message) for message in messages]
+        episode.num_cut += cut != list(messages)
+        between = episode.continuation.append(cut, self.reader.ends)
+        if len(episode.token_ids) + len(between) >= self.most_tokens:
+            episode.end = "tokens"
+        else:
+            episode.segments.append(Segment("environment", between))
+
+    def _bounded(self, message: Message) -> Message:
+        """Return a message whose text has at most `max_answer_bytes`, with a note where it was cut off."""
+        content = str(message["content"]).encode("utf-8", "replace")
+        most = self.config.max_answer_bytes
+        if len(content) <= most:
+            return {**message, "content": content.decode()}
+        return {**message, "content": content[:most].decode(errors="ignore") + CUT}
