@@ -68,8 +68,6 @@ MakeEnvironment = Callable[[], Environment]
 class EnvironmentConfig(StrictModel, ABC):
     """Base class of the configs of environments: bounds of an episode, and what rewards see of it."""
 
-    WRITES: ClassVar[Literal["tool", "user"]] = "tool"
-    """Role of the messages that this environment answers with."""
     GIVES_REWARDS: ClassVar[bool] = False
     """True if the environment itself rewards what the model does."""
 
@@ -86,6 +84,11 @@ class EnvironmentConfig(StrictModel, ABC):
         "last_answer",
         description="Text that rewards judge: the model's last turn, or all turns with the environment's answers.",
     )
+
+    @property
+    def writes(self) -> tuple[Literal["tool", "user"], ...]:
+        """Roles of the messages that this environment answers with."""
+        return ("tool",)
 
     @property
     def definitions(self) -> tuple[Tool, ...]:

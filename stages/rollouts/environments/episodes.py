@@ -6,10 +6,11 @@ the next turn is asked for with the sampled ids themselves, followed by what the
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
-from stages.data.messages import Conversation, Message
+from stages.core.errors import DataError
+from stages.data.messages import Conversation, Message, make_message
 from stages.data.tokenizer import DocumentTokenizer
 from stages.rollouts.environments.calls import Parse, action, parser_for
 from stages.rollouts.environments.continuation import Continuation, prove
@@ -144,8 +145,9 @@ class TurnReader:
         """
         template = tokenizer.template
         is_special = frozenset(tokenizer.special_tokens)
-        parse = parser_for(template.source, is_special, template.name) if config.definitions else None
-        prove(tokenizer, example, config.WRITES, ends)
+        parse = parser_for(template.source, is_special, template.name) if example.tools else None
+        for role in config.writes:
+            prove(tokenizer, example, role, ends)
         return cls(tokenizer, parse, ends)
 
     def read(self, turn: SampledTurn) -> Action | None:
@@ -184,9 +186,23 @@ class Episodes:
 
     def _begun(self, start: EpisodeStart) -> Episode:
         environment = self.make()
-        environment.reset(start.row, start.seed)
+        if text := environment.reset(start.row, start.seed):
+            start = self._with_observation(start, text)
         continuation = Continuation(self.reader.tokenizer, start.prompt, start.token_ids)
         return Episode(start, self.config, environment, continuation, time.monotonic())
+
+    def _with_observation(self, start: EpisodeStart, text: str) -> EpisodeStart:
+        """Return a beginning whose question ends with what the environment shows first; DataError without room."""
+        *before, question = start.prompt.messages
+        shown = self._bounded(make_message(question["role"], f"{question['content']}\n\n{text}"))
+        prompt = replace(start.prompt, messages=[*before, shown])
+        _, token_ids = self.reader.tokenizer.encode_prompt(prompt)
+        if len(token_ids) + self.turn_tokens > self.most_tokens:
+            raise DataError(
+                f"an episode begins with {len(token_ids)} tokens, which leave less than a turn's {self.turn_tokens} of "
+                f"the {self.most_tokens} that prompt and completion may have; raise them, or show less in `reset`"
+            )
+        return replace(start, prompt=prompt, token_ids=token_ids)
 
     def _request(self, episode: Episode) -> TurnRequest:
         token_ids = episode.token_ids

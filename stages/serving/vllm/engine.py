@@ -156,10 +156,9 @@ class VllmProgram:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
             # distribution that was sampled from, temperature included.
             command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-            if self.runs_on_cpu:
-                # A request with a seed whose prompt is read in two steps ends vLLM 0.32 on a CPU ("CPU Generator does
-                # not use offset"), which happens as soon as more tokens of prompts wait than one step takes.
-                command += ["--no-enable-chunked-prefill"]
+            # A request with a seed whose prompt is read in two steps ends vLLM 0.32 on a CPU ("CPU Generator does not
+            # use offset"), which happens as soon as more tokens of prompts wait than one step takes.
+            command += ["--no-enable-chunked-prefill"] * self.runs_on_cpu
         command += transfer_arguments(spec)
         if self._runs_in_one_worker(spec):
             command += ["--distributed-executor-backend", "uni"]

@@ -36,6 +36,7 @@ class Completion:
     truncated: at `max_completion_length`. rewards: by the recipe's names. reward: their weighted sum.
     environment_spans: of an episode, places in `token_ids` of what the environment wrote, which is not learned, whose
     log-probabilities are 0. episode: its metrics. transcript: text of all its turns; `text` is what rewards see.
+    prompt: where the environment added to it.
     """
 
     token_ids: list[int]
@@ -47,6 +48,7 @@ class Completion:
     environment_spans: list[tuple[int, int]] = field(default_factory=list)
     episode: dict[str, float] = field(default_factory=dict)
     transcript: str | None = None
+    prompt: list[int] | None = None
 
     @classmethod
     def of(cls, episode: Episode, tokenizer: DocumentTokenizer) -> Completion:
@@ -63,6 +65,7 @@ class Completion:
             episode.environment_spans,
             episode.metrics,
             transcript,
+            episode.start.token_ids,
         )
 
     @property
@@ -80,7 +83,13 @@ class Completion:
     ) -> AnsweredPrompt:
         """Return the training document that consists of `prompt`, with its pictures, and this completion."""
         return AnsweredPrompt(
-            prompt, self.token_ids, self.log_probabilities, advantage, is_learned, pictures, self.environment_spans
+            self.prompt or prompt,
+            self.token_ids,
+            self.log_probabilities,
+            advantage,
+            is_learned,
+            pictures,
+            self.environment_spans,
         )
 
     @property

@@ -125,7 +125,7 @@ def test_what_was_sampled_is_never_tokenized_again(folder: Path) -> None:
     odd = [tags[0], *letters, *tags[1:]]
     assert tokenizer.encode(tokenizer.decode(odd)) != odd
 
-    question = Conversation([make_message("user", "q")])
+    question = Conversation([make_message("user", "q")], tools=TOOLS)
     reader = TurnReader.proved(DocumentTokenizer(folder, None, "assistant"), tags[-1:], environment(), question)
     model = Scripted([odd, tags[-1:]])
     asked = reader.tokenizer.encode_prompt(question)[1]
@@ -223,7 +223,78 @@ def test_the_calculator_is_exact_and_bounded() -> None:
 
 
 def test_one_environment_is_named_by_its_field() -> None:
-    with pytest.raises(ValidationError, match="expected one environment, by one of the fields tools"):
+    with pytest.raises(ValidationError, match="expected one environment, by one of the fields tools, python"):
         TypeAdapter(AnyEnvironment).validate_python({"max_turns": 2})
     with pytest.raises(ValidationError, match="calculator"):
         TypeAdapter(AnyEnvironment).validate_python({"tools": ["telephone"]})
+
+
+GAME = """
+import socket, time
+FREE = socket.socket
+class Environment:
+    tools = {tools}
+    def reset(self, row, seed):
+        self.number, self.turns = row["number"], []
+        return f"Guess a number, game {{seed}}."
+    def step(self, action):
+        self.turns.append(action["text"])
+        {step}
+"""
+
+
+def own(folder: Path, tmp_path: Path, step: str, turns: list[str], tools: str = "[]", **fields: Any):
+    """Play one episode in an author's environment, whose method `step` is given."""
+    (tmp_path / "env.py").write_text(GAME.format(step=step, tools=tools))
+    config = TypeAdapter(AnyEnvironment).validate_python({"python": tmp_path / "env.py", **fields})
+    prompt = Conversation([make_message("user", "Play.")], tools=config.definitions)
+    tokenizer, encode = DocumentTokenizer(folder, None, "assistant"), AutoTokenizer.from_pretrained(folder).encode
+    reader = TurnReader.proved(tokenizer, encode("<|im_end|>"), config, prompt)
+    with config.opened() as make:
+        episodes = Episodes(config, make, reader, 1000, 64, lambda seed, turn: seed)
+        start = EpisodeStart(prompt, tokenizer.encode_prompt(prompt)[1], {"number": 7}, 5)
+        return episodes.play([start], Scripted([encode(turn) for turn in turns]))[0]
+
+
+def test_an_author_s_class_answers_and_rewards(folder: Path, tmp_path: Path) -> None:
+    step = 'return ("<|im_end|>more", 0.25, action["text"] == str(self.number))'
+    episode = own(folder, tmp_path, step, ["5<|im_end|>", "7<|im_end|>"])
+    assert (episode.end, episode.reward, episode.num_turns) == ("done", 0.5, 2)
+    assert (
+        AutoTokenizer.from_pretrained(folder)
+        .decode(episode.start.token_ids)
+        .endswith("user\nPlay.\n\nGuess a number, game 5.<|im_end|>\n<|im_start|>assistant\n")
+    )
+    assert answers(folder, episode) == ["\n<|im_start|>user\n<|im_end|>more<|im_end|>\n<|im_start|>assistant\n"]
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<|im_end|>"])[0]
+    assert episode.segments[1].token_ids.count(ids) == 1, "what the environment wrote is text"
+    step = 'return (["8"], 1, len(self.turns) == 2) if action["calls"] == [{"name": "f", "arguments": {}}] else 5'
+    turn = '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>'
+    episode = own(folder, tmp_path, step, [turn, turn], '[{"name": "f"}]', answers_as="tool")
+    assert "<tool_response>\n8\n</tool_response>" in answers(folder, episode)[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        ("return 'more'", "step gave \"'more'\"; expected three values"),
+        ("return ('more', float('nan'), False)", "step gave NaN; expected a finite number as reward"),
+        ("return (5, 1, False)", "step gave 5; expected a text as observation"),
+        ("time.sleep(60)", "gave no answer within timeout_s, 2 s"),
+        ("FREE()", "PermissionError"),
+        ("__import__('os')._exit(3)", "ended its process with exit code 3"),
+        ("return ('x' * (1 << 40), 1, False)", "MemoryError"),
+    ],
+)
+def test_what_an_author_s_class_does_wrong_is_one_sentence(
+    folder: Path, tmp_path: Path, step: str, problem: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        own(folder, tmp_path, step, ["5<|im_end|>"], timeout_s=2)
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_megabytes_of_an_environment_are_cut(folder: Path, tmp_path: Path) -> None:
+    step = "return ('x' * 5_000_000, 0, False)"
+    episode = own(folder, tmp_path, step, ["1<|im_end|>", "<|im_end|>"], max_answer_bytes=50, max_turns=2)
+    assert "x" * 50 + " … (cut off)" in answers(folder, episode)[0] and episode.metrics["cut_answers"] == 1
