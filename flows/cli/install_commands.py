@@ -6,7 +6,6 @@ authority (SSL_CERT_FILE) and a private index (UV_DEFAULT_INDEX) count.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,16 +19,14 @@ PINS = "deploy/requirements"
 TORCHVISION = "deploy/torchvision-without-cuda"
 
 
-def has_cuda() -> bool:
-    """Return whether this machine has a driver of NVIDIA, as `make` asks."""
-    return shutil.which("nvidia-smi") is not None
-
-
 def serve() -> None:
-    """Install vLLM into `.venv-serve` beside the own environment."""
+    """Install vLLM into `.venv-serve` beside the own environment: for this machine's GPUs, else for CPUs."""
+    from flows.ledger.machine import gpus
+    from flows.planning.devices import GPU
+
     pins = shipped(PINS)
-    if has_cuda():
-        _into(".venv-serve", "--requirement", str(pins / "serve-cuda.txt"))
+    if gpus():
+        _into(".venv-serve", "--requirement", str(pins / f"serve-{GPU.name}.txt"))
         return
     overrides = ["--overrides", str(pins / "serve-cpu-overrides.txt")]
     local = [str(shipped("deploy/vllm-metadata")), str(shipped(TORCHVISION))]

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from stages.core.contract import OutsidePath
 from stages.core.errors import DataError
+from stages.core.fields import Seconds
 from stages.core.program import Program, ProgramEndedError, ProgramError
 from stages.core.redaction import shortened
 from stages.data.messages import RowError, Tool, make_message, parse_tools
@@ -37,7 +38,7 @@ class PythonEnvironment(EnvironmentConfig):
     answers_as: Literal["user", "tool"] = Field(
         "user", description="Role in which the environment answers a turn that calls no tool."
     )
-    timeout_s: PositiveFloat = Field(
+    timeout_s: Seconds = Field(
         60.0, description="Time limit of one call of the class, in seconds; the first call also imports the file."
     )
     memory_gib: float = Field(

@@ -90,6 +90,8 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {**TRAINING, "method": "sft", "media": {"min_pixels": 4096, "max_pixels": 65536}},
         {**TRAINING, "method": "sft", "freeze": ["audio_tower"]},
         {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "loss_type": "cispo", "epsilon_high": 5.0}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"tools": ["calculator"]}}},
+        {**TRAINING, "method": "grpo", "grpo": {**ROLLOUTS, "environment": {"python": "game.py"}}},
     ],
     "merge": [
         {"kind": "merge", "model": "base", "adapter": "tuned"},
@@ -199,7 +201,8 @@ def leaves(model: BaseModel, above: tuple[str, ...] = ()) -> Iterator[tuple[str,
     """Yield the path of every innermost field of a config that may have more than one value."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
-        fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        of_items = get_args(field.annotation)[0] if get_origin(field.annotation) is tuple else field.annotation
+        fixed = get_origin(of_items) is Literal and len(get_args(of_items)) == 1
         marked = find_marker(field, Reference) or find_marker(field, OutsideInput)
         if isinstance(value, BaseModel):
             yield from leaves(value, (*above, name))

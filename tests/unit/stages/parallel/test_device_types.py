@@ -40,6 +40,7 @@ ELSEWHERE = (
     "stages/serving/packaged.py",  # options of SGLang's server, which are called so
     "stages/planner/",  # recorded launches, which are called so
     "flows/launch/cluster.py",  # variables of every vendor, so that none is passed on
+    "flows/cli/install_commands.py",  # a folder of deploy/ that is called so
     "flows/planning/devices.py",  # asks the table for the GPUs that the driver lists
 )
 """Files that may name a device type, such as `cuda`, since they use another program's interface."""

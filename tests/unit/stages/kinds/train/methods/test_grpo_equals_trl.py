@@ -35,7 +35,9 @@ NAMES_OF_TRL = {
 TRL_DEFAULT = {"importance_sampling_mode": "sequence_mask"}
 NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "server", "serving", "stop", "system"} | {
     "advantage",
+    "asynchronous",
     "data_parallel_size",
+    "environment",
     "placement",
 }
 RLOO = {"advantage": "leave_one_out", "importance_sampling_level": "product", "loss_type": "grpo"}
