@@ -72,7 +72,7 @@ CAPABILITIES = (
         "NCCL",
     ),
     Capability(
-        "FSDP2 with split matrices (tp)",
+        "FSDP2: TP, CP, EP",
         ("tests/parity/test_split_families.py",),
         not_run="GPUs; sequence parallelism",
     ),
@@ -190,7 +190,7 @@ CAPABILITIES = (
             *("tests/pipeline/test_slurm.py", "tests/faults/test_slurm_faults.py", "tests/unit/deploy"),
             *("tests/pipeline/test_kubernetes.py", "tests/faults/test_kubernetes_faults.py"),
         ),
-        not_run="several machines, a real cluster of Kubernetes (a stand-in of its API was), built images",
+        not_run="several machines, a real cluster of Kubernetes (a stand-in of its API was), CUDA's images",
     ),
     Capability(
         "secrets, locked servers",

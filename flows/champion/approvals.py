@@ -5,6 +5,7 @@ No process waits. The decision is a file of the promotion's artifact (`stages/co
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -145,8 +146,14 @@ def _settle_flow_runs(waiting: Iterable[Ledger]) -> None:
 
     A copied home leaves the flow runs of its original alone.
     """
-    records = [ledger.read() for ledger in waiting]
-    settled = [one for one in records if one.state != "waiting_for_approval" and one.prefect_flow_run_id]
+    records = []
+    for ledger in waiting:
+        with suppress(StoreError):  # a damaged one
+            records.append(ledger.read())
+    # One that is running has been tried again meanwhile.
+    settled = [
+        one for one in records if one.state not in ("running", "waiting_for_approval") and one.prefect_flow_run_id
+    ]
     if not settled:
         return
     try:

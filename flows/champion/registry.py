@@ -62,6 +62,7 @@ class Registry:
         self._client: MlflowClient = MlflowClient()
         store = Store(store_root())
         self._shared = SharedChampions(store) if store.remote else None
+        self._asked: dict[str, tuple[str, ...]] = {}
 
     def find(self, name: str, alias: str = CHAMPION) -> RegisteredVersion | None:
         """Return the version that an alias points to; None when the registered model or the alias does not exist."""
@@ -77,6 +78,9 @@ class Registry:
             if _digest(champion) == crown.champion.digest and _digest(previous) == _digest(crown.previous):
                 return
             former = self._known(crown.previous) if crown.previous else None
+            if former is None and previous:
+                with _explained(f"following the champion of {name}"):
+                    self._client.delete_registered_model_alias(name, PREVIOUS)
             successor = self._known(crown.champion, former.number if former else None)
             self._set_aliases(name, successor.number, former.number if former else None)
             # Another process of this home may have followed an older state, or a newer one, meanwhile.
@@ -150,14 +154,25 @@ class Registry:
         return False
 
     def approvers(self, name: str) -> tuple[str, ...]:
-        """Return the groups that must approve each change of a champion; may be empty."""
+        """Return the groups that must approve each change of a champion; may be empty.
+
+        Those that this home has noted, else those of the home that made the present champion of a shared store.
+        """
+        noted = self._noted_approvers(name)
+        if noted or not self._shared:
+            return noted
+        found = self._shared.read(name)
+        return found[0].approvers if found else ()
+
+    def _noted_approvers(self, name: str) -> tuple[str, ...]:
         with _explained(f"asking who approves champions of {name}"):
             model = _unless_absent(lambda: self._client.get_registered_model(name))
         return tuple(filter(None, model.tags.get(APPROVERS, "").split(","))) if model else ()
 
     def ask_for_approval(self, name: str, groups: Sequence[str]) -> None:
         """Record which groups must approve each later promotion, rollback and challenger; none may be needed."""
-        if tuple(groups) == self.approvers(name):
+        self._asked[name] = tuple(groups)
+        if tuple(groups) == self._noted_approvers(name):
             return
         with _explained(f"recording who approves champions of {name}"):
             if groups:
@@ -279,7 +294,8 @@ class Registry:
         if self._shared:
             former = self.version(successor.name, previous) if previous else None
             # Before the aliases: a kill between leaves them to `follow`.
-            self._shared.crown(_crowned(successor), _crowned(former) if former else None)
+            approvers = self._asked.get(successor.name, self.approvers(successor.name))
+            self._shared.crown(_crowned(successor), _crowned(former) if former else None, approvers)
         self._set_aliases(successor.name, successor.number, previous)
 
     def _set_aliases(self, name: str, champion: str, previous: str | None) -> None:

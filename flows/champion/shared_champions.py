@@ -31,12 +31,16 @@ class Crowned(StrictModel):
 
 
 class Crown(StrictModel):
-    """Content of `champions/<name>.json`. number: of changes so far. nonce: differs with each writing."""
+    """Content of `champions/<name>.json`. number: of changes so far. nonce: differs with each writing.
+
+    approvers: groups that must approve each change, in any home.
+    """
 
     number: int
     nonce: str
     champion: Crowned
     previous: Crowned | None
+    approvers: tuple[str, ...] = ()
 
 
 class SharedChampions:
@@ -68,7 +72,7 @@ class SharedChampions:
         crowned = [one for found in crowns if found for one in (found[0].champion, found[0].previous) if one]
         return frozenset(key.rpartition("/")[2] for one in crowned for key in one.registration.artifacts)
 
-    def crown(self, successor: Crowned, former: Crowned | None) -> None:
+    def crown(self, successor: Crowned, former: Crowned | None, approvers: tuple[str, ...] = ()) -> None:
         """Make a model champion in place of the former one, once all its artifacts are in the shared store.
 
         Raises OutdatedVerdictError, changing nothing, if another home has made another model champion.
@@ -95,6 +99,7 @@ class SharedChampions:
             nonce=secrets.token_hex(8),
             champion=_described(successor, known),
             previous=_described(former, known) if former else None,
+            approvers=approvers,
         )
         if not self._objects.swap(_object_name(name), changed.model_dump_json(indent=1).encode(), held):
             raise _outdated(name, self._objects.address)

@@ -62,6 +62,7 @@ INSTALLERS: dict[str, Callable[[], None]] = {
     "media": _own("media"),
     "trackers": _own("trackers"),
     "mcp": _own("mcp"),
+    "shared-store": _own("shared-store"),
 }
 """Function that installs a part, by the name that people ask for."""
 

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 20_000
 COMMAND_TIMEOUT_S = 120.0
 BEGINNING_S = 20.0
 """Seconds for which the tool `run` waits for a refusal, such as a wrong recipe, before it leaves the refresh alone."""
-NEEDED = "the package `mcp` is missing; install it into the environment of this program: `make mcp`"
+NEEDED = "the package `mcp` is missing; `lifecycle install mcp` installs it"
 INSTRUCTIONS = """\
 Refreshes of language models. A recipe is a YAML file of stages; `plan` shows which would run and why, without running
 any. `show` lists refreshes, or tells of one by its name; `logs` prints what the processes of a stage wrote; `report`
@@ -78,7 +78,7 @@ def run(recipe: str, overrides: list[str] | None = None, until: str | None = Non
     file = folder / f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{time.monotonic_ns()}.log"
     with file.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "run", *_of_recipe(recipe, overrides, until)],
+            [sys.executable, "-P", "-c", PROGRAM, "run", *_of_recipe(recipe, overrides, until)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -101,7 +101,7 @@ def _named(name: str | None) -> list[str]:
 
 def _printed(arguments: Sequence[str], *, keeps_end: bool = False) -> str:
     """Run a command of this program, and return what it printed, errors included, with its exit code if that is bad."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-P", "-c", PROGRAM, *arguments]
     with TemporaryFile() as output:
         try:
             done = subprocess.run(

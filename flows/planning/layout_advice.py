@@ -116,8 +116,10 @@ def _remedies(request: SearchRequest) -> Iterator[str]:
     larger = (replace(request, num_gpus=factor * request.num_gpus) for factor in MORE_DEVICES)
     if enough := next(filter(has_fitting, larger), None):
         yield f"{enough.num_gpus} devices to train on (--gpus)"
-    if not request.workload.adapter:
-        adapted = replace(request.workload, adapter=PlannedAdapter(USUAL_RANK))
+    workload = request.workload
+    refuse_adapters = workload.scores_documents or workload.predicts_ahead or workload.frozen
+    if not (workload.adapter or refuse_adapters or workload.optimizer == "muon"):
+        adapted = replace(workload, adapter=PlannedAdapter(USUAL_RANK))
         if has_fitting(replace(request, workload=adapted)):
             yield f"LoRA adapters (--lora-rank {USUAL_RANK})"
 

@@ -18,7 +18,7 @@ from flows.planning.plan import PlannedStage
 from flows.running.workspace import ResolvedInputs, commit, note_attempt, prepare
 from flows.store.content import LOG_FILE, is_pending
 from flows.store.record import Artifact, Record, UpstreamEntry
-from flows.store.shared import Claim, agree, agreed, claimed
+from flows.store.shared import Claim, agree, agreed, claimed, is_unsent
 from flows.store.store import Store
 from stages.core.contract import Lease, StageConfig, StageResult
 from stages.core.errors import OutdatedVerdictError, RefreshStoppedError, StoreError
@@ -132,6 +132,8 @@ def run_stage(
     with store.lock(planned.kind, planned.resume_key, waiting):
         # Looked up again under the lock: another process may have built it, or died while committing it.
         store.recover(planned.kind, planned.version)
+        if attempt > 1 and is_unsent(store, planned.kind, planned.version):
+            planned = replace(planned, forced=False)  # the first attempt has built it
         built = _find_cached(planned, resolved_inputs, store, time.monotonic(), agree)
         if built is None or is_pending(built.artifact):
             trial = Attempt(planned, work, attempt, False, upstream)
@@ -199,6 +201,7 @@ def _build(
         seconds = time.monotonic() - started_s
         if claim:
             claim.check()
+            claim.mark(work)
         # Before the commit: a crash after it then leaves an artifact that still has to be registered.
         hook.mark(work, planned.kind)
         artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)

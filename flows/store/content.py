@@ -17,13 +17,14 @@ from stages.core.metric_series import METRICS_FILE
 RECORD_FILE = "record.json"
 PENDING_RECORD_FILE = ".record.json"
 PENDING_HOOK_FILE = ".hook"
+UNSENT_FILE = ".unsent"
 ATTEMPT_FILE = "attempt.json"
 LOG_FILE = "log.txt"
 SCRATCH_FOLDER = "scratch"
 LAUNCH_FOLDER = ".launch"
 NOT_OF_THE_ARTIFACT = frozenset(
     {
-        *(RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, APPROVAL_FILE),
+        *(RECORD_FILE, PENDING_RECORD_FILE, PENDING_HOOK_FILE, UNSENT_FILE, APPROVAL_FILE),
         *(ATTEMPT_FILE, LOG_FILE, SCRATCH_FOLDER, LAUNCH_FOLDER),
     }
 )

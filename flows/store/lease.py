@@ -36,14 +36,19 @@ class Lease:
     def __init__(self, objects: Objects, name: str, holder: HomeIdentity, held: Held) -> None:
         self._objects, self._name, self._holder, self._held = objects, name, holder, held
         self._is_lost = False
+        self._written: set[bytes] = set()  # with no answer so far
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew_on, name=f"lease {name}", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Renew the lease now. Raises TransientError if it is lost: then nothing may be committed."""
-        self._write(self._holder)
+        """Renew the lease now, if the storage answers. Raises TransientError if it is lost: then commit nothing.
+
+        While the storage is away nobody can take the lease, and what is sent later is sent by condition.
+        """
+        with suppress(TransientError):
+            self._write(self._holder)
         if self._is_lost:
             raise TransientError(
                 f"another home took over {self._name} in {self._objects.address}, since this one could not renew its "
@@ -66,8 +71,15 @@ class Lease:
     def _write(self, holder: HomeIdentity | None) -> None:
         with self._lock:
             if not self._is_lost:
-                held = self._objects.replace(self._name, _note(holder), self._held)
+                content = _note(holder)
+                self._written.add(content)
+                held = self._objects.replace(self._name, content, self._held)
+                # An earlier writing may have arrived although its answer did not.
+                if held is None and (now := self._objects.read(self._name)) and now.content in self._written:
+                    held = self._objects.replace(self._name, content, now)
                 self._held, self._is_lost = held or self._held, held is None
+                if held:
+                    self._written = {content}
 
 
 @contextmanager
@@ -92,6 +104,8 @@ def _take(objects: Objects, name: str, holder: HomeIdentity, waiting: Callable[[
         if found is None or _is_free(found, holder) or time.monotonic() - since_s > LEASE_S:
             if held := objects.swap(name, _note(holder), found):
                 return held
+            waiting()
+            time.sleep(WAIT_S)
             continue
         look_again_s = time.monotonic() + LOOK_S
         while time.monotonic() < look_again_s:

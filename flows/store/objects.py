@@ -65,7 +65,7 @@ class Objects:
             from obstore.store import from_url
         except ImportError:
             raise ResourceError(
-                f"the store {address} needs the package obstore; `make shared-store` installs it"
+                f"the store {address} needs the package obstore; `lifecycle install shared-store` installs it"
             ) from None
         self.address = address
         plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AZURE_ENDPOINT"))
@@ -124,16 +124,17 @@ class Objects:
         """
         import obstore
 
-        with self._explained(f"receiving {name}"):
-            for start in range(0, size_bytes, CHUNK_BYTES):
-                end = min(start + CHUNK_BYTES, size_bytes)
+        for start in range(0, size_bytes, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, size_bytes)
+            with self._explained(f"receiving {name}"):
                 try:
-                    take(bytes(obstore.get_range(self._store, name, start=start, end=end)))
+                    chunk = bytes(obstore.get_range(self._store, name, start=start, end=end))
                 except FileNotFoundError:
                     raise TransientError(
                         f"{self.address} does not have {name}, which a record names; run this again, and if it stays "
                         "away, build the artifact again with `--force`"
                     ) from None
+            take(chunk)
 
     def written(self, name: str) -> Listed | None:
         """Return an object's size and time of writing; None when there is none."""
@@ -170,7 +171,10 @@ class Objects:
         with self._explained(f"writing {name}"):
             try:
                 return Held(content, _tag(obstore.put(self._store, name, content, mode=mode)))
-            except (AlreadyExistsError, PreconditionError, FileNotFoundError):
+            except FileNotFoundError:
+                if mode == "create":  # it is the bucket that is not there
+                    raise
+            except (AlreadyExistsError, PreconditionError):
                 pass
         # A repeated request meets its own first one, whose answer was lost: then the object has our content.
         now = self.read(name)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.recipe.version import canonical_json
-from flows.store.content import files_in, is_pending
+from flows.store.content import UNSENT_FILE, files_in, is_pending
 from flows.store.lease import Lease, lease
 from flows.store.record import Artifact, Index, Record
 from flows.store.remote import Remote, Shared, lease_name
@@ -28,6 +28,10 @@ class Claim:
     def check(self) -> None:
         """Raise TransientError if another home has taken over: then nothing may be committed."""
         self._lease.check()
+
+    def mark(self, work: Path) -> None:
+        """Note beside what will be committed which shared record it replaces, until it is sent."""
+        (work / UNSENT_FILE).write_text(_mark_of(self._seen))
 
     def send(self, artifact: Artifact) -> None:
         """Send the artifact that was built to the shared store, unless it waits for its hook or a person."""
@@ -63,18 +67,34 @@ def agreed(store: Store, kind: str, version: str, digests: Mapping[str, str]) ->
 def agree(store: Store, kind: str, version: str, digests: Mapping[str, str]) -> Artifact | None:
     """Return the artifact that was built from inputs with these content digests, after receiving or sending it.
 
-    A local one that the shared store lacks is sent; where both have one, the shared one is received in its place. Call
-    it under the lock.
+    A local one that the shared store lacks, or that was built in place of the very record there, is sent; else the
+    shared one is received in its place. Call it under the lock.
     """
     local = _good(store, kind, version, digests)
     if store.remote is None:
         return local
     seen = store.remote.find(kind, version)
-    if seen and not seen.record.stale_field(digests):
+    replaces = local and _unsent_mark(local) == _mark_of(seen)
+    if seen and not seen.record.stale_field(digests) and not replaces:
         return local if local and _are_same(local, seen) else receive(store, store.remote, seen.record)
     if local and not local.pending and not local.damage:
         send(store.remote, local, seen)
     return local
+
+
+def is_unsent(store: Store, kind: str, version: str) -> bool:
+    """Return whether an artifact was built here and could not be sent to the shared store yet."""
+    local = store.find(kind, version)
+    return local is not None and _unsent_mark(local) is not None
+
+
+def _unsent_mark(local: Artifact) -> str | None:
+    file = local.folder / UNSENT_FILE
+    return file.read_text() if file.exists() else None
+
+
+def _mark_of(seen: Shared | None) -> str:
+    return hashlib.sha256(seen.held.content).hexdigest() if seen else "none"
 
 
 def _good(store: Store, kind: str, version: str, digests: Mapping[str, str]) -> Artifact | None:
@@ -89,7 +109,9 @@ def _are_same(local: Artifact, seen: Shared) -> bool:
 
 def send(remote: Remote, artifact: Artifact, seen: Shared | None) -> None:
     """Send an artifact to the shared store. Raises TransientError if another home was faster: its own is then taken."""
-    if not remote.send(artifact, seen):
+    is_sent = remote.send(artifact, seen)
+    (artifact.folder / UNSENT_FILE).unlink(missing_ok=True)
+    if not is_sent:
         raise TransientError(
             f"another home has stored {artifact.record.kind}/{artifact.record.version} in {remote.address} meanwhile; "
             "run again, which takes that one"

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from flows.store.collect import SECONDS_PER_DAY, Collected, Garbage, needed
@@ -73,12 +74,18 @@ def delete(remote: Remote, unneeded: Collection[Unneeded]) -> Collected:
     removed, failures = [], []
     for one in unneeded:
         try:
-            if remote.objects.written(one.listed.name) == one.listed:
+            now = remote.objects.written(one.listed.name)
+            # Some storages list milliseconds, and name seconds alone when they are asked for one object.
+            if now and replace(now, written=_seconds(now)) == replace(one.listed, written=_seconds(one.listed)):
                 remote.objects.delete(one.listed.name)
                 removed.append(as_garbage(one))
         except LifecycleError as error:
             failures.append(str(error))
     return Collected(tuple(removed), tuple(failures))
+
+
+def _seconds(listed: Listed) -> datetime:
+    return listed.written.replace(microsecond=0)
 
 
 def as_garbage(one: Unneeded) -> Garbage:

@@ -71,8 +71,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     digits = max(len(str(abs(base.numerator))), len(str(base.denominator)))
     if digits * abs(exponent.numerator) > MAX_DIGITS and abs(base) != 1 and base:
         raise ValueError(f"the result may have more than {MAX_DIGITS} digits")
-    # base is 0, 1 or -1, or the exponent is small
-    return _bounded(base ** (exponent.numerator if digits > 1 or abs(base) > 1 else _small(exponent.numerator)))
+    return _bounded(base ** (_small(exponent.numerator) if base in (0, 1, -1) else exponent.numerator))
 
 
 def _small(exponent: int) -> int:

@@ -204,7 +204,7 @@ class DataConfig(StrictModel):
     max_patches: Annotated[int | None, AddedLater()] = Field(
         None,
         ge=1,
-        description="Most patches of a packed row, as a vision tower cuts all its pictures into them, for which memory "
+        description="Most patches of a packed row, as towers make them of all its media, for which memory "
         "is planned; a document that has more is treated as one that is too long. Default: no bound but tokens.",
     )
     on_bad_rows: Literal["fail", "drop"] = Field(

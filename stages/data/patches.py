@@ -1,4 +1,4 @@
-"""Bound of the pictures of a packed row (`max_patches`), by the patches that a vision tower makes of them.
+"""Bound of the media of a packed row (`max_patches`), by the patches that towers make of them.
 
 Tokens do not bound a tower's memory: families that see make 4 to 16 patches of what becomes one token.
 """
@@ -58,7 +58,7 @@ class PatchBound:
         if not self.num_beyond:
             return None
         problem = (
-            f"{self.num_beyond} of {self.num_units} documents or pairs have pictures of more than max_patches "
+            f"{self.num_beyond} of {self.num_units} documents or pairs have media of more than max_patches "
             f"{self.config.max_patches}, up to {self.largest} patches: {', '.join(self.named)}"
             f"{', …' if self.num_beyond > len(self.named) else ''}"
         )
@@ -67,7 +67,7 @@ class PatchBound:
                 f"{problem}. Raise `max_patches`, scale pictures down (`media: {{max_pixels: …}}`), or say "
                 "`over_long: drop`."
             )
-        return f"{problem}: they were left out, as a picture is never cut"
+        return f"{problem}: they were left out, as media are never cut"
 
     def _of_units(self, units: Units) -> NDArray[np.int64]:
         """Return the number of patches of each training unit, int64 [units]."""

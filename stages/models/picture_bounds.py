@@ -58,12 +58,12 @@ class PictureBounds(StrictModel):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """Those of videos."""
+        """Rates of videos."""
         return {name: value for name, value in self.named.items() if name in ("fps", "max_frames")}
 
     @property
     def scaling(self) -> dict[str, int]:
-        """Those of pictures."""
+        """Sizes of pictures."""
         return {name: int(value) for name, value in self.named.items() if name not in self.sampling}
 
 

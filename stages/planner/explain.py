@@ -38,7 +38,7 @@ class PlannedMedia:
     """Pictures, or sounds, of the rows that are planned for, and what they cost."""
 
     part: ModelPart
-    """Tower that takes them."""
+    """Tower of these media."""
     per_row: float
     """Number of media of an average row."""
     most_patches: float

@@ -410,7 +410,8 @@ def _expert_parallel(case: TimedCase, layer: LayerTime) -> PassTimes:
     token_bytes = shape.hidden_size * case.workload.compute_bytes
     # Each tensor-parallel rank dispatches its own share of the tokens; by plan, each has a part of every expert.
     num_tokens = case.work.tokens / (1 if case.engine.splits_by_plan else case.layout.tp)
-    group = network.expert_group(case.layout)
+    layout = case.layout
+    group = network.Group(layout.ep, layout.tp) if case.engine.splits_by_plan else network.expert_group(layout)
     # Twice: to the experts and back.
     seconds = 2 * network.dispatch_s(case.hardware, group, num_tokens * token_bytes, shape.experts_per_token)
     mixture = shape.num_mixture_layers / shape.num_layers

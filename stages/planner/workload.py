@@ -50,7 +50,7 @@ class RowMedia:
     medium_patches: float | None = None
     """Number of patches of a medium, on average; None: as of one of a usual size."""
     part: ModelPart = "vision_tower"
-    """Tower that takes them."""
+    """Tower of these media."""
 
     def each(self, tower: Tower) -> float:
         """Return the number of patches of a medium, on average."""

@@ -148,6 +148,7 @@ class _Rows:
         self._checks = checks
         self._tokenizer = tokenizer
         self._as_chat, self._media = as_chat, media
+        self._tools = options.environment.definitions if options.environment else ()
         self._reader = PromptReader(options.reference, options.reference_field, options.columns, media)
 
     def asked(self, place: RowLocation, row: object) -> RenderedPrompt:
@@ -181,7 +182,7 @@ class _Rows:
                 return document
             document = Conversation([make_message("user", document.prompt)])
         if self._options.environment:
-            document = _for_episodes(document, self._options.environment.definitions)
+            document = _for_episodes(document, self._tools)
         if self._options.system and document.messages[0]["role"] != "system":
             return replace(document, messages=[make_message("system", self._options.system), *document.messages])
         return document

@@ -71,8 +71,9 @@ class Choice:
 class Exchange:
     """Request and what the proxy has read of its answer so far: status, token counts, finish reasons, content.
 
-    status: 502 if the engine broke the answer off. num_events: of a stream, whose ends no chunk splits. asked: the
-    request's JSON object. keeps_content: whether `choices` get the text; else most events of a stream pass unread.
+    status: 502 if the engine broke the answer off. num_events: of a stream, whose ends no chunk splits. num_bytes: of
+    the answer. asked: the request's JSON object. keeps_content: whether `choices` get the text; else most events of a
+    stream pass unread.
     """
 
     def __init__(self, asked: dict[str, Any], *, keeps_content: bool = False):
@@ -83,6 +84,7 @@ class Exchange:
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.num_events = 0
+        self.num_bytes = 0
         self.choices: dict[int, Choice] = {}
         options = asked.get("stream_options")
         wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -116,6 +118,7 @@ class Exchange:
 
     def passed(self, chunk: bytes) -> bytes:
         """Parse the next bytes of an answer; returns the bytes that the proxy can send to the client now."""
+        self.num_bytes += len(chunk)
         if not self._is_read:
             return chunk
         if self._reads_events:

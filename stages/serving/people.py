@@ -104,12 +104,14 @@ class People:
     def count(self, name: str, route: str, exchange: Exchange, num_bytes: int) -> None:
         """Count an answer's tokens and note it in the audit log. num_bytes: of the request's body.
 
-        Where the engine gave no counts, as for a client that left early, they are estimated: of the request by its
-        bytes, of the answer by the events that were sent.
+        Where the engine gave no counts, or only those of a client that left early, which may be of one choice of many,
+        they are estimated: of the request by its bytes, of the answer by its events, or by its bytes once it is whole.
         """
         prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
-        if not prompt and exchange.status in (200, CLIENT_CLOSED):
-            prompt, completion = -(-num_bytes // BYTES_A_TOKEN), exchange.num_events
+        if exchange.status == CLIENT_CLOSED or (exchange.status == 200 and not prompt):
+            prompt = max(prompt, -(-num_bytes // BYTES_A_TOKEN))
+            uncounted = exchange.num_bytes // BYTES_A_TOKEN if exchange.status == 200 else 0
+            completion = max(completion, exchange.num_events, uncounted)
         self._used.setdefault(today(), Counter())[name] += prompt + completion
         self._note(name, str(exchange.asked.get("model")), route, exchange.status, prompt, completion)
 

@@ -14,6 +14,7 @@ engine's image (`proxy_program.py`).
 import asyncio
 import hmac
 import json
+import re
 import resource
 import socket
 import threading
@@ -63,6 +64,8 @@ ROUTES = {
 FOR_PEOPLE = frozenset((MODELS, "/v1/completions", CHAT, HEALTH))
 """Routes that take people's own keys; the others tell of everybody's requests."""
 PERSON = web.RequestKey("person", str)
+EMBEDDED = re.compile(rb"base64,[A-Za-z0-9+/=]*")
+"""Pattern of a medium in a request, whose bytes say little about its tokens."""
 """Name, in a request's state, of the person whose key it has."""
 NOT_OF_PEOPLE = (b"authorization", b"accept-encoding")
 """Headers of people that engines do not get: they know the server's key alone, and could compress away their counts."""
@@ -345,7 +348,7 @@ class Proxy:
                 for tallies in (self.tallies, self.tallies_of_canary):
                     tallies.of(version).count(_path(request), exchange, seconds)
             if person and self._people:
-                self._people.count(person, _path(request), exchange, len(body))
+                self._people.count(person, _path(request), exchange, len(EMBEDDED.sub(b"", body)))
 
     async def _passed_on(
         self, request: web.BaseRequest, body: bytes, backend: Backend, exchange: Exchange | None = None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import pad
 
 from stages.core.errors import ModelError
@@ -84,12 +85,16 @@ def spread_in(causal_lm: nn.Module) -> list[nn.Module]:
 def shard_of(num_others: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return the function by which FSDP2 shards stacks over the processes that have the same experts.
 
-    It divides experts, where their number allows it, else another dimension that is divisible.
+    It divides experts, where their number allows it, else another dimension that is divisible: none whose rows `tp`
+    deals in turns, as it does with fused matrices, since they would come back in another order.
     """
 
     def placement(stack: nn.Parameter) -> Shard | None:
+        placed = stack.placements if isinstance(stack, DTensor) else ()
+        in_turns = {one.dim % stack.ndim for one in placed if isinstance(one, _StridedShard)}
         sizes = _local(stack).shape
-        return next((Shard(one) for one, size in enumerate(sizes) if size % num_others == 0), None)
+        fit = (one for one, size in enumerate(sizes) if one not in in_turns and size % num_others == 0)
+        return next(map(Shard, fit), None)
 
     return placement
 

@@ -146,6 +146,8 @@ OWN_STYLES = {
     "colwise": _JoinedColumns(),
     "rowwise": _LastRows(),
 }
+for _name, _style in OWN_STYLES.items():
+    ALL_PARALLEL_STYLES.register(_name, _style)
 
 
 @contextmanager
@@ -172,8 +174,6 @@ def split_matrices(causal_lm: Any, mesh: DeviceMesh) -> None:
             f"{type(causal_lm).__name__} has no plan of tensor parallelism in Transformers; set `tp: 1`, and split it "
             "over more processes by `dp_shard`"
         )
-    for name, style in OWN_STYLES.items():
-        ALL_PARALLEL_STYLES.register(name, style)
     names = {module: name for name, module in causal_lm.named_modules()}
     ends = {names[causal_lm.get_input_embeddings()]: "vocabulary", names[causal_lm.get_output_embeddings()]: GATHERED}
     ties = causal_lm.get_input_embeddings().weight is causal_lm.get_output_embeddings().weight
@@ -199,7 +199,7 @@ def _split_by_plan(causal_lm: Any, mesh: DeviceMesh) -> None:
                 style.validate_param(module, weight, mesh, parameter_name=f"{name}.{weight}")
                 style.shard_param(module, weight, mesh)
         if of_module := plan.get(replace_layer_number_by_wildcard(name)):
-            if of_module == "mla_kv_a_proj":
+            if of_module.startswith("mla_kv_a_proj"):  # also around an adapter
                 module.config = causal_lm.config.get_text_config()  # this style asks it for the width of its parts
             ALL_PARALLEL_STYLES[of_module].install_forward(module, mesh)
 

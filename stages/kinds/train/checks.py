@@ -274,7 +274,7 @@ def engine_errors(config: TrainFields) -> Iterator[str]:
 
 
 def _split_errors(config: TrainFields) -> Iterator[str]:
-    """Yield the options with which an engine that splits models over `tp` or `cp` not with all does not train them."""
+    """Yield the options that an engine does not support together with `tp`, `cp` or `ep`."""
     both = {
         "precision: fp8": config.precision == "fp8",
         "mtp_loss_weight": config.mtp_loss_weight > 0,

@@ -42,7 +42,7 @@ class FsdpRules(EngineRules):
         yield from _expert_errors(layout, shape) if layout.ep > 1 else ()
 
     def layout_warnings(self, layout: Layout, constraints: RunConstraints, shape: ModelShape) -> Iterator[str]:
-        # Of one process: those that `tp` has left.
+        # Heads that `tp` leaves to one process.
         heads = {number // layout.tp for number in _heads(shape)}
         if left := [str(number) for number in sorted(heads) if number % layout.cp]:
             divides = math.gcd(layout.cp, *heads)

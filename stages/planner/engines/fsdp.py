@@ -330,11 +330,12 @@ def _muon_matrices(case: StepCase, stage: PipelineStage) -> float:
     if case.workload.optimizer != "muon":
         return 0.0
     shape, layout = case.shape, case.layout
-    held = _held(case, stage).total
+    held = _held(case, stage)
+    learning = held.dense + layout.ep * held.expert  # experts are divided by the whole of `optimizer_shards` below
     # Two norms a layer, and the last one before the head.
     norms = shape.norm_parameters * (2 * stage.num_layers + stage.has_head)
     positions = shape.position_parameters * stage.has_embedding
-    return held - outside_parameters(shape, stage, layout.tp) - norms - positions
+    return learning - outside_parameters(shape, stage, layout.tp) - norms - positions
 
 
 def _gathered_bytes(case: TimedCase, layer: _Group) -> float:

@@ -5,6 +5,7 @@ these say what is wrong with it, which the model can read.
 """
 
 import json
+import re
 from collections.abc import Callable
 
 from stages.core.errors import DataError
@@ -26,7 +27,20 @@ def parse_hermes(text: str) -> tuple[Call, ...]:
 
 
 def parse_llama3_json(text: str) -> tuple[Call, ...]:
-    """Return the calls that an answer of Llama 3 has: every object of JSON in it, whatever stands between them."""
+    """Return the calls that an answer of Llama 3 has: every object of JSON in it, whatever stands between them.
+
+    Braces of a sentence, such as those of a formula, are text, as vLLM takes them; an answer that begins with one is a
+    call.
+    """
+    try:
+        return _calls_in(text)
+    except ValueError:
+        if re.match(r"\s*(<\|python_tag\|>)?\s*\{", text):
+            raise
+        return ()
+
+
+def _calls_in(text: str) -> tuple[Call, ...]:
     calls: list[Call] = []
     begin = text.find("{")
     while begin >= 0:

@@ -33,8 +33,8 @@ class Continuation:
         turn, answers = _turn(messages), _identified(messages)
         if thoughts:
             turn[THOUGHTS[0]] = thoughts
-        self._conversation = replace(self._conversation, messages=[*self._conversation.messages, turn, *answers])
-        _, token_ids = self._tokenizer.encode_prompt(self._conversation)
+        conversation = replace(self._conversation, messages=[*self._conversation.messages, turn, *answers])
+        _, token_ids = self._tokenizer.encode_prompt(conversation)
         before, rest = self._token_ids, token_ids[len(self._token_ids) :]
         if token_ids[: len(before)] != before:
             raise DataError(
@@ -48,7 +48,7 @@ class Continuation:
                 f"{self._tokenizer.template.name} does not end the model's turns with {shown}, with which the model "
                 "ends them; use a template that does (`data.chat_template`)"
             )
-        self._token_ids = token_ids
+        self._conversation, self._token_ids = conversation, token_ids
         return rest[place + 1 :]
 
 

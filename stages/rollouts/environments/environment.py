@@ -61,6 +61,9 @@ class Environment(Protocol):
     def step(self, action: Action) -> Step:
         """Let the model act. Raises DataError when the environment itself fails."""
 
+    def close(self) -> None:
+        """Free what the episode holds, once it is over."""
+
 
 MakeEnvironment = Callable[[], Environment]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
 from stages.core.errors import DataError
-from stages.data.messages import Conversation, Message, make_message
+from stages.data.messages import Conversation, Message, RowError, make_message
 from stages.data.tokenizer import DocumentTokenizer
 from stages.rollouts.environments.calls import Parse, action, parser_for
 from stages.rollouts.environments.continuation import Continuation, prove
@@ -182,6 +182,8 @@ class Episodes:
             turns = sample([self._request(episode) for episode in playing])
             for episode, turn in zip(playing, turns, strict=True):
                 self._go_on(episode, turn)
+                if episode.end:
+                    episode.environment.close()
         return episodes
 
     def _begun(self, start: EpisodeStart) -> Episode:
@@ -194,7 +196,8 @@ class Episodes:
     def _with_observation(self, start: EpisodeStart, text: str) -> EpisodeStart:
         """Return a beginning whose question ends with what the environment shows first; DataError without room."""
         *before, question = start.prompt.messages
-        shown = self._bounded(make_message(question["role"], f"{question['content']}\n\n{text}"))
+        observation = self._bounded(make_message(question["role"], text))["content"]
+        shown = make_message(question["role"], f"{question['content']}\n\n{observation}")
         prompt = replace(start.prompt, messages=[*before, shown])
         _, token_ids = self.reader.tokenizer.encode_prompt(prompt)
         if len(token_ids) + self.turn_tokens > self.most_tokens:
@@ -235,11 +238,23 @@ class Episodes:
         """Append the environment's messages, unless they leave no room for a token of the model."""
         cut = [self._bounded(message) for message in messages]
         episode.num_cut += cut != list(messages)
-        between = episode.continuation.append(cut, self.reader.ends)
+        try:
+            between = episode.continuation.append(cut, self.reader.ends)
+        except RowError as error:  # such as that of Llama 3: one call in a turn
+            episode.num_malformed += 1
+            between = self._told(episode, cut[0]["role"], str(error))
         if len(episode.token_ids) + len(between) >= self.most_tokens:
             episode.end = "tokens"
         else:
             episode.segments.append(Segment("environment", between))
+
+    def _told(self, episode: Episode, role: str, problem: str) -> list[int]:
+        """Return the tokens of one message that says why the template cannot show the answers to a turn."""
+        message = self._bounded(make_message(role, f"error: the chat template {problem}; nothing was answered"))
+        try:
+            return episode.continuation.append([message], self.reader.ends)
+        except RowError as error:
+            raise DataError(f"{self.reader.tokenizer.template.name} cannot continue an episode: it {error}") from error
 
     def _bounded(self, message: Message) -> Message:
         """Return a message whose text has at most `max_answer_bytes`, with a note where it was cut off."""

@@ -25,7 +25,7 @@ Ask = Callable[[dict[str, Any]], Any]
 
 
 class PythonEnvironment(EnvironmentConfig):
-    """Environment of the recipe's author: `{python: env.py, class: Game}`, a class with `reset` and `step`."""
+    """Environment of the recipe's author: `{python: env.py, class_name: Game}`, with `reset` and `step`."""
 
     GIVES_REWARDS: ClassVar[bool] = True
 
@@ -125,6 +125,9 @@ class PythonEpisode:
         is_tool = calls or self._config.answers_as == "tool"
         messages = tuple(tool_message(text) if is_tool else make_message("user", text) for text in texts)
         return Step(messages, float(reward))
+
+    def close(self) -> None:
+        self._ask({"close": self._number})
 
     def _error(self, value: object, expected: str) -> DataError:
         return DataError(f"{self._config.custom_code()}: step gave {_shown(value)}; expected {expected}")

@@ -22,6 +22,8 @@ MOST_ANSWER_CHARACTERS = 1 << 20
 
 def begin(file: str, name: str, memory_bytes: int) -> Callable[[dict[str, Any]], Any]:
     """Import the author's file, confine this process, and return the function that asks their objects."""
+    with contextlib.suppress(OSError):  # without Landlock
+        code_program.hide_other_processes()  # the environment of the stage's process has keys
     sys.path.insert(0, str(Path(file).parent))  # for what the file imports from beside it
     try:
         names = runpy.run_path(file)
@@ -31,8 +33,6 @@ def begin(file: str, name: str, memory_bytes: int) -> Callable[[dict[str, Any]],
     if not isinstance(made, type) or not callable(getattr(made, "reset", None)) or not hasattr(made, "step"):
         raise RefusedError(f"has no class {name!r} with `reset` and `step`")
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    with contextlib.suppress(OSError):  # without Landlock
-        code_program.hide_other_processes()
     try:
         code_program.permit_computing_only()
     except OSError as error:
@@ -42,6 +42,9 @@ def begin(file: str, name: str, memory_bytes: int) -> Callable[[dict[str, Any]],
     def answer(question: dict[str, Any]) -> Any:
         if "tools" in question:
             return getattr(made, "tools", [])
+        if "close" in question:
+            episodes.pop(question["close"], None)
+            return None
         number = question["episode"]
         if "reset" in question:
             while len(episodes) >= MOST_EPISODES:
@@ -52,8 +55,6 @@ def begin(file: str, name: str, memory_bytes: int) -> Callable[[dict[str, Any]],
         if not isinstance(outcome, tuple | list) or len(outcome) != 3:
             return _bounded(repr(outcome))
         observation, reward, done = (value.item() if hasattr(value, "item") else value for value in outcome)
-        if done is True:
-            del episodes[number]
         return [_bounded(observation), reward, done]
 
     return answer

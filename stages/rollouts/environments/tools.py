@@ -63,6 +63,9 @@ class ToolsEpisode:
             tuple(tool_message(text) for text, _ in answers), num_failed=sum(is_error for _, is_error in answers)
         )
 
+    def close(self) -> None:
+        return
+
     def _answer(self, call: Call) -> tuple[str, bool]:
         """Return the text that answers a call, and whether it is an error."""
         run, name = self._runs.get(call.name), self._arguments.get(call.name)

@@ -87,6 +87,32 @@ def test_a_forced_build_replaces_the_artifact_for_all_homes(home):
     assert (received.state, (received.artifact / "data" / "content").read_text(), said) == ("cached", "new", [])
 
 
+def test_a_forced_build_that_could_not_be_sent_is_sent_by_the_next_attempt(home, monkeypatch):
+    first, second = home("first"), home("second")
+    build(first, "old")
+    with monkeypatch.context() as away:
+
+        def refuse(*_):
+            raise errors.TransientError("the storage is away")
+
+        away.setattr(objects.Objects, "send", refuse)
+        with pytest.raises(errors.TransientError, match="is away"):
+            build(first, "new", force=True)
+    tree = {"rows": tiny.stage("ok", environment={"TINY_CONTENT": "not built"})}
+    planned, notes = tiny.planned_stages(first, tree, force=("rows",))["rows"], tiny.Notes()
+    sent = tiny.run_stage(planned, {}, first, notes, attempt=2, launch=tiny.launch)
+    assert (sent.state, notes.said) == ("cached", [])
+    assert (build(second)[0].artifact / "data" / "content").read_text() == "new"
+    assert (build(first)[0].artifact / "data" / "content").read_text() == "new"
+
+
+def test_a_missing_bucket_is_said(home, tmp_path):
+    store = home("first")
+    (store.root.parent / "store.yaml").write_text("store: s3://no-such-bucket/team\n")
+    with pytest.raises(errors.StoreError, match="there is no such bucket"):
+        build(Store(store.root))
+
+
 def test_contents_other_than_their_names_are_refused_and_leave_no_artifact(home, server):
     build(home("first"))
     second = home("second")
@@ -172,6 +198,15 @@ def test_who_has_lost_the_lease_commits_nothing(home, server):
         build(first, notes=Robbed())
     assert not first.index().artifacts
     assert not [key for key in server.objects() if "/records/" in key]
+
+
+def test_a_renewal_whose_answer_was_lost_loses_no_lease(home):
+    store = home("first")
+    with leases.lease(store.remote.objects, "leases/a", store.identity(), pytest.fail) as held:
+        known = held._held
+        held.check()
+        held._held = known  # as if the answer had not come
+        held.check()
 
 
 def registration(mark: str, artifact: str) -> Registration:

@@ -19,7 +19,8 @@ from stages.data.calculator import DEFINITION, calculate
 from stages.data.messages import Conversation, make_message, parse_tools
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
-from stages.rollouts.environments.environment import EnvironmentConfig
+from stages.rollouts.environments.calls import parse_llama3_json
+from stages.rollouts.environments.environment import Call, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader, TurnRequest
 from stages.rollouts.environments.registry import AnyEnvironment
 
@@ -157,6 +158,26 @@ def test_a_call_that_cannot_be_is_answered_by_the_reason(folder: Path, turn: str
     assert episode.metrics["failed_calls"] == 1 and episode.end == "done"
 
 
+def test_a_template_that_takes_one_call_in_a_turn_tells_of_two(folder: Path, tmp_path: Path) -> None:
+    template, several = tmp_path / "own.jinja", "{%- for message in messages %}"
+    refusal = (
+        "{%- if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{%- endif %}"
+    )
+    template.write_text(qwen3_tools.CHAT_TEMPLATE.replace(several, several + refusal))
+    two = call("1 + 1").removesuffix("<|im_end|>") + call("2 + 2")
+    episode, _ = play(folder, [two, call("2 + 3"), "5<|im_end|>"], template=template)
+    told, after = answers(folder, episode)
+    assert "nothing was answered" in told and "one call" in told
+    assert "\n5\n" in after and (episode.end, episode.metrics["malformed_calls"]) == ("done", 1.0)
+
+
+def test_braces_of_a_sentence_are_no_call_of_llama_3() -> None:
+    assert parse_llama3_json(r"The answer is $\boxed{42}$.") == ()
+    assert parse_llama3_json('{"name": "a", "parameters": {"b": 1}}') == (Call("a", {"b": 1}),)
+    with pytest.raises(ValueError, match="no JSON"):
+        parse_llama3_json('<|python_tag|>{"name": ')
+
+
 def test_special_tokens_in_a_tool_s_answer_are_text(folder: Path) -> None:
     episode, _ = play(
         folder, ['<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call><|im_end|>', "<|im_end|>"]
@@ -204,8 +225,8 @@ def test_a_template_that_cannot_be_continued_is_refused_by_name(
 def test_the_calculator_is_exact_and_bounded() -> None:
     for expression in ("1 + 2 * 3", "(7 - 10) * -4", "7 // 2 - 7 % 4", "2 ** 10", "-7 // 2", "2 ** -2", "1.5 * 4"):
         assert Fraction(calculate(expression)) == Fraction(eval(expression))
-    assert [calculate(one) for one in ("0.1 + 0.2", "1 / 3", "-1 / 8", "(-1) ** 1001", "0 ** 9")] == [
-        *("0.3", "0.333333333333", "-0.125", "-1", "0")
+    assert [calculate(one) for one in ("0.1 + 0.2", "1 / 3", "-1 / 8", "(-1) ** 1001", "0 ** 9", "0.5 ** 3")] == [
+        *("0.3", "0.333333333333", "-0.125", "-1", "0", "0.125")
     ]
     for refused in (
         "2 ** 5000",

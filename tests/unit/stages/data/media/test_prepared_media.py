@@ -330,7 +330,7 @@ def test_no_row_has_more_patches_than_the_bound(run, seeing_folder):
     assert bounded.about.most_patches == 4 * of_picture
     assert sorted(documents(bounded, seeing_folder)) == sorted(documents(free, seeing_folder))
     # A bound below the largest document's pictures leaves such documents out by name, or stops.
-    with pytest.raises(DataError, match=r"13 of 80 documents or pairs have pictures of more than max_patches .*a\.png"):
+    with pytest.raises(DataError, match=r"13 of 80 documents or pairs have media of more than max_patches .*a\.png"):
         run(*rows, sequence_length=512, max_patches=2 * of_picture)
     fewer = run(*rows, sequence_length=512, max_patches=2 * of_picture, over_long="drop").training
     assert (fewer.about.num_documents, fewer.about.most_patches) == (67, 2 * of_picture)
