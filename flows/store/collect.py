@@ -115,7 +115,8 @@ def find_garbage(
 
 def needed(index: Index, protected: Collection[str], in_use: Collection[Path]) -> list[Artifact]:
     """Return the artifacts to keep: the latest of each stage, protected ones, those in use, and all their ancestors."""
-    by_use = sorted(index.artifacts, key=lambda one: one.used_s)
+    # Buckets tell times in whole seconds.
+    by_use = sorted(index.artifacts, key=lambda one: (one.used_s, one.record.finished))
     # The one used last overwrites those used before.
     latest = {(one.record.recipe, one.record.kind, one.record.stage): one for one in by_use}
     others = [
