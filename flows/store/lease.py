@@ -45,7 +45,7 @@ class Lease:
     def check(self) -> None:
         """Renew the lease now, if the storage answers. Raises TransientError if it is lost: then commit nothing.
 
-        While the storage is away nobody can take the lease, and what is sent later is sent by condition.
+        While the storage is away no home can take the lease, and what is sent later is sent by condition.
         """
         with suppress(TransientError):
             self._write(self._holder)

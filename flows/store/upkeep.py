@@ -72,13 +72,13 @@ def find_unneeded(remote: Remote, protected: Collection[str], older_than_days: f
 def delete(remote: Remote, unneeded: Collection[Unneeded]) -> Collected:
     """Delete objects of a shared store, unless they were written again since; go on after failures."""
     removed, failures = [], []
-    for one in unneeded:
+    for item in unneeded:
         try:
-            now = remote.objects.written(one.listed.name)
+            now = remote.objects.written(item.listed.name)
             # Some storages list milliseconds, and name seconds alone when they are asked for one object.
-            if now and replace(now, written=_seconds(now)) == replace(one.listed, written=_seconds(one.listed)):
-                remote.objects.delete(one.listed.name)
-                removed.append(as_garbage(one))
+            if now and replace(now, written=_seconds(now)) == replace(item.listed, written=_seconds(item.listed)):
+                remote.objects.delete(item.listed.name)
+                removed.append(as_garbage(item))
         except LifecycleError as error:
             failures.append(str(error))
     return Collected(tuple(removed), tuple(failures))

@@ -166,8 +166,8 @@ def test_a_template_that_takes_one_call_in_a_turn_tells_of_two(folder: Path, tmp
     template.write_text(qwen3_tools.CHAT_TEMPLATE.replace(several, several + refusal))
     two = call("1 + 1").removesuffix("<|im_end|>") + call("2 + 2")
     episode, _ = play(folder, [two, call("2 + 3"), "5<|im_end|>"], template=template)
-    told, after = answers(folder, episode)
-    assert "nothing was answered" in told and "one call" in told
+    reason, after = answers(folder, episode)
+    assert "nothing was answered" in reason and "one call" in reason
     assert "\n5\n" in after and (episode.end, episode.metrics["malformed_calls"]) == ("done", 1.0)
 
 
