@@ -66,7 +66,7 @@ COPY configs /opt/configs
 ENV PATH=/opt/pipeline/bin:$PATH LIFECYCLE_HOME=/lifecycle \
     DO_NOT_TRACK=true PREFECT_SERVER_ANALYTICS_ENABLED=false MLFLOW_DISABLE_TELEMETRY=true
 # It writes to its home and to /tmp alone.
-RUN useradd --uid 1000 --home-dir /tmp --no-create-home lifecycle && chmod 0755 /var/tmp /run/lock && \
+RUN useradd --uid 1000 --home-dir /tmp --no-create-home lifecycle && chmod 0755 /var/tmp /run/lock && rm /opt/pipeline/.lock && \
     install --directory --owner=1000 --group=1000 --mode=0700 /lifecycle
 USER 1000:1000
 VOLUME /lifecycle

@@ -34,7 +34,7 @@ COPY --from=built /opt/serve /opt/serve
 # The proxy that stands before the engine in a pod.
 COPY stages /opt/lifecycle/stages
 ENV PATH=/opt/serve/bin:$PATH DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-RUN useradd --uid 1000 --home-dir /tmp --no-create-home serve && chmod 0755 /var/tmp /run/lock
+RUN useradd --uid 1000 --home-dir /tmp --no-create-home serve && chmod 0755 /var/tmp /run/lock && rm /opt/serve/.lock
 USER 1000:1000
 EXPOSE 8000
 ENTRYPOINT []
