@@ -53,7 +53,10 @@ RUN for wheel in /wheels/*.whl; do \
         [ ! -e "${wheel}" ] || uv pip install --no-cache --python /opt/pipeline/bin/python \
             --constraints deploy/requirements/pipeline.txt --find-links /wheels "${wheel}"; \
     done
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY deploy/requirements deploy/requirements
+COPY deploy/vllm-metadata deploy/vllm-metadata
+COPY configs configs
 COPY flows flows
 COPY stages stages
 RUN uv pip install --no-cache --compile-bytecode --no-deps --python /opt/pipeline/bin/python .

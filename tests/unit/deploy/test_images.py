@@ -1,6 +1,8 @@
 """Docker images are built from existing files with locked package versions, and run as an unprivileged user."""
 
+import ast
 import re
+import tomllib
 from fnmatch import fnmatch
 from importlib.metadata import requires
 from pathlib import Path
@@ -113,3 +115,15 @@ def test_the_image_of_all_is_made_of_the_others():
     assert set(arguments.values()) == {f"llm-lifecycle-{image.stem}" for image in IMAGES}
     used = {words[0].strip("${}") for name, words in instructions(ALL) if name == "FROM"}
     assert used == set(arguments)
+
+
+def test_the_pipeline_s_image_has_all_that_its_package_is_built_from():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = next(
+        node.value
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SHIPPED"
+    )
+    needed = ["setup.py", *ast.literal_eval(shipped), *project["tool"]["setuptools"]["dynamic"]["dependencies"]["file"]]
+    copied = copied_from_the_checkout(ROOT / "deploy" / "docker" / "pipeline.Dockerfile")
+    assert [path for path in needed if not any(path.startswith(source) for source in copied)] == []
