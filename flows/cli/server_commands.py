@@ -55,7 +55,7 @@ def status(context: click.Context, opened: bool, as_json: bool) -> None:
         from flows.servers import login
         from flows.tracking.pages import runs_page
 
-        for line in login.open_pages(runs_page()):
+        for line in login.open_pages({"mlflow": runs_page()}):
             click.echo(line, err=as_json)
     if not answering:
         context.exit(ServerError.exit_code)

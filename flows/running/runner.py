@@ -117,30 +117,18 @@ def run_stage(
     newly committed, cached, or upstream; further `StageCrashError`, `StageTimeoutError`, `StoreError` (also for a
     damaged artifact: only a forced stage replaces it), `ResourceError` for a full disk.
     """
-    started_s = time.monotonic()
-    stop = stop or threading.Event()
     for name in planned.ancestors:
         raise_finding(upstream[name])
-    resolved_inputs = _resolve_inputs(planned, upstream)
     work = store.work_folder(planned.kind, planned.name, planned.resume_key)
-    # Without the lock, which another refresh may hold for hours: a complete artifact changes no more.
-    built = _find_cached(planned, resolved_inputs, store, started_s, agreed)
-    if built and not is_pending(built.artifact) and not _has_leftover(planned, work):
-        raise_finding(built)
-        return built
-    waiting = _Waiting(planned, observer, stop)
-    with store.lock(planned.kind, planned.resume_key, waiting):
-        # Looked up again under the lock: another process may have built it, or died while committing it.
-        store.recover(planned.kind, planned.version)
-        if attempt > 1 and is_unsent(store, planned.kind, planned.version):
-            planned = replace(planned, forced=False)  # the first attempt has built it
-        built = _find_cached(planned, resolved_inputs, store, time.monotonic(), agree)
-        if built is None or is_pending(built.artifact):
-            trial = Attempt(planned, work, attempt, False, upstream)
-            with claimed(store, planned.kind, planned.version, waiting) as claim:
-                built = _run_claimed(trial, resolved_inputs, store, observer, stop, launch, claim)
-        else:
-            store.remove(work)  # left by a forced attempt that was killed
+    running = _Running(
+        Attempt(planned, work, attempt, False, upstream),
+        _resolve_inputs(planned, upstream),
+        store,
+        observer,
+        stop or threading.Event(),
+        launch,
+    )
+    built = running.found_or_built()
     raise_finding(built)
     return built
 
@@ -153,117 +141,131 @@ def raise_finding(built: BuiltStage) -> None:
         raise refusal
 
 
-def _run_claimed(
-    attempt: Attempt,
-    resolved_inputs: ResolvedInputs,
-    store: Store,
-    observer: Observer,
-    stop: threading.Event,
-    launch: Launcher,
-    claim: Claim | None,
-) -> BuiltStage:
-    """Return a stage's artifact: newly built, or another home's that built it before this one could."""
-    planned, work = attempt.planned, attempt.work
-    # The wait for another home, or another refresh, is no part of the stage's time.
-    built = _find_cached(planned, resolved_inputs, store, time.monotonic(), agree)
-    if built and not is_pending(built.artifact):
-        store.remove(work)
+@dataclass
+class _Running:
+    """Stage that this process finds or builds, with what it needs for that."""
+
+    attempt: Attempt
+    inputs: ResolvedInputs
+    store: Store
+    observer: Observer
+    stop: threading.Event
+    launch: Launcher
+
+    @property
+    def planned(self) -> PlannedStage:
+        return self.attempt.planned
+
+    def found_or_built(self) -> BuiltStage:
+        kind, version, work = self.planned.kind, self.planned.version, self.attempt.work
+        # Nothing continues in the work folder of a promotion whose artifact exists.
+        has_leftover = kind in hook.PROGRAMS and work.exists()
+        # Without the lock, which another refresh may hold for hours: a complete artifact changes no more.
+        built = self._found(agreed)
+        if built and not is_pending(built.artifact) and not has_leftover:
+            return built
+        with self.store.lock(kind, self.planned.resume_key, self._wait):
+            # Looked up again under the lock: another process may have built it, or died while committing it.
+            self.store.recover(kind, version)
+            if self.attempt.number > 1 and is_unsent(self.store, kind, version):
+                # The first attempt has built it.
+                self.attempt = replace(self.attempt, planned=replace(self.planned, forced=False))
+            built = self._found(agree)
+            if built is None or is_pending(built.artifact):
+                with claimed(self.store, kind, version, self._wait) as claim:
+                    return self._found_or_built_alone(claim)
+            self.store.remove(work)  # left by a forced attempt that was killed
         return built
-    if built:
-        # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
-        with suppress(OutdatedVerdictError):
-            return _complete(attempt, built, store, observer, stop, claim)
-    resumed = prepare(store, planned, resolved_inputs, fresh=planned.forced and attempt.number == 1)
-    return _build(replace(attempt, resumed=resumed), resolved_inputs, store, observer, stop, launch, claim)
 
+    def _found_or_built_alone(self, claim: Claim | None) -> BuiltStage:
+        """Return the artifact: newly built, or another home's that built it before this one could."""
+        built = self._found(agree)
+        if built and not is_pending(built.artifact):
+            self.store.remove(self.attempt.work)
+            return built
+        if built:
+            # Another model has become champion since: the verdict is no longer good, and the stage runs again below.
+            with suppress(OutdatedVerdictError):
+                return self._complete(built, claim)
+        fresh = self.planned.forced and self.attempt.number == 1
+        resumed = prepare(self.store, self.planned, self.inputs, fresh)
+        self.attempt = replace(self.attempt, resumed=resumed)
+        return self._build(claim)
 
-def _build(
-    attempt: Attempt,
-    resolved_inputs: ResolvedInputs,
-    store: Store,
-    observer: Observer,
-    stop: threading.Event,
-    launch: Launcher,
-    claim: Claim | None,
-) -> BuiltStage:
-    planned, work = attempt.planned, attempt.work
-    key = observer.started(attempt)
-    started_s = time.monotonic()
-    # The log holds the output of earlier attempts, too, whose errors must not be taken for this one's.
-    log_begin = (work / LOG_FILE).stat().st_size if (work / LOG_FILE).exists() else 0
-    process: Process | None = None
-    try:
-        with store.explained(f"start {planned.name}"):
-            process = launch(work, traced(planned.config, key))
-            # From here on another process can find and end this attempt's processes.
-            note_attempt(work, resolved_inputs, process.token)
-        result = watch(process, planned, work, observer.tick, stop, log_begin)
+    def _build(self, claim: Claim | None) -> BuiltStage:
+        planned, work, store, observer = self.planned, self.attempt.work, self.store, self.observer
+        key = observer.started(self.attempt)
+        started_s = time.monotonic()
+        # The log holds the output of earlier attempts, too, whose errors must not be taken for this one's.
+        log_begin = (work / LOG_FILE).stat().st_size if (work / LOG_FILE).exists() else 0
+        process: Process | None = None
+        try:
+            with store.explained(f"start {planned.name}"):
+                process = self.launch(work, traced(planned.config, key))
+                # From here on another process can find and end this attempt's processes.
+                note_attempt(work, self.inputs, process.token)
+            result = watch(process, planned, work, observer.tick, self.stop, log_begin)
+            seconds = time.monotonic() - started_s
+            if claim:
+                claim.check()
+                claim.mark(work)
+            # Before the commit: a crash after it then leaves an artifact that still has to be registered.
+            hook.mark(work, planned.kind)
+            artifact = commit(store, planned, self.inputs, result, seconds=seconds, attempt=key)
+            if is_pending(artifact.folder):
+                result = hook.complete(store, planned, artifact.folder, observer.tick, self.stop)
+            if claim:
+                claim.send(artifact)
+        except BaseException as error:
+            if process:
+                process.stop()
+            observer.ended(AttemptEnd(work, time.monotonic() - started_s, None, error))
+            raise
+        observer.ended(AttemptEnd(artifact.folder, seconds, result, None))
+        server = LiveServer(result.lease, process) if result.lease else None
+        return self._stage("built", seconds, artifact, server)
+
+    def _complete(self, built: BuiltStage, claim: Claim | None) -> BuiltStage:
+        """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
+
+        It counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built again.
+        """
+        started_s = time.monotonic()
+        result = hook.complete(self.store, self.planned, built.artifact, self.observer.tick, self.stop)
         seconds = time.monotonic() - started_s
-        if claim:
-            claim.check()
-            claim.mark(work)
-        # Before the commit: a crash after it then leaves an artifact that still has to be registered.
-        hook.mark(work, planned.kind)
-        artifact = commit(store, planned, resolved_inputs, result, seconds=seconds, attempt=key)
-        if is_pending(artifact.folder):
-            result = hook.complete(store, planned, artifact.folder, observer.tick, stop)
-        if claim:
+        self.observer.started(self.attempt)
+        self.observer.ended(AttemptEnd(built.artifact, seconds, result, None))
+        if claim and (artifact := self.store.find(built.kind, built.version)):
             claim.send(artifact)
-    except BaseException as error:
-        if process:
-            process.stop()
-        observer.ended(AttemptEnd(work, time.monotonic() - started_s, None, error))
-        raise
-    observer.ended(AttemptEnd(artifact.folder, seconds, result, None))
-    server = LiveServer(result.lease, process) if result.lease else None
-    return BuiltStage(
-        planned.name, planned.kind, planned.version, "built", seconds, artifact.folder, artifact.record, server
-    )
+        return replace(built, state="built", seconds=seconds)
 
+    def _found(self, find: Callable[[Store, str, str, Mapping[str, str]], Artifact | None]) -> BuiltStage | None:
+        """Return the artifact if `find` knows one; its time leaves out the wait for other homes and refreshes."""
+        if self.planned.forced:
+            return None
+        started_s = time.monotonic()
+        artifact = find(self.store, self.planned.kind, self.planned.version, self.inputs.digests)
+        if artifact is None:
+            return None
+        if artifact.damage:
+            remedy = f"run again with `--force {self.planned.name}` to build it again"
+            raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
+        self.store.note_use(artifact)
+        return self._stage("cached", time.monotonic() - started_s, artifact)
 
-def _complete(
-    attempt: Attempt,
-    built: BuiltStage,
-    store: Store,
-    observer: Observer,
-    stop: threading.Event,
-    claim: Claim | None,
-) -> BuiltStage:
-    """Finish an artifact's follow-up, such as registering a champion, that an earlier attempt left undone.
+    def _stage(
+        self, state: Literal["built", "cached"], seconds: float, artifact: Artifact, server: LiveServer | None = None
+    ) -> BuiltStage:
+        planned = self.planned
+        return BuiltStage(
+            planned.name, planned.kind, planned.version, state, seconds, artifact.folder, artifact.record, server
+        )
 
-    It counts as an attempt on success. Raises `OutdatedVerdictError` for an artifact that has to be built again.
-    """
-    started_s = time.monotonic()
-    result = hook.complete(store, attempt.planned, built.artifact, observer.tick, stop)
-    seconds = time.monotonic() - started_s
-    observer.started(attempt)
-    observer.ended(AttemptEnd(built.artifact, seconds, result, None))
-    if claim and (artifact := store.find(built.kind, built.version)):
-        claim.send(artifact)
-    return replace(built, state="built", seconds=seconds)
-
-
-def _has_leftover(planned: PlannedStage, work: Path) -> bool:
-    """Return whether a promotion's work folder is left although its artifact exists: nothing continues in it."""
-    return planned.kind in hook.PROGRAMS and work.exists()
-
-
-def _find_cached(
-    planned: PlannedStage,
-    resolved_inputs: ResolvedInputs,
-    store: Store,
-    started_s: float,
-    find: Callable[[Store, str, str, Mapping[str, str]], Artifact | None],
-) -> BuiltStage | None:
-    artifact = None if planned.forced else find(store, planned.kind, planned.version, resolved_inputs.digests)
-    if artifact is None:
-        return None
-    if artifact.damage:
-        remedy = f"run again with `--force {planned.name}` to build it again"
-        raise StoreError(f"the artifact {artifact.folder} is damaged: {'; '.join(artifact.damage)}; {remedy}")
-    store.note_use(artifact)
-    seconds = time.monotonic() - started_s
-    return BuiltStage(planned.name, planned.kind, planned.version, "cached", seconds, artifact.folder, artifact.record)
+    def _wait(self) -> None:
+        """Be called while another process builds the same artifact; raise RefreshStoppedError to end the wait."""
+        self.observer.waiting()
+        if self.stop.is_set():
+            raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")
 
 
 def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, BuiltStage]) -> ResolvedInputs:
@@ -278,17 +280,3 @@ def _resolve_inputs(planned: PlannedStage, upstream: Mapping[str, BuiltStage]) -
             for built in [upstream[stage]]
         },
     )
-
-
-@dataclass
-class _Waiting:
-    """Callback for the wait while another process builds the same artifact; it raises when the refresh is stopped."""
-
-    planned: PlannedStage
-    observer: Observer
-    stop: threading.Event
-
-    def __call__(self) -> None:
-        self.observer.waiting()
-        if self.stop.is_set():
-            raise RefreshStoppedError(f"{self.planned.name} was waiting for another refresh, which builds the same")

@@ -5,7 +5,7 @@ key.
 """
 
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -20,10 +20,11 @@ PAGE = """<!doctype html><meta name="referrer" content="no-referrer"><title>llm-
 """
 
 
-def open_pages(mlflow_page: str = "") -> Iterator[str]:
+def open_pages(pages: Mapping[str, str]) -> Iterator[str]:
     """Open the local servers' web pages in a browser; yield a line about each, with the file to open by hand.
 
-    mlflow_page: which of MLflow's, from its `#` on. Raises `ServerError` when none of them runs.
+    pages: which page of a server, from its `#` on, by the server's name; else its first one. Raises `ServerError` when
+    none of the servers runs.
     """
     password = read_key()
     found = [one for one in status() if one.ours and one.healthy and one.url and one.name in ADDRESSES]
@@ -31,7 +32,7 @@ def open_pages(mlflow_page: str = "") -> Iterator[str]:
         raise ServerError("opening the pages of the local servers: none of them runs; `lifecycle up` starts them")
     for server in found:
         host = str(server.url).removeprefix("http://")
-        address = ADDRESSES[server.name](host, password) + (mlflow_page if server.name == "mlflow" else "")
+        address = ADDRESSES[server.name](host, password) + pages.get(server.name, "")
         page = _write(home() / server.name / "login.html", address)
         opened = webbrowser.open(page.as_uri())
         yield f"{server.name}: {'opened' if opened else 'open'} {page.as_uri()}"
