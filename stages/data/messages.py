@@ -61,6 +61,8 @@ MEDIA_PARTS: dict[str, MediaKind] = {
     "input_audio": "audio",
 }
 """Types of the parts that stand for media (OpenAI's and Hugging Face's names), with the kind of each."""
+UNREAD_OF_PART = ("type", "text", "detail", "uuid", "cache_control")
+"""Keys of a media part that change nothing of what a model here is shown."""
 SOURCE = "source"
 """Key of a media part's own payload until the row's media are found; a part without one takes the row's next."""
 INVISIBLE = "[\u00ad\u200b-\u200f\u2060-\u2064\ufeff]"
@@ -387,8 +389,14 @@ def _media_or_text(part: object, where: str) -> dict[str, Any]:
     """Return a part of a content list with media, as {type: text, text} or {type: KIND, source}. Raises RowError."""
     kind = MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
     if isinstance(part, dict) and kind:
-        own = (part.get(key) for key in (part["type"], kind, "url", "path", "data", "bytes"))
-        return {"type": kind, SOURCE: next((value for value in own if value is not None), None)}
+        keys = (part["type"], kind, f"{kind}_url", "url", "path", "data", "bytes")
+        set_keys = [key for key, value in part.items() if value is not None and key not in UNREAD_OF_PART]
+        if unread := [key for key in set_keys if key not in keys]:
+            raise RowError(
+                f"has {listed(unread)} in a part of {where} for {kind}, which is not read here, where a model is shown "
+                f"media as `media` of its stage says; expected {listed(tuple(dict.fromkeys(keys)))}"
+            )
+        return {"type": kind, SOURCE: next((part[key] for key in keys if key in set_keys), None)}
     text = next((part[key] for key in ("text", "value") if key in part), None) if isinstance(part, dict) else None
     if not isinstance(text, str):
         raise RowError(f"has {kind_of(part)} without text in {where}; expected {{type: text, text}}, or media")

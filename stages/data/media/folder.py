@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+FILE_ADDRESS = re.compile(r"file://(localhost(?=/))?")
 MAX_QUOTED = 80
 COPIES = "media"
 """Folder, in that of rows, of media that came with them from another dataset, under their digests."""
@@ -58,11 +60,12 @@ class MediaFolder:
             prefix, folder = folders.pop()
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.is_dir():
-                        folders.append((f"{prefix}{entry.name}/", entry.path))
-                    elif not holds_rows(entry.name):
-                        status = entry.stat()
-                        listing.append((prefix + entry.name, status.st_size, status.st_mtime_ns))
+                    with suppress(OSError):  # of a link to nothing or to itself: no row can name it
+                        if entry.is_dir():
+                            folders.append((f"{prefix}{entry.name}/", entry.path))
+                        elif not holds_rows(entry.name):
+                            status = entry.stat()
+                            listing.append((prefix + entry.name, status.st_size, status.st_mtime_ns))
         return hashlib.sha256(json.dumps(sorted(listing)).encode()).hexdigest()
 
     def reference(self, kind: MediaKind, source: object, row: RowLocation | None) -> MediaReference:
@@ -170,7 +173,7 @@ class MediaFolder:
                     )
                 if is_file:
                     return real
-        if Path(path).is_absolute() or ".." in Path(path).parts:
+        if not Path(os.path.normpath(root / path)).is_relative_to(root):
             raise RowError(
                 f"has the path {quoted(path, MAX_QUOTED)}, which leads out of the dataset's folder; expected a path "
                 "inside of it"
@@ -187,8 +190,8 @@ def _path_of(kind: MediaKind, source: object) -> str:
         source = next((source[key] for key in ("url", "path") if source.get(key)), source)
     if not isinstance(source, str) or not source:
         raise RowError(f"has {kind_of(source)} as {kind}; expected a path, or an object with `path` or `bytes`")
-    if source.startswith("file://"):
-        return source.removeprefix("file://")
+    if beginning := FILE_ADDRESS.match(source):
+        return source[beginning.end() :]
     if ADDRESS.match(source):
         raise RowError(
             f"has the address {quoted(source, MAX_QUOTED)} as {kind}; nothing is fetched while data are read: put the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 25
 """Largest number of pixels of a picture: two copies of one, as turning it takes, fill 256 MiB."""
 MAX_BYTES = 32 << 20
+MAX_DECODING_S = 20
+"""Largest number of seconds of one core that decoding takes; the largest pictures take one or two."""
 MAX_ASPECT = 100
 """Largest ratio of a picture's sides; processors of some families refuse 200 and more."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are opened, all by decoders inside PIL; others may start programs (EPS) or hold scenes (SVG)."""
+MAX_SCANS, SCAN = 100, b"\xff\xda"
+"""Largest number of scans of a JPEG, as of libtiff, and how each begins; 40 bytes can be one, and take 0.2 seconds."""
 SEVERAL_VIEWS = "MPO"
 """PIL's name of a JPEG file with further views behind the picture, as phones write."""
 ORIENTATION = 0x0112
-FIRST_SIDEWAYS = 5
-"""EXIF orientations from 5 to 8 swap width and height."""
+SIDEWAYS = range(5, 9)
+"""EXIF orientations that swap width and height."""
 DEEP = ("I", "F")
 """Beginnings of PIL's modes of more than 8 bits: integers and floats."""
 BAND_ROWS = 256
@@ -38,6 +43,23 @@ THUMBNAIL_PIXELS = 128
 
 class PictureError(MediaError):
     """Raised for a picture that cannot be used; the message goes on from its name: "`a.png` …"."""
+
+
+class _TimedReader(io.BytesIO):
+    """File in memory that ends the decoding of its picture after `MAX_DECODING_S` by raising PictureError.
+
+    PIL reads a part at a time, and decodes it before the next: a TIFF that names one strip a million times would
+    otherwise take days.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._begin_s = time.thread_time()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.thread_time() - self._begin_s > MAX_DECODING_S:
+            raise PictureError(f"takes more than {MAX_DECODING_S} seconds to decode; save it in another way")
+        return super().read(size)
 
 
 @dataclass(frozen=True)
@@ -59,9 +81,10 @@ def inspect_picture(data: bytes, *, by_header: bool = False) -> Size:
         # JPEG decodes an eighth of each side: as much is read, and much less is computed.
         image.draft(None, (max(1, width // 8), max(1, height // 8)))
         _decode(image)
-    elif image.format != "JPEG":  # asking others for EXIF may decode them
+    elif image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
+        # PIL has turned the size of a TIFF; asking a PNG for what may stand at its end decodes it.
         return Size(width, height)
-    return Size(height, width) if _orientation(image) >= FIRST_SIDEWAYS else Size(width, height)
+    return Size(height, width) if _orientation(image) in SIDEWAYS else Size(width, height)
 
 
 def decode_picture(data: bytes) -> Image:
@@ -143,7 +166,9 @@ def _opened(data: bytes) -> Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own bound is lower
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(_TimedReader(data), formats=FORMATS)
+    except PictureError:
+        raise
     except Image.DecompressionBombError as error:
         raise PictureError(f"claims more than {MAX_PIXELS:,} pixels; expected at most these") from error
     except Exception as error:  # whatever decoders raise for what is no picture
@@ -153,6 +178,8 @@ def _opened(data: bytes) -> Image:
         raise PictureError(f"has {width} × {height} pixels; expected at most {MAX_PIXELS:,} in all: scale it down")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise PictureError(f"has {width} × {height} pixels; expected sides of at most {MAX_ASPECT} to 1: cut it")
+    if image.format in ("JPEG", SEVERAL_VIEWS) and data.count(SCAN) > MAX_SCANS:
+        raise PictureError(f"has {data.count(SCAN):,} scans; expected at most {MAX_SCANS}: save it in another way")
     if getattr(image, "is_animated", False) and image.format != SEVERAL_VIEWS:
         raise PictureError("has several frames or pages; expected one: save the one that is meant")
     return image
@@ -161,6 +188,8 @@ def _opened(data: bytes) -> Image:
 def _decode(image: Image) -> None:
     try:
         image.load()
+    except PictureError:
+        raise
     except Exception as error:  # whatever decoders raise for damaged files
         raise PictureError(f"is damaged, and cannot be decoded: {error}; fetch or save it again") from error
 

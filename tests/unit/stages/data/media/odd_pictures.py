@@ -39,6 +39,25 @@ def large_png(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
+def overlapping_tiff(num_strips: int, side: int = 300) -> bytes:
+    """Return a TIFF of `side` × `side` grey pixels that names one strip, of all rows but one, again and again."""
+    strip = bytes(side * (side - 1))
+    begin = 8 + len(strip) + 2 + 8 * 12 + 4
+    values = {256: side, 257: side, 258: 8, 259: 1, 262: 1, 278: side - 1}
+    tags = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items()]
+    places = {273: begin, 279: begin + 4 * num_strips}
+    tags += [struct.pack("<HHI", tag, 4, num_strips) + struct.pack("<I", place) for tag, place in places.items()]
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(strip))
+    directory = struct.pack("<H", len(tags)) + b"".join(sorted(tags)) + bytes(4)
+    return head + strip + directory + struct.pack("<I", 8) * num_strips + struct.pack("<I", len(strip)) * num_strips
+
+
+def many_scans(number: int) -> bytes:
+    """Return a progressive JPEG that goes over its pixels so many times more."""
+    whole = saved(Image.new("L", (64, 64)), "JPEG", progressive=True)
+    return whole[:-2] + whole[whole.rfind(b"\xff\xda") : -2] * number + whole[-2:]
+
+
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     """Return a picture as the bytes of a file."""
     out = io.BytesIO()
@@ -79,6 +98,7 @@ def odd_pictures() -> dict[str, bytes]:
         "one pixel": saved(Image.new("RGB", (1, 1)), "PNG"),
         "webp": saved(noise, "WEBP"),
         "tiff of floats": saved(Image.fromarray(rng.random((60, 90)).astype(np.float32)), "TIFF"),
+        "many scans": many_scans(200),
         "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
     }
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from stages.data.media import images
 from stages.data.media.images import PictureError, decode_picture, inspect_picture
-from tests.unit.stages.data.media.odd_pictures import odd_pictures
+from tests.unit.stages.data.media.odd_pictures import odd_pictures, overlapping_tiff, saved
 
 ODD = odd_pictures()
 REFUSED = {
@@ -22,6 +23,7 @@ REFUSED = {
     "claims 60000 × 60000": "claims more than 33,554,432 pixels",
     "400 megapixels": "claims more than 33,554,432 pixels",
     "strip": "has 2000 × 4 pixels; expected sides of at most 100 to 1",
+    "many scans": "has 206 scans; expected at most 100",
     "svg": "is no picture that can be opened",
 }
 SCALED = {"16 bits": 65535, "tiff of floats": 1}
@@ -55,6 +57,25 @@ def test_more_bits_are_scaled(name, largest):
     found = np.asarray(decode_picture(ODD[name]), np.float64)
     assert np.abs(found - values[:, :, None]).max() <= 0.51
     assert inspect_picture(ODD[name]).width == 90
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 7, 8, 9])
+def test_pictures_are_measured_as_they_are_turned(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(Image.new("RGB", (9, 6)), kind, exif=exif)
+    sizes = [inspect_picture(data, by_header=by_header) for by_header in (False, True)]
+    width, height = decode_picture(data).size
+    assert [(one.width, one.height) for one in sizes] == [(width, height)] * 2
+    assert (width > height) == (orientation not in range(5, 9))
+
+
+def test_what_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(images, "MAX_DECODING_S", 0.05)
+    for function in (inspect_picture, decode_picture):
+        with pytest.raises(PictureError, match=r"takes more than 0\.05 seconds to decode"):
+            function(overlapping_tiff(100_000))
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items(), ids=REFUSED)

@@ -86,6 +86,16 @@ FORMS = {
         [EXPANDED, "?"],
         ["a.png"],
     ),
+    "OpenAI: responses": (
+        {"messages": [user([{"type": "input_image", "image_url": "a.png", "detail": "low"}, text("?")]), CAT]},
+        [EXPANDED, "?"],
+        ["a.png"],
+    ),
+    "an address of this machine": (
+        {"messages": [user("?"), CAT], "images": ["file://a.png"]},
+        [EXPANDED, "?"],
+        ["a.png"],
+    ),
     "a tag without media is text": ({"messages": [user("<image> in HTML?"), CAT]}, ["<image> in HTML?"], []),
     "the processor's own token is text": (
         {"messages": [user(f"{PICTURE}<start_of_image>"), CAT]},
@@ -140,6 +150,22 @@ REFUSED = {
         {"messages": [user("<image><bbox>?"), CAT], "images": ["a.png"], "objects": {"bbox": [[1, 2, 3, 4]]}},
         "has `objects` beside `<bbox>`",
     ),
+    "what a part says of its size": (
+        {"messages": [user([{"type": "image", "image": "a.png", "max_pixels": 9}]), CAT]},
+        "has `max_pixels` in a part of `content` of message 1 of `messages` for image, which is not read here",
+    ),
+    "a form of a part that is not read, beside a column": (
+        {"messages": [user([{"type": "image", "source": {"data": "AA=="}}]), CAT], "images": ["a.png"]},
+        "has `source` in a part of `content`",
+    ),
+    "a link to itself": (
+        {"messages": [user("?"), CAT], "images": ["loop.png"]},
+        "has the path 'loop.png', where there is no file",
+    ),
+    "a link to nothing": (
+        {"messages": [user("?"), CAT], "images": ["nothing.png"]},
+        "has the path 'nothing.png', where there is no file",
+    ),
     "media of a message": (
         {"messages": [{**user("?"), "images": ["a.png"]}, CAT]},
         "has `images` of message 1 of `messages`; expected media in columns",
@@ -162,6 +188,8 @@ def run(tmp_path, seeing_folder, pictures):
             (tmp_path / "secret.png").write_bytes((folder / "a.png").read_bytes())
             (folder / "text.png").write_text("<html>")
             (folder / "link.png").symlink_to(tmp_path / "secret.png")
+            (folder / "loop.png").symlink_to(folder / "loop.png")
+            (folder / "nothing.png").symlink_to(folder / "c.png")
         if rows:
             (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return prepare(
