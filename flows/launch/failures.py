@@ -22,6 +22,7 @@ from stages.core.errors import (
     error_classes,
     full_disk_message,
 )
+from stages.core.fields import what_is_wrong
 from stages.core.files import read_end, write_atomically
 from stages.core.supervised import signal_of, was_killed
 
@@ -79,7 +80,7 @@ def read_result(work: Path, name: str) -> StageResult:
     try:
         return StageResult.model_validate_json((work / "result.json").read_bytes())
     except (OSError, ValidationError) as error:
-        reason = f"{name} exited with 0, but left no readable result.json ({error})"
+        reason = f"{name} exited with 0, but left no readable result.json ({what_is_wrong(error)})"
         raise StageCrashError(f"{reason}\n{_excerpt(work, read_end(work / LOG_FILE, LOG_TAIL_BYTES))}") from error
 
 

@@ -28,6 +28,7 @@ from flows.ledger.events import ANY_EVENT, AnyEvent, AttemptEnded, Outcome, Refr
 from flows.ledger.home import ledger_root
 from flows.ledger.record import LEDGER_FILE, AttemptRecord, RefreshRecord, fold
 from stages.core.errors import StoreError, full_disk_named
+from stages.core.fields import what_is_wrong
 from stages.core.files import write_atomically
 from stages.core.lines import say
 from stages.core.metric_series import metrics_size
@@ -101,7 +102,7 @@ class Ledger:
                     if error.errors()[0]["type"] != TORN:
                         raise
         except (OSError, ValidationError) as error:
-            raise StoreError(f"reading the ledger of refresh {self.folder.name}: {error}") from error
+            raise StoreError(f"reading the ledger of refresh {self.folder.name}: {what_is_wrong(error)}") from error
 
     def read(self) -> RefreshRecord:
         """Return the state of the refresh after all its events. Raises `StoreError` for a damaged or unreadable log."""

@@ -16,6 +16,7 @@ from flows.planning.stored import find_stored
 from flows.recipe.recipe import load_recipe
 from flows.store.store import Store
 from stages.core.errors import LayoutError, ModelError, RecipeError
+from stages.core.fields import what_is_wrong
 from stages.hubs.answers import PLANNING_LIMIT_S
 from stages.kinds.train.config import TrainConfig
 from stages.models.facts import CONFIG_FILE, ModelFacts
@@ -148,8 +149,7 @@ def parse_layout(text: str, num_gpus: int) -> tuple[EngineName, Layout]:
     try:
         layout = Layout.model_validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise LayoutError(f"reading the layout {text!r}: {found}") from error
+        raise LayoutError(f"reading the layout {text!r}: {what_is_wrong(error)}") from error
     if layout.world_size != num_gpus:
         # The dp_shard with which the other degrees fill all GPUs, if there is one.
         left, rest = divmod(num_gpus, layout.world_size // layout.dp_shard)

@@ -84,6 +84,8 @@ def _sentence(details: ErrorDetails, stage: str) -> str:
 
 
 def _expected(details: ErrorDetails) -> str:
+    if details["type"] == "string_pattern_mismatch":
+        return f"expected text of the form {details['ctx']['pattern']}"
     return re.sub(r"^Input should be", "expected", details["msg"])
 
 

@@ -19,6 +19,7 @@ from flows.ledger.process_identity import Heartbeat, ProcessIdentity, is_silent
 from flows.servers.programs import LOOPBACK, PREFECT, WORKER
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError
+from stages.core.fields import what_is_wrong
 from stages.core.files import write_atomically
 
 FILE = "servers.json"
@@ -150,7 +151,8 @@ def _read() -> ServerRecords:
     except (FileNotFoundError, NotADirectoryError):
         return ServerRecords()
     except ValidationError as error:
-        raise StoreError(f"reading {path}: {error}; remove it, and stop servers left over by hand") from error
+        wrong = what_is_wrong(error)
+        raise StoreError(f"reading {path}: {wrong}; remove it, and stop servers left over by hand") from error
     # A copied file: the processes that it names are the original's.
     return records if records.home is None or records.home.is_here() else ServerRecords(is_copy=True)
 

@@ -30,6 +30,7 @@ from flows.service.database_dumps import VARIABLES, dump, named_databases, resto
 from flows.store.content import RECORD_FILE
 from stages.core.contract import StrictModel
 from stages.core.errors import StoreError, full_disk_named
+from stages.core.fields import what_is_wrong
 from stages.core.files import write_atomically
 
 BACKUPS, BLOBS = "backups", "blobs"
@@ -179,7 +180,8 @@ def read_backup(folder: Path, name: str) -> Backup:
     try:
         return Backup.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
-        raise StoreError(f"reading the backup {file}: {error}; remove it, and the one before it counts") from error
+        wrong = what_is_wrong(error)
+        raise StoreError(f"reading the backup {file}: {wrong}; remove it, and the one before it counts") from error
 
 
 def _files(source: Path) -> Iterator[Path]:

@@ -27,6 +27,18 @@ class StrictModel(BaseModel):
             return None
 
 
+NAMED_FIELDS = 5
+
+
+def what_is_wrong(error: Exception) -> str:
+    """Return an error's text; of a failed validation, the first fields that are wrong, each with the reason."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = [f"{'.'.join(map(str, field['loc'])) or 'the whole'}: {field['msg']}" for field in error.errors()]
+    more = f"; and {len(wrong) - NAMED_FIELDS} more" if len(wrong) > NAMED_FIELDS else ""
+    return "; ".join(wrong[:NAMED_FIELDS]) + more
+
+
 SMALLEST = 2.0**-126
 """Smallest positive number that fp32 represents at full precision (normal number)."""
 LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest finite number of fp32

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, ValidationError
 
+from stages.core.fields import what_is_wrong
 from stages.core.launchers.launcher import ClusterOptions
 
 KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
@@ -48,8 +49,7 @@ def _check_pod(pod: dict[str, JsonValue]) -> dict[str, JsonValue]:
     try:
         read = V1PodSpec.model_validate(whole, strict=True).model_dump(by_alias=True, exclude_unset=True)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise ValueError(f"no fields of a Kubernetes PodSpec: {'; '.join(found)}") from error
+        raise ValueError(f"no fields of a Kubernetes PodSpec: {what_is_wrong(error)}") from error
     for name in sorted(pod):
         if read.get(name) != pod[name]:  # the client takes Python's names too, which Kubernetes does not
             raise ValueError(f"{name}: expected the names that Kubernetes' manifests have, such as priorityClassName")

@@ -154,7 +154,7 @@ def test_queue_and_place_of_the_recipe_reach_the_pods(made):
         ({"pod": {"tolerations": [{"toleration_seconds": 3}]}}, "tolerations: expected the names"),
         ({"pod": {"topologySpreadConstraints": [{"maxSkew": "1"}]}}, r"maxSkew: Input should be a valid integer"),
         ({"labels": {"llm-lifecycle.io/job": "x"}}, "llm-lifecycle.io/job is set by the launcher"),
-        ({"labels": {"queue name": "x"}}, "String should match pattern"),
+        ({"labels": {"queue name": "x"}}, "expected text of the form"),
         ({"pod": PLACED}, "pod: priorityClassName cannot be set in a TrainJob.*job: indexed_job"),
     ],
 )
