@@ -25,7 +25,7 @@ COMPILE := $(UV) pip compile --quiet --python-version 3.11 --no-header --no-emit
 # Tests start Python hundreds of times, which compiles every module again where a shell forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade clean
+.PHONY: demo buildah evalscope llama-cpp mcp media shared-store skypilot trackers test check style unit faults nightly docs environments benchmarks gpu-kit lock upgrade release clean
 
 demo: environments
 	.venv/bin/lifecycle run configs/quickstart.yaml
@@ -199,6 +199,15 @@ lock: .venv/bin/uv
 # No pin changes, but with APPLY=1. RESOLVE=1 proves nothing, in a minute. WITHOUT="NAME …" leaves out what holds others back.
 upgrade: environments .venv/.test-ready
 	.venv/bin/python tests/upgrade.py $(if $(RESOLVE),--resolve) $(if $(APPLY),--apply) $(WITHOUT:%=--without %)
+
+# The wheel of a tagged version, in dist/.
+release: .venv/bin/uv
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); \
+		[ "$$(sed -n 's/^## //p' CHANGELOG.md | head -1)" = "$$version" ] || \
+			{ echo "pyproject.toml has version $$version, which is not the first of CHANGELOG.md" >&2; exit 1; }; \
+		found=$$(git describe --tags --exact-match --dirty --match 'v*' 2>&1); [ "$$found" = "v$$version" ] || \
+			{ echo "the wheel of version $$version is built of a clean checkout of v$$version; found $$found" >&2; exit 1; }
+	$(UV) build --wheel --clear
 
 clean:
 	rm -rf .venv .venv-serve .venv-llama-cpp .venv-evalscope .venv-skypilot

@@ -49,7 +49,11 @@ from tests.nightly.parts import table  # noqa: E402
 from tests.zoo import table as zoo  # noqa: E402
 
 FOLDERS = ("configs", "flows", "stages", "deploy", "tests")
-PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md"))),
+]
 SHOWN = re.compile(
     r"^<!-- (?P<kind>fields|rewards|exit codes|names|graph|engines|families|formats|matrix|nightly|run|measured) ?"
     r"(?P<argument>.*?) ?-->\n"

@@ -19,6 +19,7 @@ from flows.planning.devices import VISIBLE_DEVICES
 from flows.servers import local as servers
 from flows.servers.programs import NAMED_BY
 from stages.core.errors import LifecycleError
+from stages.core.shipped import install_command
 
 PYTHONS = ((3, 11), (3, 12))
 PIPELINE_PACKAGES = ("torch", "transformers", "datasets", "prefect", "mlflow", "lm_eval", "llmcompressor")
@@ -142,7 +143,7 @@ def _gpus() -> list[Finding]:
     done = subprocess.run(asked, cwd=code_folder(), capture_output=True, text=True, check=False)
     if done.returncode:
         problem = f"{', '.join(names)}; asking torch for them failed: {(done.stderr.strip() or '-').splitlines()[-1]}"
-        return [Finding("GPUs", "missing", problem, "make environments")]
+        return [Finding("GPUs", "missing", problem, install_command("pipeline"))]
     # Libraries may print lines of their own before it.
     number, unseen = json.loads(done.stdout.splitlines()[-1])
     if unseen:
@@ -164,7 +165,7 @@ def _pipeline() -> list[Finding]:
     missing = [package for package in PIPELINE_PACKAGES if versions[package] is None]
     found = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     if missing:
-        return [Finding("pipeline", "missing", f"{found}; without {', '.join(missing)}", "make environments")]
+        return [Finding("pipeline", "missing", f"{found}; without {', '.join(missing)}", install_command("pipeline"))]
     return [Finding("pipeline", "ok", found)]
 
 

@@ -1,8 +1,8 @@
 """Installation of what the pipeline's own environment does not have: `lifecycle install`, for those without a checkout.
 
 It does what `make` does in one: environments of other programs beside the own one, and packages for the own one, in the
-versions that the pins name. uv gets the variables of this process as they are, so that a proxy (HTTPS_PROXY), a private
-authority (SSL_CERT_FILE) and a private index (UV_DEFAULT_INDEX) count.
+versions that the pins name; the parts' names are in `stages/core/shipped.py`. uv gets the variables of this process as
+they are, so that a proxy (HTTPS_PROXY), a private authority (SSL_CERT_FILE), a private index (UV_DEFAULT_INDEX) count.
 """
 
 import os
@@ -17,6 +17,20 @@ from stages.core.shipped import shipped
 
 PINS = "deploy/requirements"
 TORCHVISION = "deploy/torchvision-without-cuda"
+
+
+def pipeline() -> None:
+    """Bring the own environment to the pinned versions, with the build of torch for this machine's GPUs, else for CPUs.
+
+    On a CPU, torchvision, which PyPI has for CUDA alone, is made importable; on GPUs there is torchao, for fp8.
+    """
+    from flows.ledger.machine import gpus
+
+    pins = shipped(PINS)
+    own = ("--python", sys.executable)
+    _uv("pip", "install", *_torch_backend(), *own, *_pinned("pipeline"))
+    added = ["--requirement", str(pins / "fp8.in")] if gpus() else [str(shipped(TORCHVISION))]
+    _uv("pip", "install", *own, "--no-deps", *added)
 
 
 def serve() -> None:
@@ -48,14 +62,16 @@ def evalscope() -> None:
 def _own(name: str) -> Callable[[], None]:
     """Return a function that adds packages, pinned in files of this name, to the own environment."""
 
-    def install() -> None:
-        pins, added = (str(shipped(PINS) / f"{name}.{kind}") for kind in ("txt", "in"))
-        _uv("pip", "install", "--python", sys.executable, "--constraints", pins, "--requirement", added)
+    return lambda: _uv("pip", "install", "--python", sys.executable, *_pinned(name))
 
-    return install
+
+def _pinned(name: str) -> list[str]:
+    pins, wanted = (str(shipped(PINS) / f"{name}.{kind}") for kind in ("txt", "in"))
+    return ["--constraints", pins, "--requirement", wanted]
 
 
 INSTALLERS: dict[str, Callable[[], None]] = {
+    "pipeline": pipeline,
     "serve": serve,
     "llama-cpp": llama_cpp,
     "evalscope": evalscope,
@@ -71,8 +87,14 @@ def _into(environment: str, *requirements: str) -> None:
     folder = Path(sys.prefix).parent / environment
     say(f"installing into {folder}", sys.stderr)
     _uv("venv", "--allow-existing", "--python", sys.executable, str(folder))
-    backend = [] if os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS") else ["--torch-backend=auto"]
-    _uv("pip", "install", "--compile-bytecode", *backend, "--python", str(folder / "bin" / "python"), *requirements)
+    python = str(folder / "bin" / "python")
+    _uv("pip", "install", "--compile-bytecode", *_torch_backend(), "--python", python, *requirements)
+
+
+def _torch_backend() -> list[str]:
+    """Return uv's option for the build of torch that suits this machine, unless a folder of wheels has one."""
+    wheels = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS")
+    return [] if wheels else ["--torch-backend=auto"]
 
 
 def _uv(*arguments: str) -> None:

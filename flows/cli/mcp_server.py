@@ -15,13 +15,14 @@ from typing import Any
 from flows.ledger.home import home
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
+from stages.core.shipped import install_command
 
 PROGRAM = "from flows.cli.main import main; main()"
 MAX_CHARACTERS = 20_000
 COMMAND_TIMEOUT_S = 120.0
 BEGINNING_S = 20.0
 """Seconds for which the tool `run` waits for a refusal, such as a wrong recipe, before it leaves the refresh alone."""
-NEEDED = "the package `mcp` is missing; `lifecycle install mcp` installs it"
+NEEDED = f"the package `mcp` is missing; `{install_command('mcp')}` installs it"
 INSTRUCTIONS = """\
 Refreshes of language models. A recipe is a YAML file of stages; `plan` shows which would run and why, without running
 any. `show` lists refreshes, or tells of one by its name; `logs` prints what the processes of a stage wrote; `report`

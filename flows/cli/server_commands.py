@@ -6,6 +6,7 @@ import click
 
 from flows.cli.answers import JSON_OPTION, print_json
 from stages.core.errors import ResourceError, ServerError
+from stages.core.shipped import MAKE_TARGETS
 
 
 @click.command()
@@ -71,7 +72,7 @@ def model_context_protocol(allow_running: bool) -> None:
 
 
 @click.command()
-@click.argument("part", type=click.Choice(["serve", "llama-cpp", "evalscope", "media", "trackers", "mcp"]))
+@click.argument("part", type=click.Choice([*MAKE_TARGETS]))
 def install(part: str) -> None:
     """Install what is not part of the own environment: vLLM (serve), llama.cpp, EvalScope; or packages for it."""
     from flows.cli.install_commands import INSTALLERS

@@ -16,6 +16,7 @@ from flows.launch.local import code_folder
 from flows.planning.devices import GPU
 from flows.recipe.recipe import Recipe
 from stages.core.errors import RecipeError
+from stages.core.shipped import IN_WHEEL
 
 RECIPES, BACKUPS = "~/lifecycle-recipes", "~/lifecycle-backups"
 ACCELERATORS = re.compile(r"[A-Za-z0-9._-]+(?::([1-9][0-9]{0,3}))?")
@@ -45,6 +46,10 @@ def skypilot_task(
         raise RecipeError(f"rendering for SkyPilot: found {accelerators!r}, expected GPUs such as H100:8")
     number = int(asked[1] or 1)
     problems = []
+    if IN_WHEEL.exists():
+        problems.append(
+            f"a checkout goes along, whose Makefile installs it there; {code_folder()} is an installed wheel"
+        )
     for name, config in recipe.stages.items():
         if not config.execution.is_local:
             launcher = config.execution.launcher

@@ -14,6 +14,7 @@ from typing import Any
 
 from stages.core.errors import ResourceError, StoreError, TransientError
 from stages.core.redaction import quoted, redact, secrets_in
+from stages.core.shipped import install_command
 
 ADDRESS = re.compile(
     r"(?P<provider>s3|gs|az)://(?P<bucket>[a-z0-9][a-z0-9._-]{1,62})(?P<prefix>(/[A-Za-z0-9._=-]+)*)/?"
@@ -65,7 +66,7 @@ class Objects:
             from obstore.store import from_url
         except ImportError:
             raise ResourceError(
-                f"the store {address} needs the package obstore; `lifecycle install shared-store` installs it"
+                f"the store {address} needs the package obstore; `{install_command('shared-store')}` installs it"
             ) from None
         self.address = address
         plain = any(os.environ.get(name, "").startswith("http://") for name in ("AWS_ENDPOINT_URL", "AZURE_ENDPOINT"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from stages.core.errors import ResourceError
+from stages.core.shipped import install_command
 from stages.parallel.engines.registry import RULES
 from stages.parallel.layout import EngineName, Layout
 
@@ -135,7 +136,7 @@ def unseen(device: DeviceType, number: int, problem: str) -> tuple[str, str]:
     return (
         f"choosing the device to train on: the driver lists {number} {device.title}, but {problem}, so training would "
         "silently run on the CPU; expected torch to see the devices of the driver",
-        f"install torch's build for them (`make environments DEVICE={device.name}`) and a driver that is new enough, "
+        f"install torch's build for them (`{install_command('pipeline')}`) and a driver that is new enough, "
         f'give a container its devices, or set {device.visible_devices} to "" (for one stage in its '
         "execution.environment) to train on the CPU",
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from stages.data.media.videos import INSTALL
+from stages.core.shipped import install_command
 from stages.models.media import HeardSound, MediaError, Sound, SoundSize
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ def _opened(data: bytes) -> Iterator[Any]:
         import soundfile
         import soxr  # noqa: F401  # asked for here, before a training needs it
     except ImportError as error:
-        raise MediaError(f"is a sound, which soundfile decodes, and that is not installed: run `{INSTALL}`") from error
+        raise MediaError(
+            f"is a sound, which soundfile decodes, and that is not installed: run `{install_command('media')}`"
+        ) from error
     if len(data) > MAX_BYTES:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
     try:

@@ -15,6 +15,7 @@ from itertools import islice
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from stages.core.shipped import install_command
 from stages.data.media.images import MAX_ASPECT
 from stages.models.media import MediaError, TakenFrames, Video, VideoSize
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-INSTALL = "make media"
-"""Command that installs what decodes videos and sounds."""
 MAX_BYTES = 256 << 20
 MAX_SECONDS = 3600
 MAX_FRAMES = 1 << 18
@@ -197,7 +196,9 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ImportError as error:
-        raise MediaError(f"is a video, which PyAV decodes, and that is not installed: run `{INSTALL}`") from error
+        raise MediaError(
+            f"is a video, which PyAV decodes, and that is not installed: run `{install_command('media')}`"
+        ) from error
     if len(data) > MAX_BYTES:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
     av.logging.set_level(None)

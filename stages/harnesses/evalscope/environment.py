@@ -1,7 +1,7 @@
 """Python environment of EvalScope, `.venv-evalscope` beside the project's own: its folder, and its installation by uv.
 
-A stage makes it, with versions pinned in a file, when a recipe first asks for EvalScope; `make evalscope`, which runs
-this module, before that, and when the pins have changed. It is renamed last: an environment that exists is complete.
+A stage makes it, with versions pinned in a file, when a recipe first asks for EvalScope; the Makefile and `lifecycle
+install` before that, and when the pins have changed. It is renamed last: an environment that exists is complete.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pathlib import Path
 from stages.core.cache import cached_folder
 from stages.core.errors import ResourceError
 from stages.core.redaction import redact
-from stages.core.shipped import shipped
+from stages.core.shipped import install_command, shipped
 from stages.core.supervised import SupervisedProcess, was_killed
 from stages.serving.interpreter import find_package, inherited_environment
 
@@ -156,8 +156,8 @@ def _pip_setting(name: str) -> str:
 
 def _cannot(why: str) -> str:
     return (
-        f"EvalScope is not installed, and its environment cannot be made: {why}; fix that, make it with `make "
-        f"evalscope` ({SIZE}) in a checkout where the network can be reached, or name its interpreter in "
+        f"EvalScope is not installed, and its environment cannot be made: {why}; fix that, make it with "
+        f"`{install_command('evalscope')}` ({SIZE}) where the network can be reached, or name its interpreter in "
         f"{PYTHON_VARIABLE}"
     )
 
@@ -199,20 +199,20 @@ def find_evalscope() -> InstalledEvalScope:
     if is_missing() or not os.access(python, os.X_OK):
         why = f"{python} is no program" if named else f"{place()} is not there, or was not made to its end"
         raise ResourceError(
-            f"EvalScope was not found: {why}; create its environment with `make evalscope` ({SIZE}), or name its "
-            f"interpreter in {PYTHON_VARIABLE}"
+            f"EvalScope was not found: {why}; create its environment with `{install_command('evalscope')}` "
+            f"({SIZE}), or name its interpreter in {PYTHON_VARIABLE}"
         )
     try:
         installed = find_package(python.absolute(), "evalscope")
     except PackageNotFoundError:
         raise ResourceError(
-            f"{python} belongs to no environment with EvalScope; create it again with `make evalscope`"
+            f"{python} belongs to no environment with EvalScope; create it again with `{install_command('evalscope')}`"
         ) from None
     return InstalledEvalScope(python.absolute(), installed.site_packages / "evalscope", installed.version)
 
 
 def main() -> None:
-    """Install EvalScope's Python environment in the pinned versions, for `make evalscope`."""
+    """Install EvalScope's Python environment in the pinned versions, for the Makefile."""
     try:
         make(lambda progress: print(progress, flush=True), _is_current)
     except ResourceError as error:

@@ -33,6 +33,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from stages.core.errors import ModelError, ResourceError
 from stages.core.files import write_atomically
 from stages.core.redaction import quoted
+from stages.core.shipped import install_command
 from stages.kinds.quantize.gguf_tokenizer import write_tokenizer
 from stages.kinds.quantize.registry import QuantizationJob
 from stages.kinds.quantize.written import copy_companions
@@ -116,7 +117,7 @@ class KQuantizer:
             reason = self._log.read().decode(errors="replace").strip() or f"it ended with {self._process.returncode}"
             raise ResourceError(
                 f"quantizing a matrix to {stored_as.name} by llama.cpp's library: {reason}; make its environment again "
-                "(`make llama-cpp`), or choose a gguf_type without `_k`"
+                f"(`{install_command('llama-cpp')}`), or choose a gguf_type without `_k`"
             )
         return np.frombuffer(blocks, np.uint8).reshape(num_rows, -1)
 

@@ -5,12 +5,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+from stages.core.shipped import shipped
 from stages.models.known_splits import IN_ROWS, WITH_STATES_BESIDE, WRONG_PLANS
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import EngineRules, Feature, nearest_divisor
 from stages.parallel.layout import Layout, RunConstraints
-
-INSTALLATION = "pip install --no-deps -r deploy/requirements/fp8.in"
 
 
 class FsdpRules(EngineRules):
@@ -56,7 +55,7 @@ class FsdpRules(EngineRules):
             return None
         return (
             "`precision: fp8` with `engine: fsdp` multiplies by torchao, which is not installed here; install it "
-            f"(`{INSTALLATION}`), or say `precision: bf16`"
+            f"(`pip install --no-deps -r {shipped('deploy/requirements/fp8.in')}`), or say `precision: bf16`"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from stages.core.errors import ModelError
+from stages.core.shipped import shipped
 from stages.models.facts import ModelFacts, rotates_by_length
 from stages.models.shape import ModelShape
 from stages.parallel.engines.rules import EngineRules, Feature, nearest_divisor
@@ -16,7 +17,7 @@ from stages.parallel.layout import Layout, RunConstraints
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model families, by `model_type`, whose weights can be mapped to Megatron's parameters."""
-INSTALLATION = "pip install --no-build-isolation -r deploy/requirements/transformer-engine.in"
+INSTALLATION = f"pip install --no-build-isolation -r {shipped('deploy/requirements/transformer-engine.in')}"
 USUAL_LIMITS: dict[str, tuple[int, str]] = {
     "tp": (8, "every layer waits for collectives over tp, which only the links within one node are fast enough for"),
     "pp": (16, "the bubble grows with the stages, and needs ever more micro-batches to hide in"),

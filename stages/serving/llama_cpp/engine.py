@@ -16,6 +16,7 @@ from pydantic import JsonValue
 
 from stages.core.errors import RecipeError
 from stages.core.redaction import shortened
+from stages.core.shipped import install_command
 from stages.models.facts import ModelFacts
 from stages.models.linear_layers import Projection
 from stages.models.model_folder import GGUF_FILE
@@ -97,7 +98,7 @@ def find_llama_cpp() -> LlamaCppProgram:
             title="llama.cpp",
             variable="LIFECYCLE_LLAMA_CPP",
             environment=".venv-llama-cpp",
-            how="make llama-cpp",
+            how=install_command("llama-cpp"),
         )
     )
 
@@ -107,7 +108,9 @@ class LlamaCpp(FixedWeights):
 
     name = "llama_cpp"
     title = "llama.cpp"
-    installation = "make llama-cpp, or set LIFECYCLE_LLAMA_CPP to the python of an environment with xllamacpp"
+    installation = (
+        f"{install_command('llama-cpp')}, or set LIFECYCLE_LLAMA_CPP to the python of an environment with xllamacpp"
+    )
     settings: Mapping[str, str] = {}
     waiting_requests_metric = "llamacpp:requests_deferred"
     listens_on_sockets = True

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from stages.core.errors import ResourceError, ServerError
+from stages.core.shipped import install_command
 from stages.core.supervised import was_killed
 from stages.data.media.images import MAX_PIXELS
 from stages.models.facts import ModelFacts
@@ -231,7 +232,7 @@ def _find_command() -> Path:
         return Path(on_path).resolve()
     raise ResourceError(
         f"vLLM was not found: LIFECYCLE_VLLM is not set, {beside} does not exist, and there is no `vllm` on PATH; "
-        "create the serve environment with `make environments`, or set LIFECYCLE_VLLM"
+        f"create the serve environment with `{install_command('serve')}`, or set LIFECYCLE_VLLM"
     )
 
 
@@ -240,7 +241,7 @@ class Vllm:
 
     name = "vllm"
     title = "vLLM"
-    installation = "make environments, or set LIFECYCLE_VLLM to the vllm program"
+    installation = f"{install_command('serve')}, or set LIFECYCLE_VLLM to the vllm program"
     settings: Mapping[str, str] = SETTINGS
     waiting_requests_metric = "vllm:num_requests_waiting"
     listens_on_sockets = True

@@ -5,16 +5,23 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from http.server import BaseHTTPRequestHandler
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from flows.cli import install_commands
+from flows.cli.main import cli
+from stages.core import shipped as shipped_files
 from stages.core.errors import ResourceError
-from stages.core.shipped import shipped
+from stages.core.shipped import MAKE_TARGETS, install_command, shipped
+from stages.serving.vllm.engine import find_vllm
 from tests.http_server import serving
+from tests.inspecting_proxy import inspecting_proxy
 
 ROOT = Path(__file__).parents[3]
 LOCKS = sorted((ROOT / "deploy" / "requirements").glob("*.txt"))
@@ -62,29 +69,89 @@ def test_a_wheel_carries_recipes_and_pins_and_asks_for_uv(tmp_path: Path) -> Non
     assert shipped("configs/quickstart.yaml") == ROOT / "configs" / "quickstart.yaml"
 
 
-def test_an_installation_asks_the_index_that_the_environment_names(tmp_path: Path, monkeypatch) -> None:
-    class Index(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(404)
-            self.end_headers()
+def test_a_release_is_of_the_tag_the_project_s_version_and_the_newest_in_the_changelog(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "CHANGELOG.md"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (uv := tmp_path / ".venv" / "bin" / "uv").parent.mkdir(parents=True)
+    uv.write_text('#!/bin/sh\necho "uv $@"\n')
+    uv.chmod(0o755)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@example.com", *words], cwd=tmp_path, check=True)
 
-    asked: list[str] = []
-    (tmp_path / "llama-cpp.txt").write_text("tiny-thing==1.0\n")
+    def released() -> tuple[int, str]:
+        done = subprocess.run(["make", "release"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    git("init", "--quiet")
+    git("add", *(path.name for path in tmp_path.iterdir() if path.is_file()))
+    git("commit", "--quiet", "--message=x")
+    git("tag", "v9.9")
+    code, said = released()
+    assert code and f"is built of a clean checkout of v{version}; found v9.9" in said
+    git("tag", "--delete", "v9.9")
+    git("tag", f"v{version}")
+    code, said = released()
+    assert not code and "uv build --wheel" in said
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 9.9\n")
+    code, said = released()
+    assert code and f"pyproject.toml has version {version}, which is not the first of CHANGELOG.md" in said
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_an_installation_comes_by_a_proxy_from_a_private_index_with_a_private_authority(
+    trusted: bool, tmp_path: Path, monkeypatch
+) -> None:
+    wheel = tiny_wheel(tmp_path / "index" / "private" / "simple" / "tiny-thing")
+    index = partial(SimpleHTTPRequestHandler, directory=tmp_path / "index")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (tmp_path / "llama-cpp.txt").write_text(f"tiny-thing==1.0 --hash=sha256:{digest}\n")
     monkeypatch.setattr(install_commands, "shipped", lambda _: tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
-    for variable in ("UV_FIND_LINKS", "PIP_FIND_LINKS", "UV_INDEX_URL"):
+    for variable in ("UV_FIND_LINKS", "PIP_FIND_LINKS", "UV_INDEX_URL", "SSL_CERT_DIR", "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    with serving(Index) as url:
-        monkeypatch.setenv("UV_DEFAULT_INDEX", f"{url}/private/simple")
-        monkeypatch.setenv("UV_NO_CACHE", "1")
-        with pytest.raises(ResourceError, match="uv ended with exit code 1; its reason is above"):
+    with serving(index) as url, inspecting_proxy(tmp_path, {"index.example": int(url.rpartition(":")[2])}) as proxy:
+        for name, value in {
+            "UV_DEFAULT_INDEX": "https://index.example/private/simple",
+            "UV_NO_CACHE": "1",
+            "UV_HTTP_RETRIES": "0",
+            "HTTPS_PROXY": proxy.url,
+            "SSL_CERT_FILE": str(proxy.authority),
+        }.items():
+            monkeypatch.setenv(name, value)
+        if not trusted:
+            monkeypatch.delenv("SSL_CERT_FILE")
+            with pytest.raises(ResourceError, match=r"uv ended with exit code [12]; its reason is above"):
+                install_commands.INSTALLERS["llama-cpp"]()
+        else:
             install_commands.INSTALLERS["llama-cpp"]()
-    assert set(asked) == {"/private/simple/tiny-thing/"}
-    assert (tmp_path / ".venv-llama-cpp" / "bin" / "python").exists()
+    assert set(proxy.asked) == {"index.example"}
+    installed = list((tmp_path / ".venv-llama-cpp").glob("lib/*/site-packages/tiny_thing.py"))
+    assert len(installed) == trusted
+
+
+def test_every_part_is_installed_by_make_in_a_checkout_and_without_one_by_lifecycle_install(tmp_path, monkeypatch):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert install_commands.INSTALLERS.keys() == MAKE_TARGETS.keys()
+    assert {*MAKE_TARGETS.values()} <= targets
+    for part, target in MAKE_TARGETS.items():
+        assert install_command(part) == f"make {target}"
+    monkeypatch.setenv("LIFECYCLE_VLLM", "")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    monkeypatch.setattr(shipped_files, "IN_WHEEL", tmp_path)
+    with pytest.raises(ResourceError, match="create the serve environment with `lifecycle install serve`, or set"):
+        find_vllm()
+    refused = CliRunner().invoke(cli, ["install", "nothing"]).output
+    assert [part for part in MAKE_TARGETS if f"'{part}'" not in refused] == []
+
+
+def test_messages_leave_it_to_one_place_whether_make_installs_a_part() -> None:
+    """Only `skypilot.py`, whose task gets the whole checkout, calls make by itself."""
+    spelled = re.compile(rf"\bmake ({'|'.join(MAKE_TARGETS.values())})\b|lifecycle install [a-z]+-?[a-z]+`")
+    files = (path for room in ("flows", "stages") for path in (ROOT / room).rglob("*.py") if path.name != "skypilot.py")
+    assert [path for path in files if spelled.search(path.read_text())] == []
 
 
 def test_the_kit_has_the_pins_of_the_environments() -> None:
@@ -102,13 +169,7 @@ def test_the_kit_has_the_pins_of_the_environments() -> None:
 @pytest.mark.parametrize("option", ["--constraints", "--requirement"])
 def test_a_file_with_another_hash_is_not_installed(option: str, tmp_path: Path) -> None:
     """A wheel whose hash is not the pinned one is not installed, by either option by which the Makefile gives them."""
-    wheel = tmp_path / "wheels" / "tiny_thing-1.0-py3-none-any.whl"
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny_thing.py", "")
-        archive.writestr("tiny_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
-        archive.writestr("tiny_thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-        archive.writestr("tiny_thing-1.0.dist-info/RECORD", "")
+    wheel = tiny_wheel(tmp_path / "wheels")
     (tmp_path / "pins.in").write_text("tiny-thing\n")
 
     def install(digest: str) -> subprocess.CompletedProcess:
@@ -123,3 +184,14 @@ def test_a_file_with_another_hash_is_not_installed(option: str, tmp_path: Path) 
     assert not (tmp_path / "site" / "tiny_thing.py").exists()
     assert install(hashlib.sha256(wheel.read_bytes()).hexdigest()).returncode == 0
     assert (tmp_path / "site" / "tiny_thing.py").exists()
+
+
+def tiny_wheel(folder: Path) -> Path:
+    wheel = folder / "tiny_thing-1.0-py3-none-any.whl"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_thing.py", "")
+        archive.writestr("tiny_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-thing\nVersion: 1.0\n")
+        archive.writestr("tiny_thing-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr("tiny_thing-1.0.dist-info/RECORD", "")
+    return wheel

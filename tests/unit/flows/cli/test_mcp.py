@@ -27,7 +27,7 @@ def test_outputs_are_bounded_and_names_are_no_options(monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp.server", None)
-    with pytest.raises(ResourceError, match=r"the package `mcp` is missing; `lifecycle install mcp`"):
+    with pytest.raises(ResourceError, match=r"the package `mcp` is missing; `make mcp`"):
         mcp_server.serve(may_run=False)
 
 

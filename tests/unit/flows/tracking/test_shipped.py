@@ -224,15 +224,12 @@ def of_wandb(runs):
 
 
 def of_swanlab(runs):
-    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
+    from swanlab.log.backup.datastore import DataStore
 
     points = []
     for file in sorted(runs.rglob("*.swanlab")):
-        reader, record = DataStoreReader(), Record()
-        reader.open(file)
-        for data in reader:
-            record.ParseFromString(data)
-            points += [(record.scalar.step, record.scalar.value.number)] if record.scalar.key == "loss" else []
-        reader.close()
+        store = DataStore()
+        store.open_for_scan(str(file))
+        scalars = (one["data"] for one in map(json.loads, store) if one["model_type"] == "Scalar")
+        points += [(one["step"], one["metric"]["data"]) for one in scalars if one["key"] == "loss"]
     return points

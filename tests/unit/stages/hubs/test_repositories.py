@@ -16,6 +16,7 @@ from stages.models.recorded import is_asked_as_chat, trained_on_conversations
 from tests.http_server import serving
 from tests.hub_repository import model_files
 from tests.hub_server import Fault, HubServer
+from tests.inspecting_proxy import inspecting_proxy
 from tests.unit.stages.hubs.conftest import Download
 
 SOURCES = {"hf": "hf://org/tiny", "modelscope": "modelscope://org/tiny@main"}
@@ -49,6 +50,23 @@ def test_takes_the_files_of_a_safe_model_with_their_bytes(source: str, repositor
     assert result.metrics["bytes"] == sum(len(model_files()[name]) for name in TAKEN)
     assert result.metrics["num_files"] == 4
     assert result.tags["source"] == source
+
+
+@BOTH
+def test_a_hub_is_reached_by_a_proxy_that_a_private_authority_vouches_for(
+    source: str, hub: HubServer, repository, download: Download, tmp_path: Path, monkeypatch
+) -> None:
+    for variable in ("NO_PROXY", "no_proxy", "SSL_CERT_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    with inspecting_proxy(tmp_path, {"hub.example": hub.port}) as proxy:
+        for variable in ("HF_ENDPOINT", "MODELSCOPE_ENDPOINT"):
+            monkeypatch.setenv(variable, "https://hub.example")
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(proxy.authority))
+        download(model=source)
+    assert set(proxy.asked) == {"hub.example"}
+    for name in TAKEN:
+        assert (tmp_path / "model" / name).read_bytes() == model_files()[name]
 
 
 @BOTH
