@@ -100,16 +100,16 @@ def _run(request: Any, as_json: bool) -> int:
 @JSON_OPTION
 def plan(recipe: Path, overrides: Sequence[str], until: str | None, force: Sequence[str], as_json: bool) -> None:
     """Show what `run` would do: which stages are cached and which would run, and why."""
-    from flows.cli import show as shown
+    from flows.cli.plan_output import plan_as_json, plan_as_text, without_secrets
     from flows.running.request import RefreshRequest, make_plan
 
     made = make_plan(
         RefreshRequest(str(recipe.absolute()), tuple(overrides), until, tuple(force)), may_be_unreachable=True
     )
     if as_json:
-        print_json(shown.without_secrets({**shown.plan_as_json(made.plan), "notes": list(made.notes)}))
+        print_json(without_secrets({**plan_as_json(made.plan), "notes": list(made.notes)}))
     else:
-        click.echo(redact("\n".join([shown.plan_as_text(made.plan), *made.notes])))
+        click.echo(redact("\n".join([plan_as_text(made.plan), *made.notes])))
     warn_of_missing_worker()
 
 
@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run `lifecycle` and exit with the error class's code; a user's mistake shows no traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     collect_rarely()
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # else it reads what every package has installed
     os.umask(0o077)  # stores, logs and databases are readable by their owner only
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: memory holds keys
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background programs with SIGINT ignored

@@ -1,4 +1,4 @@
-"""Output of `lifecycle plan` and `show` as text and JSON, from the store and the ledgers alone, without a server."""
+"""Output of `lifecycle show` as text and JSON, from the store and the ledgers alone, without a server."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,6 @@ from flows.cli.answers import terminal_width
 from flows.cli.live import outcome_text
 from flows.ledger.record import RefreshRecord, StageEntry, final_result, with_time_so_far
 from flows.ledger.refreshes import Ledger, ledgers
-from flows.planning.plan import Plan
 from flows.recipe.text import closest
 from flows.report.layouts import as_json, as_text, rows_of
 from flows.running.outcome import summary_lines
@@ -19,7 +18,7 @@ from flows.tracking.labels import flatten
 from stages.adapters.headers import ADAPTER_FOLDER
 from stages.core.errors import StoreError
 from stages.core.files import read_json_lines
-from stages.core.redaction import quoted, redact
+from stages.core.redaction import quoted
 from stages.harnesses.scores import sample_answer, sample_prompt
 from stages.serving.engine import LAUNCH_FILE, LaunchSpec
 
@@ -30,55 +29,6 @@ LISTED_FIELDS = ("refresh", "recipe", "state", "started_ms", "seconds")
 MOST_SAMPLES = 20
 """Largest number of evaluation samples shown for each task; the files of the artifact hold all."""
 SHOWN_CHARACTERS = 1000
-
-
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as the object that `lifecycle plan --json` prints."""
-    stages = [
-        {
-            "name": stage.name,
-            "kind": stage.kind,
-            "version": None if stage.name in plan.unknown else stage.version,
-            "action": stage.action,
-            "reason": plan.unknown.get(stage.name, stage.reason),
-            "base": plan.base_of(stage.name),
-            "custom_code": list(stage.config.custom_code()),
-            "differences": [
-                {"field": difference.field, "old": difference.old, "new": difference.new}
-                for difference in stage.differences
-            ],
-        }
-        for stage in plan.stages.values()
-    ]
-    return {"recipe": plan.recipe, "stages": stages}
-
-
-def without_secrets(value: Any) -> Any:
-    """Return a JSON value in which secrets, such as API keys, are masked in all strings; field names are kept."""
-    if isinstance(value, dict):
-        return {name: without_secrets(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
-
-
-def plan_as_text(plan: Plan) -> str:
-    """Return a plan as text: a line for each stage with `run` or `cached` and the reason, then how many will run."""
-    width = max(len(name) for name in plan.stages)
-    lines = [
-        f"{stage.name:<{width}}  {stage.kind:<9} "
-        f"{'unknown     ' if stage.name in plan.unknown else stage.version}  {stage.action:<6}  "
-        f"{plan.unknown.get(stage.name, stage.reason)}"
-        for stage in plan.stages.values()
-    ]
-    lines += [
-        f"{stage.name} runs code from outside: {code}"
-        for stage in plan.stages.values()
-        for code in stage.config.custom_code()
-    ]
-    lines += [f"{name} is an adapter of {base}" for name in plan.stages if (base := plan.base_of(name))]
-    will_run = sum(stage.action == "run" for stage in plan.stages.values())
-    return "\n".join([*lines, f"{will_run} of {len(plan.stages)} stages will run"])
 
 
 def recent_as_json(index: Index) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from flows.ledger.home import HomeIdentity, in_this_home
 from flows.ledger.process_identity import ProcessIdentity
@@ -235,4 +235,4 @@ AnyEvent = Annotated[
     | RefreshKilled,
     Field(discriminator="event"),
 ]
-ANY_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
+ANY_EVENT: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent, config=ConfigDict(defer_build=True))

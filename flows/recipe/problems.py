@@ -30,9 +30,12 @@ OF_OTHERS = {
 """Recipe field that corresponds to a field name of Transformers, TRL and similar libraries, for hints."""
 
 
-def explain(error: ValidationError, stage: str) -> list[str]:
-    """Return a sentence for each validation error of a stage's config, at most `MAX_PROBLEMS`."""
-    return [_sentence(details, f"stages.{stage}") for details in _meant_members(error.errors())[:MAX_PROBLEMS]]
+def explain(error: ValidationError, stage: str, kind: type[BaseModel] | None) -> list[str]:
+    """Return a sentence for each validation error of a stage's config, at most `MAX_PROBLEMS`.
+
+    kind: config class of the stage's kind, whose error it is; None for a stage whose kind is missing or unknown.
+    """
+    return [_sentence(details, f"stages.{stage}", kind) for details in _meant_members(error.errors())[:MAX_PROBLEMS]]
 
 
 def _meant_members(errors: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -54,10 +57,9 @@ def _is_word(part: int | str) -> bool:
     return str(part).startswith("literal[")
 
 
-def _sentence(details: ErrorDetails, stage: str) -> str:
-    # Within the union of kinds, the first part of a location is the kind itself.
-    kind, location = (details["loc"][0], details["loc"][1:]) if details["loc"] else (None, ())
-    path = ".".join([stage, *(_walked(KINDS[str(kind)], location)[0] if kind in KINDS else map(str, location))])
+def _sentence(details: ErrorDetails, stage: str, kind: type[BaseModel] | None) -> str:
+    location = details["loc"]
+    path = ".".join([stage, *(_walked(kind, location)[0] if kind else map(str, location))])
     match details["type"]:
         case "union_tag_not_found" if not location:
             return f"{path}.kind: missing; there are: {', '.join(KINDS)}"
@@ -70,7 +72,8 @@ def _sentence(details: ErrorDetails, stage: str) -> str:
             tag, expected = str(details["ctx"]["tag"]), details["ctx"]["expected_tags"].replace("'", "")
             return f"{path}.{_discriminator(details)}: found `{tag}`{closest(tag, expected.split(', '))}"
         case "extra_forbidden":
-            return f"{path}: unknown field (value {show(details['input'])}){_meant(KINDS[str(kind)], location)}"
+            hint = _meant(kind, location) if kind else ""
+            return f"{path}: unknown field (value {show(details['input'])}){hint}"
         case "missing":
             return f"{path}: missing; it has no default"
         case "layout":

@@ -1,9 +1,12 @@
 """Requests for a refresh, made by a person, a schedule or a retry, and the planning of what they ask for."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.ledger.home import store_root
 from flows.ledger.record import RefreshRecord
@@ -26,13 +29,15 @@ from flows.planning.plan import Plan, chosen_stages, plan
 from flows.planning.stored import find_stored
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.text import without_secrets
-from flows.running.comparison import LayoutComparison
 from flows.servers.programs import MLFLOW_SWITCH, uses_mlflow
 from flows.store.shared import with_shared
 from flows.store.store import Store
 from stages.core.errors import LifecycleError, RecipeError, ResourceError
 from stages.core.redaction import redact, secrets_in
 from stages.hubs.answers import PLANNING_LIMIT_S
+
+if TYPE_CHECKING:  # a comparison starts stages and writes reports; a plan does not
+    from flows.running.comparison import LayoutComparison
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from stages.core.errors import DownloadError, LifecycleError, RecipeError, Serve
 from stages.core.redaction import quoted, redact, shortened
 
 if TYPE_CHECKING:
-    import http.client  # with ssl and email, which a plan needs nowhere
+    import http.client
 
     import aiohttp
     import httpx
@@ -83,7 +83,7 @@ def key_in(variable: str | None, field: str) -> str:
 class AnswerModel(BaseModel):
     """Base of pydantic models for JSON answers: types are strict, numbers finite, and unknown fields ignored."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, defer_build=True)
 
 
 def server_headers(key: str) -> dict[str, str]:
@@ -324,7 +324,7 @@ def opened_directly(
 
     read_s: limit of each read. Raises OSError and http.client.HTTPException for a server that does not answer.
     """
-    import http.client
+    import http.client  # with ssl and email, which a plan needs nowhere
 
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, TypeVar
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
@@ -27,6 +27,9 @@ from stages.remote.http import (
     read_directly,
     server_headers,
 )
+
+if TYPE_CHECKING:
+    import http.client
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Shape = TypeVar("Shape")
@@ -67,7 +70,7 @@ class Client:
 
     def is_healthy(self) -> bool:
         """Return whether the server answers and its engine is alive."""
-        return self.health_status() == http.client.OK
+        return self.health_status() == HTTPStatus.OK
 
     def health_status(self) -> int | None:
         """Return the HTTP status of the server's `/health` route; None if the server does not answer in time."""
@@ -128,7 +131,7 @@ class Client:
         request = {"model": self.model, "messages": messages, "stream": True, **options}
         expected = self.expected(CHAT, answer_bytes(request), STREAM_TIMEOUT_S)
         with self._opened(CHAT, expected, request) as response:
-            if response.status != http.client.OK:
+            if response.status != HTTPStatus.OK:
                 raise read_directly(expected, response).refusal()
             events = EventReader(expected, dict(response.getheaders()), ChatEvent)
             for chunk in direct_chunks(response):
@@ -166,6 +169,8 @@ class Client:
         self, path: str, expected: Expected, request: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request to the server, and provide the HTTP response for reading."""
+        import http.client  # with ssl and email, which a plan needs nowhere
+
         headers = {**server_headers(self.api_key), "Content-Type": "application/json"}
         body = None if request is None else json.dumps(request).encode()
         try:

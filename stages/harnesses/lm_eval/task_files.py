@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 
 from stages.core.errors import EvaluationError, RecipeError
@@ -108,6 +107,8 @@ def code_in(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _reaches_into_python(template: str) -> bool:
+    import jinja2  # most plans see no such text
+
     try:
         parsed = jinja2.Environment(autoescape=True).parse(template)
     except jinja2.TemplateSyntaxError:
