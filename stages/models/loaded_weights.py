@@ -51,6 +51,17 @@ def _built_in_fp32(causal_lm: Any, dtype: torch.dtype) -> set[str]:
     return {name for name, weight in built.state_dict().items() if weight.dtype == torch.float32}
 
 
+def convert_stored_buffers(causal_lm: Any, dtype: torch.dtype) -> None:
+    """Convert the buffers that model files hold to the dtype in which Transformers, asked for `dtype`, loads them.
+
+    FSDP2 casts parameters alone. MiniMax's decays, in fp32, would make of its states what no matrix in bf16 multiplies.
+    """
+    dtype_of, stored = dtype_of_weights(causal_lm, dtype), causal_lm.state_dict().keys()
+    for name, buffer in causal_lm.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype_of(name))
+
+
 def modules_kept_in_fp32(causal_lm: Any, dtype: torch.dtype) -> list[nn.Module]:
     """Return the largest modules whose parameters must all be computed in fp32 while others are in `dtype`.
 

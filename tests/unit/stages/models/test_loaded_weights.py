@@ -1,4 +1,4 @@
-"""Weights that an architecture keeps in fp32 are exported and computed in fp32, as by Transformers."""
+"""Weights that an architecture keeps in fp32 are exported and computed in fp32, as by Transformers; no others are."""
 
 import re
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from transformers import (
     HunYuanMoEV1Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxConfig,
     PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -50,6 +51,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **SIZES, num_experts=8, num_experts_per_tok=2, num_dense_layers=1, layer_types=["full_attention"] * 2
     ),
     "hunyuan_v1_moe": lambda: HunYuanMoEV1Config(**SIZES, head_dim=8, num_experts=8, moe_topk=2),
+    "minimax": lambda: MiniMaxConfig(**SIZES, block_size=4, layer_types=["linear_attention", "full_attention"]),
 }
 KEPT = {
     "deepseek_v3": {"mlp.gate.e_score_correction_bias"},
@@ -57,6 +59,7 @@ KEPT = {
     "ernie4_5_moe": {"mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"},
     "lfm2_moe": {"feed_forward.expert_bias"},
     "hunyuan_v1_moe": {"mlp.gate.wg.weight"},
+    "minimax": set(),  # its decays are buffers that files hold, in the dtype of the weights
 }
 
 
