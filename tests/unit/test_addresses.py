@@ -27,6 +27,7 @@ COMMAND_LINES = {
     "flows.tracking.copies": "a refresh, which it outlives for ten minutes at most",
     "stages": "every stage process",
     "stages.core.pattern_program": "asked about regular expressions",
+    "stages.data.media.video_program": "asked about videos",
     "stages.data.template_program": "asked about chat templates",
     "stages.harnesses.evalscope.environment": "the Makefile",
     "stages.kinds.download.builtin.held_out": "people who write configs/tasks/addition.jsonl again",

@@ -1,58 +1,35 @@
-"""Decoder of videos from outside by PyAV, bounded before it decodes: formats, seconds, pixels and frames.
+"""Videos from outside: measured, checked and decoded by a process of its own (`video_program`), which may end.
 
-All packets are counted first, which costs a tenth of decoding them, so that the number of frames is the file's own and
-not its header's; then a few key frames are decoded. Whatever the file says, decoding goes packet by packet, and counts
-pixels and seconds of a core. PyAV is optional, and imported by the functions.
+The encoded video and its frames pass in shared memory. A process decodes one video at a time, and waits for the next.
+PyAV is optional, and imported by that process alone.
 """
 
 from __future__ import annotations
 
-import io
-import time
+import fcntl
+import mmap
+import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from math import isfinite
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from stages.core.program import Program, ProgramError
 from stages.core.shipped import install_command
-from stages.data.media.images import MAX_ASPECT
 from stages.models.media import MediaError, TakenFrames, Video, VideoSize
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from PIL.Image import Image
 
 MAX_BYTES = 256 << 20
-MAX_SECONDS = 3600
-MAX_FRAMES = 1 << 18
-MAX_PIXELS = 1 << 23
-"""Largest number of pixels of a frame: 3840 × 2160."""
 MAX_TAKEN_PIXELS = 1 << 27
 """Largest number of pixels of the frames that a model takes together: 384 MiB of them are in memory."""
-MAX_DECODED_PIXELS = 1 << 34
-"""Largest number of pixels of a video's frames together, of which most are decoded to find those that a model takes.
-
-A minute's work for one core: 280 seconds at 1920 × 1080 and 30 frames a second, 40 minutes at 640 × 360.
-"""
-MAX_DECODING_S = 240
-"""Largest number of seconds of one core that decoding takes; a packet that has begun is decoded to its end."""
-MAX_KEY_FRAMES = 16
-"""Number of key frames whose sizes are compared when a video is inspected."""
-FORMATS = "mov,matroska,webm,avi,mpegts,mpeg"
-"""FFmpeg's names of the files that are opened; others may name further files, or addresses (HLS, concat)."""
-OPTIONS = {
-    "format_whitelist": FORMATS,
-    "protocol_whitelist": "none",
-    "max_pixels": str(MAX_PIXELS),  # also while opening, which decodes frames of some files to know them
-}
-"""FFmpeg's options of what is opened."""
-SERVED_CODECS = ("h264", "hevc", "mpeg4", "mpeg2video", "mjpeg", "vp8", "vp9", "ffv1")
-"""FFmpeg's names of the codecs of which PyAV and OpenCV give the same frames; OpenCV has no decoder of AV1."""
-SERVED_BITS = 8
-QUARTER = 90
-"""Degrees of the turns of which a video's frames may need one to four to be upright."""
+CHANNELS = 3
+TIMEOUT_S = 3600
+"""Seconds after which a question ends even where its process does not get a core; the process bounds its own."""
+_idle: defaultdict[int, list[Program]] = defaultdict(list)
+"""Clients of decoding processes that wait, by the process that started them: a forked one gets its own."""
 
 
 def inspect_video(data: bytes) -> VideoSize:
@@ -60,33 +37,8 @@ def inspect_video(data: bytes) -> VideoSize:
 
     Raises MediaError for one that is refused.
     """
-    claimed, num_frames, rate = _counted(data)
-    if num_frames == 0:
-        raise MediaError("has no frames; fetch or save it again")
-    if claimed > num_frames:
-        raise MediaError(f"is cut off: it has {num_frames:,} of {claimed:,} frames; fetch or save it again")
-    if not isfinite(rate) or rate <= 0:
-        raise MediaError("does not say how many frames it has a second; save it with a constant rate")
-    with _opened(data) as (container, stream):
-        stream.codec_context.skip_frame = "NONKEY"
-        key_frames = islice(_decoded(container, stream), MAX_KEY_FRAMES)
-        shapes = {_upright(frame).shape[:2] for frame in key_frames}
-    if not shapes:
-        raise MediaError("has no key frame that can be decoded; fetch or save it again")
-    if len(shapes) > 1:
-        raise MediaError("has frames of several sizes; expected one: save it again")
-    ((height, width),) = shapes
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise MediaError(f"has {width} × {height} pixels; expected sides of at most {MAX_ASPECT} to 1: cut it")
-    size = VideoSize(width, height, num_frames, rate)
-    if size.seconds > MAX_SECONDS:
-        raise MediaError(f"has {size.seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
-    if (pixels := num_frames * width * height) > MAX_DECODED_PIXELS:
-        raise MediaError(
-            f"has {num_frames:,} frames of {width} × {height} pixels, in all {pixels:,}; expected at most "
-            f"{MAX_DECODED_PIXELS:,}, which are decoded each time: scale it down, cut it, or save fewer frames a second"
-        )
-    return size
+    with _in_memory(data) as path:
+        return VideoSize(*_asked({"work": "inspect", "video": path}))
 
 
 def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
@@ -96,50 +48,20 @@ def decode_video(data: bytes, size: VideoSize, numbers: Sequence[int]) -> Video:
     """
     import numpy as np
 
-    pixels = len(numbers) * size.width * size.height
-    if pixels > MAX_TAKEN_PIXELS:
-        raise MediaError(
-            f"has {len(numbers)} frames of {size.width} × {size.height} pixels that the model takes, in all {pixels:,} "
-            f"pixels; expected at most {MAX_TAKEN_PIXELS:,}: scale it down, or set a lower `media.max_frames` or "
-            "`media.fps`"
-        )
-    wanted, decoded = {*numbers}, {}
-    with _opened(data) as (container, stream):
-        for number, frame in enumerate(_decoded(container, stream)):
-            if number in wanted:
-                decoded[number] = _upright(frame)
-                if len(decoded) == len(wanted):
-                    break
-    if len(decoded) < len(wanted) or {one.shape[:2] for one in decoded.values()} != {(size.height, size.width)}:
-        raise MediaError("is damaged: some of its frames cannot be decoded; fetch or save it again")
-    return Video(size, np.stack([decoded[number] for number in numbers]), tuple(numbers), data)
+    _check_taken(len(numbers), size, "scale it down, or set a lower `media.max_frames` or `media.fps`")
+    shape = (len(numbers), size.height, size.width, CHANNELS)
+    with _in_memory(data) as path, _shared("frames", int(np.prod(shape))) as frames:
+        memory = mmap.mmap(frames, 0)
+        asked = {"size": [size.width, size.height, size.num_frames, size.frame_rate], "numbers": [*numbers]}
+        _asked({"work": "decode", "video": path, "frames": _path_of(frames), **asked})
+    return Video(size, np.frombuffer(memory, np.uint8).reshape(shape), tuple(numbers), data)
 
 
 def check_served(data: bytes, taken: TakenFrames) -> None:
-    """Raise MediaError for an encoded video that servers would not decode to the frames that training takes of it.
-
-    OpenCV, by which vLLM decodes, gives the same frames as PyAV of these codecs at 8 bits, numbered by the header.
-    """
-    size = inspect_video(data)
-    with _opened(data) as (container, stream):
-        codec, bits = stream.codec_context.codec.canonical_name, max(c.bits for c in stream.format.components)
-        counted = stream.frames or int((container.duration or 0) / 1_000_000 * size.frame_rate + 0.5)
-    if codec not in SERVED_CODECS or bits > SERVED_BITS:
-        raise MediaError(
-            f"is encoded as {codec} with {bits} bits a color, which servers decode otherwise than training, or not at "
-            "all; save it as H.264 with 8 bits (`ffmpeg -i FILE -pix_fmt yuv420p OUT.mp4`)"
-        )
-    if counted != size.num_frames:
-        raise MediaError(
-            f"has {size.num_frames} frames, and {counted} by its header, which servers believe; save it with a "
-            "constant rate (`ffmpeg -i FILE -fps_mode cfr OUT.mp4`)"
-        )
-    pixels = taken.count(size) * size.width * size.height
-    if pixels > MAX_TAKEN_PIXELS:
-        raise MediaError(
-            f"has {taken.count(size)} frames of {size.width} × {size.height} pixels that the model takes, in all "
-            f"{pixels:,} pixels; expected at most {MAX_TAKEN_PIXELS:,}: scale it down, or cut it"
-        )
+    """Raise MediaError for an encoded video that servers would not decode to the frames that training takes of it."""
+    with _in_memory(data) as path:
+        size = VideoSize(*_asked({"work": "serve", "video": path, "taken": vars(taken)}))
+    _check_taken(taken.count(size), size, "scale it down, or cut it")
 
 
 def first_frame(video: Video) -> Image:
@@ -149,81 +71,63 @@ def first_frame(video: Video) -> Image:
     return fromarray(video.frames[0])
 
 
-def _counted(data: bytes) -> tuple[int, int, float]:
-    """Return the numbers of frames that a video's header claims and that it has, and how many are shown a second."""
-    with _opened(data) as (container, stream):
-        claimed, num_frames = stream.frames, 0
-        for packet in container.demux(stream):
-            num_frames += packet.size > 0 and not packet.is_discard
-            if num_frames > MAX_FRAMES:
-                raise MediaError(f"has more than {MAX_FRAMES:,} frames; expected at most these: cut it")
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
-    return claimed, num_frames, rate
+def _check_taken(num_frames: int, size: VideoSize, remedy: str) -> None:
+    if (pixels := num_frames * size.width * size.height) > MAX_TAKEN_PIXELS:
+        raise MediaError(
+            f"has {num_frames} frames of {size.width} × {size.height} pixels that the model takes, in all {pixels:,} "
+            f"pixels; expected at most {MAX_TAKEN_PIXELS:,}: {remedy}"
+        )
 
 
-def _decoded(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield a video's frames; raise MediaError where they have too many pixels together, or take too long."""
-    begin_s, num_pixels = time.thread_time(), 0
-    for packet in container.demux(stream):
-        for frame in packet.decode():
-            num_pixels += frame.width * frame.height
-            if num_pixels > MAX_DECODED_PIXELS:
-                raise MediaError(
-                    f"has frames of more than {MAX_DECODED_PIXELS:,} pixels together, which its header does not say; "
-                    "save it again"
-                )
-            yield frame
-        if time.thread_time() - begin_s > MAX_DECODING_S:
-            raise MediaError(
-                f"takes more than {MAX_DECODING_S} seconds to decode; scale it down, cut it, or save it in another way"
-            )
-
-
-def _upright(frame: Any) -> NDArray[np.uint8]:
-    """Return a decoded frame as RGB, uint8 [height, width, 3], turned as its file says."""
-    import numpy as np
-
-    if frame.width * frame.height > MAX_PIXELS:
-        raise MediaError(f"has frames of {frame.width} × {frame.height} pixels; expected at most {MAX_PIXELS:,} pixels")
-    turns = round(frame.rotation / QUARTER)
-    pixels: NDArray[np.uint8] = np.rot90(frame.to_ndarray(format="rgb24"), turns)
-    return pixels
+def _asked(question: dict[str, Any]) -> Any:
+    """Return the answer of a decoding process, which is started if all others are busy; raises MediaError."""
+    idle = _idle[os.getpid()]
+    try:
+        program = idle.pop()
+    except IndexError:
+        program = Program("stages.data.media.video_program")
+    try:
+        answer = program.ask_hostile(question, TIMEOUT_S)
+    except ProgramError as error:
+        if error.kind != "RefusedError":
+            raise MediaError(f"is no video that can be decoded ({error}); fetch or save it again") from error
+        raise MediaError(str(error)) from error
+    except TimeoutError as error:
+        raise MediaError(
+            "takes more time or memory to decode than a video may, or ends its decoder; scale it down, cut it, or save "
+            "it in another way"
+        ) from error
+    finally:
+        idle.append(program)
+    return answer
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """Open a video by its header; raise MediaError for what is no video, too large, or fails while it is decoded."""
-    try:
-        import av
-    except ImportError as error:
-        raise MediaError(
-            f"is a video, which PyAV decodes, and that is not installed: run `{install_command('media')}`"
-        ) from error
+def _in_memory(data: bytes) -> Iterator[str]:
+    """Yield a path at which a decoding process reads an encoded video; raise MediaError for one that is too large."""
+    if find_spec("av") is None:
+        raise MediaError(f"is a video, which PyAV decodes, and that is not installed: run `{install_command('media')}`")
     if len(data) > MAX_BYTES:
         raise MediaError(f"has {len(data):,} bytes; expected at most {MAX_BYTES:,}: save it smaller")
-    av.logging.set_level(None)
+    with _shared("video", len(data)) as descriptor:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        yield _path_of(descriptor)
+
+
+@contextmanager
+def _shared(name: str, num_bytes: int) -> Iterator[int]:
+    """Yield the descriptor of shared memory of a fixed size, which another process can fill, and not cut."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        with av.open(io.BytesIO(data), "r", options=OPTIONS) as opened:
-            if not opened.streams.video:
-                raise MediaError("has no pictures that move; expected a video")
-            stream = opened.streams.video[0]
-            context = stream.codec_context
-            if context is None:
-                raise MediaError("is damaged: it says of no frame how to decode it; fetch or save it again")
-            if context.width * context.height > MAX_PIXELS:
-                raise MediaError(
-                    f"has frames of {context.width} × {context.height} pixels; expected at most {MAX_PIXELS:,} pixels: "
-                    "scale it down"
-                )
-            if opened.duration is not None and opened.duration > MAX_SECONDS * av.time_base:
-                seconds = opened.duration / av.time_base
-                raise MediaError(f"has {seconds:,.0f} seconds; expected at most {MAX_SECONDS:,}: cut it")
-            context.options = {"max_pixels": str(MAX_PIXELS)}
-            stream.thread_type = "NONE"
-            yield opened, stream
-    except (av.FFmpegError, ValueError) as error:
-        if isinstance(error, MediaError):
-            raise
-        raise MediaError(
-            f"is no video that can be decoded ({error}); expected MP4, WebM, Matroska, AVI or MPEG, or fetch it again"
-        ) from error
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _path_of(descriptor: int) -> str:
+    """Return the path by which a process of the same user opens shared memory of this one."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -102,6 +102,22 @@ def repeated_frame(size: tuple[int, int], num_frames: int, kind: str = "mpegts")
     return out.getvalue()
 
 
+def packed_frames(size: tuple[int, int], num_frames: int) -> bytes:
+    """Return a video of two packets, of which the second, of 26 bytes a frame, holds all frames but the first."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("libx264", rate=30, width=size[0], height=size[1], pix_fmt="yuv420p")
+        stream.options = {"preset": "ultrafast", "tune": "zerolatency", "x264-params": "annexb=1"}
+        black = av.VideoFrame.from_ndarray(np.zeros((size[1] * 3 // 2, size[0]), np.uint8), format="yuv420p")
+        first, second = (packet for _ in range(2) for packet in stream.encode(black))
+        many = av.Packet(bytes(second) * (num_frames - 1))
+        many.stream, many.time_base = stream, second.time_base
+        for number, packet in enumerate((first, many)):
+            packet.pts = packet.dts = number
+            container.mux(packet)
+    return out.getvalue()
+
+
 def sound(
     seconds: float = 1.0, rate: int = 16000, channels: int = 1, seed: int = 0, kind: str = "WAV", **options: str
 ) -> bytes:

@@ -209,6 +209,11 @@ def test_pictures_are_scaled_as_the_recipe_bounds_them(tmp_path, inputs):
         InputModels(ModelFacts(inputs["base"] / "model")).as_started(config, tmp_path / "room")
 
 
+def test_pictures_grow_to_no_more_pixels_than_are_read():
+    with pytest.raises(ValueError, match=r"`min_pixels: 1000000000` is more than 33,554,432, which no picture"):
+        make_config("sft", media={"min_pixels": 10**9, "max_pixels": 10**9})
+
+
 def test_a_teacher_with_other_bounds_sees_what_the_model_that_learns_sees(tmp_path, inputs):
     write_rows(inputs["rows"] / "data", "completion")
     inputs["base"] = tmp_path / "qwen"

@@ -3,11 +3,13 @@
 import io
 import json
 import math
+import resource
 import sys
 import time
 
 import av
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
@@ -17,7 +19,7 @@ from stages.core.errors import DataError, ModelError
 from stages.data.media import videos
 from stages.hubs.builtin import qwen3_vl
 from stages.models.media import MediaError
-from tests.unit.stages.data.media.conftest import byte_tokenizer, encoded, noise, repeated_frame, video
+from tests.unit.stages.data.media.conftest import byte_tokenizer, encoded, noise, packed_frames, repeated_frame, video
 from tests.unit.stages.kinds.train.media_training import (
     first_losses,
     losses_of,
@@ -182,6 +184,21 @@ def test_frames_that_grow_after_those_that_are_looked_at_end_the_decoding():
     assert (size.width, size.num_frames) == (64, 2200)
     with pytest.raises(MediaError, match="frames of more than 17,179,869,184 pixels together, which its header does"):
         videos.decode_video(small + large, size, [size.num_frames - 1])
+
+
+def test_a_packet_that_takes_hours_ends_with_the_process_that_decodes_it():
+    """Seconds of a core are bounded by the kernel, since FFmpeg decodes a packet in one step; others are decoded on."""
+    hostile = packed_frames((3840, 2160), 100_000)
+    size = videos.inspect_video(FILES["a.mp4"])
+    (decoder,) = (
+        process for process in psutil.Process().children() if "stages.data.media.video_program" in process.cmdline()
+    )
+    used_s = math.ceil(sum(decoder.cpu_times()[:2]))
+    resource.prlimit(decoder.pid, resource.RLIMIT_CPU, (used_s + 2, used_s + 2))
+    with pytest.raises(MediaError, match="takes more time or memory to decode than a video may"):
+        videos.inspect_video(hostile)
+    assert not decoder.is_running()
+    assert videos.inspect_video(FILES["a.mp4"]) == size
 
 
 def test_without_pyav_a_row_says_how_to_install_it(tmp_path, inputs, monkeypatch):
