@@ -34,6 +34,7 @@ from tests.serving import (
 
 TOKEN_IDS = [40, 72, 73, 84, 5, 20, 16, 17, 63, 33, 90, 12, 4, 4, 51, 66]
 ANSWERED = "vllm:request_success_total"
+WITH_KEY = {"Authorization": f"Bearer {API_KEY}"}
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,14 @@ def test_the_same_seeds_give_the_same_completions(root: Path, served: Served) ->
     assert [line["text"] for line in first] == [line["text"] for line in again]
     assert all(one["text"] != two["text"] for one, two in zip(first, other, strict=True))
     assert len({line["text"] for line in first}) == 36
+
+
+def test_more_prompts_with_seeds_than_a_step_takes_do_not_end_the_server(served: Served) -> None:
+    """vLLM 0.32 on a CPU ends ("CPU Generator does not use offset") where it reads such a prompt in two steps."""
+    prompts = [[*TOKEN_IDS, *range(4, 99), *range(4, 99), number] for number in range(4, 44)]
+    request = {"model": "sft", "prompt": prompts, "seed": 3, "max_tokens": 2}
+    answer = httpx.post(f"{served.client.url}/v1/completions", headers=WITH_KEY, json=request, timeout=120)
+    assert len(answer.json()["choices"]) == len(prompts), answer.text
 
 
 def test_a_judge_programs_and_formulas_score_the_same_completions(

@@ -43,6 +43,7 @@ from stages.serving.interpreter import find_package, inherited_environment, root
 from stages.serving.vllm import servability
 from stages.serving.vllm.adapters import adapter_arguments, check_adapters, has_room
 from stages.serving.vllm.arguments import argument_problems, media_arguments, speculation_arguments, written
+from stages.serving.vllm.prompt_steps import whole_prompts
 from stages.serving.vllm.tool_parsers import parser_of
 from stages.serving.vllm.transfers.registry import TRANSFERS, chosen, transfer_arguments
 from stages.serving.vllm.transfers.transfer import WeightRoutes
@@ -140,7 +141,9 @@ class VllmProgram:
             command += ["--trust-remote-code"]
         if spec.adapters:
             command += adapter_arguments(spec)
-        if not self.runs_on_cpu:
+        if self.runs_on_cpu:
+            command += whole_prompts(spec.facts, self.python)
+        else:
             # By default each server would take 92% of a GPU's memory.
             share = GPU_SHARE / spec.num_tried if spec.num_tried > 1 else spec.gpu_share
             command += ["--gpu-memory-utilization", f"{share:.2f}"] if share else []
@@ -157,9 +160,6 @@ class VllmProgram:
             # Ignore the sampling settings in the model's generation_config.json, and return log-probabilities of the
             # distribution that was sampled from, temperature included.
             command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-            # A request with a seed whose prompt is read in two steps ends vLLM 0.32 on a CPU ("CPU Generator does not
-            # use offset"), which happens as soon as more tokens of prompts wait than one step takes.
-            command += ["--no-enable-chunked-prefill"] * self.runs_on_cpu
         command += transfer_arguments(spec)
         if self._runs_in_one_worker(spec):
             command += ["--distributed-executor-backend", "uni"]
