@@ -112,6 +112,10 @@ class ModelInputs:
     documents: Documents
     media: MediaInputs | None = None
     """Pictures, for a model that sees; None for text."""
+    experts: torch.Tensor | None = None
+    """Experts to which a mixture's layers send tokens, int32 [layers, tokens, k]; None: those that routers choose.
+
+    Tokens are those that this process computes, in the order of the forward pass that recorded the choices."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,10 @@ class Batch:
     def with_signal(self, **changes: Any) -> Batch:
         """Return a copy of the batch with changed inputs of the loss (fields of `Signal`)."""
         return replace(self, signal=replace(self.signal, **changes))
+
+    def with_experts(self, experts: torch.Tensor) -> Batch:
+        """Return a copy of the batch whose tokens go to these experts (`ModelInputs.experts`)."""
+        return replace(self, inputs=replace(self.inputs, experts=experts))
 
     def with_reference(self, log_probabilities: torch.Tensor) -> Batch:
         """Return a copy of the batch with the reference model's log-probabilities, float32 [documents]."""

@@ -70,6 +70,12 @@ class Engine(Protocol):
     def target_log_probabilities(self, batch: Batch) -> torch.Tensor:
         """Return target tokens' log-probabilities in nats, float32 [rows, sequence] on the CPU, 0 elsewhere."""
 
+    def routed_log_probabilities(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `target_log_probabilities`, and the experts chosen meanwhile, int32 (`ModelInputs.experts`).
+
+        Of an engine whose settings say `replays_experts`. Batches with these experts are computed with them.
+        """
+
     def predictions(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target tokens' log-probabilities and the likeliest token at each target.
 

@@ -91,5 +91,7 @@ class EngineSettings:
     fp8_recipe: Fp8Recipe = "tensorwise"
     mtp_loss_weight: float = 0.0
     """Weight of the loss of the model's layer of multi-token prediction; 0: the layer is not trained."""
+    replays_experts: bool = False
+    """True if batches may say to which experts tokens go (`ModelInputs.experts`)."""
     media: MediaSettings | None = None
     """Settings for rows with pictures; None: rows are text, and only the model's text part is run."""

@@ -35,6 +35,7 @@ from stages.engines.export import (
     with_carried,
 )
 from stages.engines.fsdp.eight_bits import float8_config, multiply_in_eight_bits
+from stages.engines.fsdp.expert_choices import ExpertChoices
 from stages.engines.fsdp.model import TargetLogProbabilities, find_weights, load_model
 from stages.engines.fsdp.moe import check_mixture, freeze_routers
 from stages.engines.fsdp.mtp import METRIC as MTP_METRIC
@@ -134,7 +135,7 @@ class FsdpEngine:
         # By the classes of modules, which FSDP2 changes.
         decayed = None if settings.adam.decay_norms_and_biases else decayed_parameters(self._model.causal_lm)
         ratios = learning_rate_ratios(self._model.causal_lm, settings.media)
-        self._parallelize(settings.layout, files, float8)
+        self._parallelize(settings.layout, files, float8, replays_experts=settings.replays_experts)
         # After sharding, which replaces parameters by DTensors.
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = build_optimizer(self._model.causal_lm, settings, decayed, ratios)
@@ -212,6 +213,11 @@ class FsdpEngine:
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
         return self._forward_only(self._moved(batch)).cpu()
+
+    def routed_log_probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert self._model.choices, "the settings say `replays_experts`"
+        with self._model.choices.recording() as recorded:
+            return self.target_log_probabilities(batch), recorded().cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         on_device = self._moved(batch)
@@ -299,7 +305,14 @@ class FsdpEngine:
             return load_model(self._folder, reads_weights=is_main_process(), trust_remote_code=trusts, sees=sees), None
         return find_weights(self._folder, trust_remote_code=trusts, sees=sees)
 
-    def _parallelize(self, layout: Layout, files: ModelFiles | None, float8: Float8LinearConfig | None) -> None:
+    def _parallelize(
+        self,
+        layout: Layout,
+        files: ModelFiles | None,
+        float8: Float8LinearConfig | None,
+        *,
+        replays_experts: bool,
+    ) -> None:
         check_slices(self._model, layout)
         # The base is on `meta`: a copy takes next to no memory. Taken before fp8 layers and sharding change the model.
         twin = deepcopy(self._model) if files else None  # compared in fp32
@@ -308,6 +321,8 @@ class FsdpEngine:
         copy = deepcopy(twin) if layout.tp * layout.ep > 1 else None
         for model in (self._model, twin) if twin else (self._model,):
             model.context_group = self._context_group
+        if replays_experts:  # before layers are wrapped by checkpoints, which compute them again
+            self._model.choices = ExpertChoices(self._model.causal_lm)
         self.note = multiply_in_eight_bits(self._model.causal_lm, float8) if float8 else None
         parallelize(self._model, layout, self._mesh, self.compute_dtype)
         if whole := ", ".join(self._model.left_whole):

@@ -5,7 +5,6 @@ the expert, which computes its experts' products for the tokens of all and sends
 2021, GShard). What an expert learns is then a sum over all these tokens, without a reduction between processes.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.functional import pad
 
 from stages.core.errors import ModelError
+from stages.engines.fsdp.expert_choices import is_stack, receives_choices
 from stages.engines.fsdp.tensor_parallel import changed
 
 DIMENSION = "ep"
@@ -31,7 +31,7 @@ def stacked_experts(causal_lm: nn.Module) -> list[nn.Module]:
 
     Raises ModelError for a model that has none, or whose experts cannot be spread.
     """
-    named = {name: one for name, one in causal_lm.named_modules() if _is_stack(one)}
+    named = {name: one for name, one in causal_lm.named_modules() if is_stack(one)}
     if not named:
         raise ModelError(
             f"{type(causal_lm).__name__} has no experts that Transformers keeps in stacks, and `ep` spreads these; set "
@@ -43,7 +43,7 @@ def stacked_experts(causal_lm: nn.Module) -> list[nn.Module]:
                 f"the adapter is on experts ({name.removesuffix('.base_layer')}), which `ep` spreads without it; set "
                 "`ep: 1`, or leave experts out by `adapter.exclude_modules` or `target_modules`"
             )
-        if len(inspect.signature(type(module).forward).parameters) != 4:  # itself, hidden states, choices and weights
+        if not receives_choices(module):
             raise ModelError(
                 f"{type(module).__name__} computes all experts for each token, so that none of them can travel; set "
                 "`ep: 1`, and split the model over more processes by `dp_shard`"
@@ -159,13 +159,6 @@ def _travelled(rows: Tensor, sent: list[int], received: list[int], group: dist.P
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
-
-
-def _is_stack(module: nn.Module) -> bool:
-    stacks = list(module.parameters(recurse=False))
-    number = getattr(module, "num_experts", None)
-    # A router's weight is one matrix; stacks of matrices may have biases beside.
-    return any(one.ndim == 3 for one in stacks) and all(len(one) == number for one in stacks)
 
 
 def _own_experts(stack: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -23,6 +23,7 @@ from stages.engines.balance import balance_of_logits
 from stages.engines.context import TokenSlice
 from stages.engines.documents import PackedDocuments
 from stages.engines.fsdp.drawn import DrawnDocuments, drawn_documents, without_pictures
+from stages.engines.fsdp.expert_choices import ExpertChoices
 from stages.engines.fsdp.mtp import call_of_layer, hidden_ahead
 from stages.engines.fsdp.packed import packed
 from stages.engines.fsdp.probe import LENGTHS, LONG_FROM, Verdict, probe
@@ -73,6 +74,8 @@ class TargetLogProbabilities(nn.Module):
         """Matrices of text layers that these processes do not split."""
         self.expert_mesh: DeviceMesh | None = None
         """Processes with the dimensions over which experts are spread and sharded, where they are."""
+        self.choices: ExpertChoices | None = None
+        """Choices of experts, where they are recorded and replayed."""
         self.context_group: dist.ProcessGroup | None = None
         """Processes over which a micro-batch's tokens are split, where they are."""
         rotate_by_document(decoder_of(causal_lm))
@@ -98,6 +101,9 @@ class TargetLogProbabilities(nn.Module):
             with mixing(PackedDocuments(batch.documents.lengths, batch.inputs.input_ids.device)):
                 output = self.causal_lm(**given, use_cache=False)
             return self.of_logits(output.logits, batch)
+        if self.choices:
+            # Until the next forward pass: layers that are recomputed choose in this one's backward pass.
+            self.choices.given = batch.inputs.experts
         decoder = decoder_of(self.causal_lm, sees=self.drawn is not None)
         part = self._part_of(batch)
         options: dict[str, Any] = {"is_compiled": self.is_compiled, "blocks": self.verdict.blocks, "part": part}

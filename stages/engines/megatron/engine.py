@@ -30,6 +30,7 @@ from stages.engines.megatron.adapter import adapt, learned_factors, peft_adapter
 from stages.engines.megatron.balance import RouterBalance
 from stages.engines.megatron.checkpoint import MegatronState
 from stages.engines.megatron.clock import PipelineClock
+from stages.engines.megatron.expert_choices import ExpertChoices
 from stages.engines.megatron.model import build_model_chunks, compute_dtype, freeze_routers
 from stages.engines.megatron.optimizer import Adam, wrap_chunks
 from stages.engines.megatron.parallel import from_last_stage, represents_share, start_model_parallel
@@ -100,6 +101,7 @@ class MegatronEngine:
             device=device,
             dtype=self.compute_dtype,
             clock=self._clock,
+            choices=ExpertChoices(self._chunks) if settings.replays_experts else None,
         )
 
     def train_step(
@@ -141,6 +143,11 @@ class MegatronEngine:
 
     def target_log_probabilities(self, batch: Batch) -> Tensor:
         return self._of_tokens(batch, token_log_probabilities, torch.float32)
+
+    def routed_log_probabilities(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        assert self._pipeline.choices, "the settings say `replays_experts`"
+        with self._pipeline.choices.recording() as recorded:
+            return self.target_log_probabilities(batch), recorded().cpu()
 
     def predictions(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.target_log_probabilities(batch), self._of_tokens(batch, greedy_tokens, torch.int64)

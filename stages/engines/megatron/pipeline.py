@@ -20,6 +20,7 @@ from stages.engines.documents import PackedDocuments
 from stages.engines.log_probabilities import LogitsTransform, OutputHead, tempered, token_log_probabilities
 from stages.engines.megatron.attention import PackedTokens
 from stages.engines.megatron.clock import PipelineClock
+from stages.engines.megatron.expert_choices import ExpertChoices
 from stages.engines.megatron.model import output_weight
 from stages.engines.megatron.tokens import TokenSplit, gather_tokens, padded_size, split_tokens
 from stages.parallel.layout import Layout
@@ -51,6 +52,8 @@ class Pipeline:
     dtype: torch.dtype
     clock: PipelineClock | None
     """Timer of pipeline schedules in training steps; None if steps are not timed."""
+    choices: ExpertChoices | None = None
+    """Choices of experts, where they are recorded and replayed."""
 
     def run(
         self,
@@ -94,6 +97,8 @@ class Pipeline:
         split = split_tokens(on_host, self.layout.cp, size).to(self.device)
         batch = on_host.to(self.device)
         rank = parallel_state.get_context_parallel_rank()
+        if self.choices:
+            self.choices.begin(batch.inputs.experts, size)
         # On later stages Megatron sets the chunk's input to the tensor received; `input_ids` are then unused.
         output = chunk(
             input_ids=split.local(batch.inputs.input_ids, rank, padding=0),

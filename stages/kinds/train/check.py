@@ -45,8 +45,8 @@ def problems_of(
     model_folder = models.start.folder
     if config.adapter:
         yield from adapter_problems(config, config.adapter, model_folder)
-    if config.moe != MoeConfig():
-        yield from moe_problems(config, model_folder)
+    if config.moe != MoeConfig() or config.engine_settings.replays_experts:
+        yield from mixture_problems(config, model_folder)
     if config.mtp_loss_weight:
         yield from mtp_problems(config, model_folder)
     field = f"{config.method}.teacher_server" if config.teacher_server else "teacher"
@@ -131,17 +131,22 @@ def rollout_problems(
         yield "data", error
 
 
-def moe_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
-    """Yield reasons why the recipe's `moe` options do not fit the routers of the model."""
+def mixture_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:
+    """Yield reasons why the recipe's options for mixtures of experts do not fit the model's routers and experts."""
+    from stages.engines.fsdp.expert_choices import ExpertChoices
     from stages.engines.fsdp.moe import check_mixture
 
+    field = "moe"
     try:
         causal_lm = model_without_weights(model_folder, trust_remote_code=config.trust_remote_code)
         check_mixture(causal_lm, config.moe.settings)
+        if config.engine_settings.replays_experts:
+            field = f"{config.method}.replay_experts"
+            ExpertChoices(causal_lm)
     except ModelError as error:
-        yield "moe", error
+        yield field, error
     except Exception as error:  # whatever code that came with a model raises; training loads it otherwise
-        yield "moe", f"a model without weights could not be made: {type(error).__name__}: {error}"
+        yield field, f"a model without weights could not be made: {type(error).__name__}: {error}"
 
 
 def mtp_problems(config: TrainConfig, model_folder: Path) -> Iterator[tuple[str, LifecycleError | str]]:

@@ -212,6 +212,8 @@ def _judged(config: TrainFields, options: RolloutOptions) -> Iterator[str]:
         )
     if options.asynchronous.lag:
         yield from _overlapped(block, options)
+    if options.replay_experts and (reason := RULES[config.engine].refuses_replay(config.layout)):
+        yield f"`{block}.replay_experts` {reason}"
     if config.needs_reference and not RULES[config.engine].has("second_model"):
         yield (
             f"`{block}.beta` needs a second model, the reference, which only `engine: {engines_with('second_model')}` "
@@ -231,6 +233,11 @@ def _overlapped(block: str, options: RolloutOptions) -> Iterator[str]:
         yield (
             f"{lag} learns from the server's own log-probabilities, which with {block}.top_p {options.top_p:g} are of "
             "the likeliest tokens alone; say `top_p: 1`, or lag: 0"
+        )
+    if options.replay_experts:
+        yield (
+            f"{lag} learns from rounds whose weights the engine no longer has, and with them what `replay_experts` "
+            "replays; remove it, or say lag: 0"
         )
 
 

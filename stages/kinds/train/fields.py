@@ -248,4 +248,5 @@ class TrainFields(MethodFields):
             low_precision=self.optimizer.low_precision,
             fp8_recipe=self.fp8_recipe,
             mtp_loss_weight=self.mtp_loss_weight,
+            replays_experts=self.rollouts is not None and self.rollouts.replay_experts,
         )

@@ -35,6 +35,11 @@ class FsdpRules(EngineRules):
                 f"row (`data.sequence_length`); the nearest that does not: cp {constraints.sequence_length}"
             )
 
+    def refuses_replay(self, layout: Layout) -> str | None:
+        if layout.compile:
+            return "looks at each layer's forward pass, of which `layout.compile` makes one graph; remove one of them"
+        return None
+
     def model_errors(self, layout: Layout, shape: ModelShape) -> Iterator[str]:
         yield from _split_errors(layout, shape) if layout.tp > 1 else ()
         yield from _slice_errors(layout, shape) if layout.cp > 1 else ()

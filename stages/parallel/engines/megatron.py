@@ -66,6 +66,19 @@ class MegatronRules(EngineRules):
         # With one queue, kernels run in the order of their launch, so that collectives over tp overlap with products.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if torch_type == "cuda" and layout.tp > 1 else {}
 
+    def refuses_replay(self, layout: Layout) -> str | None:
+        if layout.cp > 1 or layout.sequence_parallel:
+            return (
+                "needs the same tokens on a process in each pass, and with `layout.cp` and `sequence_parallel` these "
+                "depend on the longest micro-batch; set `cp: 1` and `sequence_parallel: false`"
+            )
+        if layout.pp > 1 and layout.recomputes:
+            return (
+                "needs layers to be computed again before the next micro-batch, and with `layout.pp` others come "
+                "between; set `recompute: none`, or `pp: 1`"
+            )
+        return None
+
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         yield from _pipeline(layout, constraints)
         yield from _sequence(layout, constraints)

@@ -65,6 +65,10 @@ class EngineRules:
         """Return the environment variables that a parallel layout needs before a process first uses its device."""
         return {}
 
+    def refuses_replay(self, layout: Layout) -> str | None:
+        """Return why choices of experts cannot be replayed in a layout, following the option's name; or None."""
+        return None
+
     def layout_errors(self, layout: Layout, constraints: RunConstraints) -> Iterator[str]:
         """Yield errors of a parallel layout for any model: degrees that do not fit the engine or the batch."""
         yield from ()

@@ -167,6 +167,11 @@ class RolloutOptions(SamplingOptions, ABC):
         "updates, so one GPU suffices. Not in the cache key.",
     )
 
+    replay_experts: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="Send each token to the experts that the old policy's routers chose for it, in all steps of a "
+        "round, so that π/π_old does not jump where a router chooses differently. Mixtures of experts only.",
+    )
     asynchronous: Annotated[AsynchronousOptions, AddedLater()] = Field(
         AsynchronousOptions(), description="Sampling of later rounds while the model learns from earlier ones."
     )

@@ -347,15 +347,21 @@ class RolloutBatches:
         assert seen.signal.rollouts and seen.signal.rollouts.server_log_probabilities is not None
         of_server = seen.signal.rollouts.server_log_probabilities
         reference = self._reference.target_log_probabilities(seen) if self._reference else None
+        batch, of_engine = packed.batch, of_server
+        if self._options.replay_experts:
+            of_engine, experts = self._engine.routed_log_probabilities(seen)
+            batch = batch.with_experts(experts)
+        elif not is_lagging:
+            of_engine = self._engine.target_log_probabilities(seen)
         rollouts = replace(
             seen.signal.rollouts,
             # the engine's: before the round's first update, when it still has the weights that sampled
-            old_log_probabilities=of_server if is_lagging else self._engine.target_log_probabilities(seen),
+            old_log_probabilities=of_engine,
             reference_log_probabilities=reference,
             # compared with no others of equal weights, they correct nothing
             server_log_probabilities=None if is_lagging else of_server,
         )
-        return replace(packed, batch=packed.batch.with_signal(rollouts=rollouts))
+        return replace(packed, batch=batch.with_signal(rollouts=rollouts))
 
     def _differences(self, parts: Sequence[Sequence[PackedAnswers]]) -> dict[str, float]:
         """Return mean and largest |Δ log-probability| of tokens between sampling server and engine, in nats."""

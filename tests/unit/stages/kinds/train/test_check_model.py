@@ -7,7 +7,7 @@ import pytest
 
 from stages.core.contract import StageContext
 from stages.core.errors import ModelError
-from stages.kinds.train.check import moe_problems
+from stages.kinds.train.check import mixture_problems
 from stages.kinds.train.check_model import check_lengths, check_model
 from stages.models.facts import ModelFacts
 from tests.train_stage import make_config
@@ -51,8 +51,8 @@ def test_routers_are_asked_for_of_mixtures_only(tmp_path: Path) -> None:
     said = "`moe` is for mixtures of experts"
     folder, context = write(tmp_path)
     config = make_config(engine="megatron", moe={"freeze_router": True})
-    assert not list(moe_problems(make_config(), folder))
-    [(field, error)] = moe_problems(config, folder)
+    assert not list(mixture_problems(make_config(), folder))
+    [(field, error)] = mixture_problems(config, folder)
     assert field == "moe" and said in str(error)
     with pytest.raises(ModelError, match=said):
         check_model(config, context, ModelFacts(folder))

@@ -39,6 +39,7 @@ NOT_IN_TRL = {"apply_chat_template", "max_draws", "reference", "rewards", "serve
     "data_parallel_size",
     "environment",
     "placement",
+    "replay_experts",
 }
 RLOO = {"advantage": "leave_one_out", "importance_sampling_level": "product", "loss_type": "grpo"}
 COMBINATIONS = [

@@ -52,6 +52,17 @@ def make(grpo: dict[str, Any] | None = None, **changed: Any) -> TrainConfig:
         ),
         ({"asynchronous": {"lag": 17}}, {}, "less than or equal to 16"),
         ({"asynchronous": {"lag": 1}, "importance_sampling_clip_max": 2}, {}, "does nothing with `asynchronous.lag`"),
+        ({"replay_experts": True, "asynchronous": {"lag": 1}}, {}, "whose weights the engine no longer has"),
+        (
+            {"replay_experts": True},
+            {"layout": {"compile": True}},
+            r"replay_experts. looks at each layer's forward pass",
+        ),
+        (
+            {"replay_experts": True},
+            {"engine": "megatron", "layout": {"cp": 2}},
+            "depend on the longest micro-batch; set `cp: 1`",
+        ),
         ({}, {"layout": {"dp_shard": 2}, "execution": {"nodes": 2}}, r"say `execution\.nodes: 1`"),
     ],
 )
