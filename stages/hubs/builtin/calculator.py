@@ -6,6 +6,7 @@ and none is drawn twice, so those of validation, and of the evaluation's file, a
 
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from stages.hubs.builtin.addition import message, write_rows
 
 SEED = 0
 NUM_VALIDATION, NUM_TRAIN = 300, 10_000
+NUM_PROBLEMS = NUM_VALIDATION + NUM_TRAIN
 LEAST, MOST = 100, 999
 
 
 def make(folder: Path) -> None:
     """Write the dataset's training and validation problems as chats, in JSON Lines files."""
-    problems = chats(NUM_VALIDATION + NUM_TRAIN)
+    problems = chats(NUM_PROBLEMS)
     rows: list[dict[str, object]] = [{"messages": chat, "tools": [DEFINITION]} for chat in problems]
     write_rows(folder / "validation.jsonl", rows[:NUM_VALIDATION])
     write_rows(folder / "train.jsonl", rows[NUM_VALIDATION:])
@@ -27,10 +29,7 @@ def make(folder: Path) -> None:
 
 def chats(count: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the first `count` chats, those of validation before those of training."""
-    numbers = random.Random(SEED).sample(range((MOST + 1 - LEAST) ** 2), count)  # noqa: S311
-    for number in numbers:
-        first, second = divmod(number, MOST + 1 - LEAST)
-        expression = f"{LEAST + first} * {LEAST + second}"
+    for expression in islice(expressions(), count):
         call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
         answer = calculate(expression)
         yield [
@@ -39,3 +38,10 @@ def chats(count: int) -> Iterator[list[dict[str, Any]]]:
             message("tool", answer),
             message("assistant", answer),
         ]
+
+
+def expressions() -> Iterator[str]:
+    """Yield the products of this dataset, then as many others, which `builtin/products` asks for."""
+    for number in random.Random(SEED).sample(range((MOST + 1 - LEAST) ** 2), 2 * NUM_PROBLEMS):  # noqa: S311
+        first, second = divmod(number, MOST + 1 - LEAST)
+        yield f"{LEAST + first} * {LEAST + second}"

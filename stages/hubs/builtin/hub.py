@@ -83,6 +83,7 @@ BUILTINS: dict[str, Builtin] = {
     "calculator": Builtin("dataset", "stages.hubs.builtin.calculator", version=1),
     "digits": Builtin("dataset", "stages.hubs.builtin.digits", version=1),
     "digits-preferences": Builtin("dataset", "stages.hubs.builtin.digits_preferences", version=1),
+    "products": Builtin("dataset", "stages.hubs.builtin.products", version=1),
 }
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from stages.hubs.builtin import addition, addition_preferences, digits, digits_preferences
+from stages.hubs.builtin import addition, addition_preferences, calculator, digits, digits_preferences, products
 from stages.hubs.builtin.addition import Problem, split_problems
 from stages.hubs.builtin.hub import BUILTINS
 from stages.kinds.download.builtin import held_out
@@ -91,6 +92,21 @@ def test_datasets_have_the_same_bytes_every_time(tmp_path: Path) -> None:
             contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
         assert contents[0] == contents[1]
         assert set(contents[0]) == {"train.jsonl", "validation.jsonl"}
+
+
+def test_products_are_answered_by_a_call_or_by_heart_and_no_problem_is_in_two_files(tmp_path: Path) -> None:
+    questions: list[str] = []
+    for number, maker in enumerate((calculator, products)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        maker.make(folder)
+        for row in (row for file in folder.iterdir() for row in rows(file)):
+            question, *_, answer = row["messages"]
+            first, second = re.findall(r"\d{3}", question["content"])
+            assert int(answer["content"]) == int(first) * int(second) and row["tools"]
+            assert any("tool_calls" in message for message in row["messages"]) == (maker is calculator)
+            questions.append(question["content"])
+    assert len(questions) == len(set(questions)) == 2 * calculator.NUM_PROBLEMS
 
 
 def test_pictures_have_the_same_pixels_every_time_and_are_in_one_split_only() -> None:
