@@ -2,8 +2,8 @@
 
 `python -m stages.rewards.code_program LIMITS`; LIMITS is JSON: `cpu_s`, `memory_bytes`, `file_bytes`. Standard input is
 JSON: `code`, `tests` (texts), and `word`, which is written to the original standard output when all tests have passed:
-code that ends the process early has not passed. Where the limits cannot be set, the reason is written instead, and
-nothing is run.
+code that ends the process early has not passed. Without `tests`, what the code prints is written there instead, and the
+error that ended it. Where the limits cannot be set, the reason is written instead, and nothing is run.
 
 The code starts no other process and no thread, opens no connection, writes only to its first working folder, and reads
 Python and the system's libraries, but no other process's environment. Files are confined by Landlock, which needs no
@@ -225,7 +225,7 @@ def main(limits: str) -> None:
     """
     # all of it, before the standard streams become /dev/null
     asked = json.load(sys.stdin)
-    answers = os.dup(1)  # the code gets /dev/null as its standard streams
+    answers = os.dup(1)  # the code gets /dev/null as its standard streams, unless its output is asked for
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nowhere, standard)
@@ -235,7 +235,11 @@ def main(limits: str) -> None:
     except (OSError, ValueError) as error:  # ValueError: a limit above the one that is set already
         os.write(answers, f"{type(error).__name__}: {error}".encode())
         return
-    if _passes(asked["code"], asked["tests"]):
+    if "tests" not in asked:
+        os.dup2(answers, 1)
+        os.dup2(answers, 2)
+        _print(asked["code"])
+    elif _passes(asked["code"], asked["tests"]):
         os.write(answers, asked["word"].encode())
     os._exit(0)  # what the code left for the end is not run
 
@@ -267,6 +271,18 @@ def _passes(code: str, tests: list[str]) -> bool:
     except BaseException:
         return False
     return True
+
+
+def _print(code: str) -> None:
+    """Run code whose output is asked for, and print the error that ends it, if any, in one line."""
+    try:
+        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})  # noqa: S102 - this process is for nothing else
+    except SystemExit:
+        pass
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

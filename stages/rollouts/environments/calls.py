@@ -5,15 +5,20 @@ these say what is wrong with it, which the model can read.
 """
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from stages.core.errors import DataError
+from stages.data.messages import Tool
 from stages.models.call_formats import call_format
 from stages.rollouts.environments.environment import Action, Call
 
 Parse = Callable[[str], tuple[Call, ...]]
 """Function from an answer to its calls. Raises ValueError with the reason where it has what looks like a call."""
+ParserOfTools = Callable[[Sequence[Tool], frozenset[str]], Parse]
+"""Function that returns the parser of answers to prompts with these tools, given the tokenizer's special tokens."""
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
@@ -69,14 +74,182 @@ def _call(content: object, fields: tuple[str, ...]) -> Call:
     return Call(content["name"], content[field])
 
 
-PARSERS: dict[str, Parse] = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+MARKUP = BEGIN, END, FUNCTION, FUNCTION_END, "<parameter=", "</parameter>", "<think>", "</think>", ">"
+PARAMETER = re.compile(r"<\s*parameter\s*=\s*([^>]*)>(.*?)(?:<\s*/\s*parameter\s*>|(?=<\s*parameter\s*=))", re.DOTALL)
+OUTSIDE, BEFORE_NAME, NAME, BODY, AFTER = "outside", "before name", "name", "body", "after"
+STARTS = BEGIN, FUNCTION
+STATES = {
+    (OUTSIDE, BEGIN): BEFORE_NAME,
+    (OUTSIDE, FUNCTION): NAME,
+    (BEFORE_NAME, FUNCTION): NAME,
+    (BEFORE_NAME, END): OUTSIDE,
+    (NAME, ">"): BODY,
+    (NAME, FUNCTION_END): AFTER,
+    (BODY, FUNCTION_END): AFTER,
+    (AFTER, BEGIN): BEFORE_NAME,
+    (AFTER, FUNCTION): NAME,
+    (AFTER, END): OUTSIDE,
+}
+"""State of reading a call as XML, by the state before and the markup that ends it; other markup is text."""
+
+
+def qwen3_coder(tools: Sequence[Tool], special: frozenset[str]) -> Parse:
+    """Return the parser of calls as XML: `<function=NAME>` with a `<parameter=NAME>` for each argument.
+
+    Arguments are texts, which take the types of the tool's JSON schema. Special tokens of the tokenizer are left out.
+    """
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    left_out = special.difference(MARKUP)
+    markup = re.compile("|".join(map(re.escape, sorted({*MARKUP, *left_out}, key=len, reverse=True))))
+
+    def parse(text: str) -> tuple[Call, ...]:
+        spans = list(_spans(text, markup, left_out))
+        calls = tuple(_xml_call(name.strip(), body, schemas) for name, body in spans if name.strip())
+        if spans and not calls:
+            raise ValueError(f"the call has no {FUNCTION}NAME>")
+        return calls
+
+    return parse
+
+
+def _spans(text: str, markup: re.Pattern[str], left_out: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and body of each call in a text, whatever of them is there; the text's end closes the last one."""
+    state, begun = OUTSIDE, False
+    parts: dict[str, str] = {NAME: "", BODY: ""}
+    end = 0
+    for found in markup.finditer(text):
+        _add(parts, state, text[end : found.start()])
+        end = found.end()
+        after = STATES.get((state, found[0]))
+        if after is None:
+            _add(parts, state, "" if found[0] in left_out else found[0])
+            continue
+        if found[0] in STARTS and state in (OUTSIDE, AFTER):  # a new call
+            if begun:
+                yield parts[NAME], parts[BODY]
+            parts, begun = {NAME: "", BODY: ""}, True
+        state = after
+    _add(parts, state, text[end:])
+    if begun:
+        yield parts[NAME], parts[BODY]
+
+
+def _add(parts: dict[str, str], state: str, text: str) -> None:
+    if state in parts:
+        parts[state] += text
+
+
+def _xml_call(name: str, body: str, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
+    properties = schemas.get(name, {}).get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for key, value in PARAMETER.findall(body):
+        text = value.removeprefix("\n").removesuffix("\n")
+        schema = properties.get(key)
+        arguments[key] = _typed(text, _types(schema)) if isinstance(schema, dict) else text
+    return Call(name, arguments)
+
+
+def _types(schema: object) -> set[str]:
+    """Return the types that a JSON schema allows, as it spells them; `string` if it names none."""
+    if not isinstance(schema, dict):
+        return {"string"}
+    named = schema.get("type", [])
+    types = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    types |= {JSON_TYPES[type(value)] for value in schema.get("enum") or [] if type(value) in JSON_TYPES}
+    for field in ("anyOf", "oneOf", "allOf"):
+        for choice in schema.get(field) or []:
+            types |= _types(choice)
+    return types or {"string"}
+
+
+JSON_TYPES: dict[type, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+SPELLINGS = {
+    **dict.fromkeys(("str", "text", "varchar", "char", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "uint", "uint32", "uint64", "long", "short", "unsigned"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double"), "number"),
+    **dict.fromkeys(("arr", "list", "sequence"), "array"),
+    "bool": "boolean",
+    "dict": "object",
+}
+"""Types as tools of many languages spell them."""
+
+
+def _typed(text: str, types: set[str]) -> Any:
+    """Return a text as the first of its types that it can be: null, integer, number, boolean, object, array, string."""
+    names = {SPELLINGS.get(name, name) for name in (one.strip().lower() for one in types)}
+    for name, read in READERS.items():
+        if name in names:
+            try:
+                return read(text)
+            except ValueError:
+                continue
+    if "string" in names:
+        return text
+    try:
+        return _finite(text)
+    except ValueError:
+        return text
+
+
+def _null(text: str) -> None:
+    if text.lower() != "null":
+        raise ValueError
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return int(value) if value == int(value) else value
+
+
+def _boolean(text: str) -> bool:
+    lower = text.lower().strip()
+    if lower not in ("true", "1", "false", "0"):
+        raise ValueError
+    return lower in ("true", "1")
+
+
+def _finite(text: str) -> Any:
+    """Return the value of a JSON text; raises ValueError for one that JSON cannot write again, such as NaN."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError from None
+    return value
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "null": _null,
+    "integer": int,
+    "number": _number,
+    "boolean": _boolean,
+    "object": _finite,
+    "array": _finite,
+}
+
+PARSERS: dict[str, ParserOfTools] = {
+    "hermes": lambda _tools, _special: parse_hermes,
+    "llama3_json": lambda _tools, _special: parse_llama3_json,
+    "qwen3_coder": qwen3_coder,
+}
 """Parsers by the name of the format (`stages/models/call_formats.py`)."""
 
 
-def parser_for(template: str, tokens: frozenset[str], name: str) -> Parse:
+def parser_for(template: str, tokens: frozenset[str], name: str, tools: Sequence[Tool]) -> Parse:
     """Return the parser of the calls that a chat template writes. Raises DataError for another format, or none.
 
-    tokens: of the tokenizer. name: the template's, in the error.
+    tokens: the tokenizer's special ones. name: the template's, in the error. tools: those that may be called.
     """
     form = call_format(template, tokens)
     if form not in PARSERS:
@@ -85,7 +258,7 @@ def parser_for(template: str, tokens: frozenset[str], name: str) -> Parse:
             f"{name} {shown}, which episodes cannot read; expected one of {', '.join(PARSERS)}: use another model, or "
             "a template (`data.chat_template`)"
         )
-    return PARSERS[form]
+    return PARSERS[form](tools, tokens)
 
 
 def action(text: str, parse: Parse | None) -> Action:

@@ -94,6 +94,11 @@ class EnvironmentConfig(StrictModel, ABC):
         return ("tool",)
 
     @property
+    def num_threads(self) -> int:
+        """Number of threads that let environments act; one where they share what only one thread may use."""
+        return 1
+
+    @property
     def definitions(self) -> tuple[Tool, ...]:
         """Definitions of the tools that the model may call, which are part of its prompt."""
         return ()

@@ -6,6 +6,7 @@ the next turn is asked for with the sampled ids themselves, followed by what the
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, Self
 
@@ -14,7 +15,7 @@ from stages.data.messages import Conversation, Message, RowError, make_message
 from stages.data.tokenizer import DocumentTokenizer
 from stages.rollouts.environments.calls import Parse, action, parser_for
 from stages.rollouts.environments.continuation import Continuation, prove
-from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment
+from stages.rollouts.environments.environment import Action, Environment, EnvironmentConfig, MakeEnvironment, Step
 
 End = Literal["done", "turns", "tokens", "seconds"]
 """Reason for the end of an episode: the environment says so, or one of the bounds."""
@@ -145,7 +146,7 @@ class TurnReader:
         """
         template = tokenizer.template
         is_special = frozenset(tokenizer.special_tokens)
-        parse = parser_for(template.source, is_special, template.name) if example.tools else None
+        parse = parser_for(template.source, is_special, template.name, example.tools) if example.tools else None
         for role in config.writes:
             prove(tokenizer, example, role, ends)
         return cls(tokenizer, parse, ends)
@@ -178,12 +179,20 @@ class Episodes:
         Raises DataError for an environment that fails and a template that cannot be continued, and as `sample` does.
         """
         episodes = [self._begun(start) for start in starts]
-        while playing := [episode for episode in episodes if episode.end is None]:
-            turns = sample([self._request(episode) for episode in playing])
-            for episode, turn in zip(playing, turns, strict=True):
-                self._go_on(episode, turn)
-                if episode.end:
-                    episode.environment.close()
+        with ThreadPoolExecutor(self.config.num_threads) as pool:
+            while playing := [episode for episode in episodes if episode.end is None]:
+                turns = sample([self._request(episode) for episode in playing])
+                acting = [
+                    (episode, acted)
+                    for episode, turn in zip(playing, turns, strict=True)
+                    if (acted := self._acted(episode, turn))
+                ]
+                steps = pool.map(lambda one: one[0].environment.step(one[1]), acting)
+                for (episode, acted), step in zip(acting, steps, strict=True):
+                    self._go_on(episode, acted, step)
+                for episode in playing:
+                    if episode.end:
+                        episode.environment.close()
         return episodes
 
     def _begun(self, start: EpisodeStart) -> Episode:
@@ -212,15 +221,17 @@ class Episodes:
         room = min(self.turn_tokens, self.most_tokens - len(token_ids))
         return TurnRequest(token_ids, self.turn_seed(episode.start.seed, episode.num_turns), room)
 
-    def _go_on(self, episode: Episode, turn: SampledTurn) -> None:
-        """Append the model's turn to an episode, let the environment answer, and end it at a bound."""
+    def _acted(self, episode: Episode, turn: SampledTurn) -> Action | None:
+        """Append the model's turn to an episode, and return what the model did; None ends the episode."""
         episode.segments.append(Segment("model", turn.token_ids, turn.log_probabilities))
         episode.text = turn.text
         acted = self.reader.read(turn)
         if acted is None:
             episode.end = "tokens"
-            return
-        step = episode.environment.step(acted)
+        return acted
+
+    def _go_on(self, episode: Episode, acted: Action, step: Step) -> None:
+        """Append the environment's answer to an episode, and end it at a bound."""
         episode.reward += step.reward
         episode.num_calls += len(acted.calls)
         episode.num_malformed += acted.malformed is not None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from stages.core.contract import OutsidePath
+from stages.core.fields import AddedLater, Seconds, StrictModel
 from stages.data import calculator
 from stages.data.messages import Tool, parse_tools
+from stages.rewards.sandbox import Sandbox
+from stages.rollouts.environments import search
 from stages.rollouts.environments.environment import (
     Action,
     Call,
@@ -21,23 +26,81 @@ from stages.rollouts.environments.environment import (
 
 Run = Callable[[str], str]
 """Function of a tool's only argument, a text, that returns its answer; ValueError with a reason for the model."""
-TOOLS: dict[str, tuple[Run, dict[str, Any]]] = {"calculator": (calculator.calculate, calculator.DEFINITION)}
-"""Built-in tools by name, with the definition that the model gets; each takes one text."""
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run Python code; returns what it prints.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+
+
+class SearchTool(StrictModel):
+    """Search of a folder's texts: `search: FOLDER`."""
+
+    search: OutsidePath = Field(
+        description="Folder with texts in UTF-8, whose paragraphs are searched; a change of its content builds the "
+        "stage again."
+    )
+
+
+ToolName = Annotated[
+    Annotated[Literal["calculator", "python"], Tag("name")] | Annotated[SearchTool, Tag("search")],
+    Discriminator(lambda value: "name" if isinstance(value, str) else "search"),
+]
 
 
 class ToolsEnvironment(EnvironmentConfig):
     """Environment of built-in tools: `{tools: [calculator]}`. An episode ends with a turn that calls none."""
 
-    tools: tuple[Literal["calculator"], ...] = Field(min_length=1, description="Tools that the model may call.")
+    tools: tuple[ToolName, ...] = Field(
+        min_length=1, description="Tools that the model may call: calculator, python, and search: FOLDER."
+    )
+    code_timeout_s: Annotated[Seconds, AddedLater()] = Field(
+        10.0, description="Time limit of a run of the model's code (tool python), in seconds."
+    )
+    code_memory_gib: Annotated[float, AddedLater()] = Field(
+        1.0, ge=0.125, le=1024, description="Limit on the address space of a run of the model's code, in GiB."
+    )
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.sched_getaffinity(0)) if "python" in self.tools else 1
 
     @property
     def definitions(self) -> tuple[Tool, ...]:
-        return parse_tools({"tools": [TOOLS[name][1] for name in self.tools]})
+        known = {"calculator": calculator.DEFINITION, "python": PYTHON}
+        return parse_tools(
+            {"tools": [known[tool] if isinstance(tool, str) else search.DEFINITION for tool in self.tools]}
+        )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[MakeEnvironment]:
-        runs: dict[str, Run] = {name: TOOLS[name][0] for name in self.tools}
+        runs: dict[str, Run] = {}
+        for tool in self.tools:
+            if isinstance(tool, SearchTool):
+                runs["search"] = search.Passages(tool.search).search
+            elif tool == "python":
+                self._sandbox.prove("the tool python")
+                runs["python"] = self._run_code
+            else:
+                runs["calculator"] = calculator.calculate
         yield lambda: ToolsEpisode(runs, self.definitions)
+
+    def custom_code(self) -> str | None:
+        return "code in the model's calls, within limits" if "python" in self.tools else None
+
+    @property
+    def _sandbox(self) -> Sandbox:
+        return Sandbox(self.code_timeout_s, self.code_memory_gib)
+
+    def _run_code(self, code: str) -> str:
+        ended, output = self._sandbox.output(code, self.max_answer_bytes)
+        if not ended:
+            reason = f"the code took over {self.code_timeout_s:g} s, or printed or wrote too much, and was ended"
+            raise ValueError("\n".join(filter(None, [reason, output])))
+        return output
 
 
 class ToolsEpisode:

@@ -182,6 +182,7 @@ VALUES = (
     ["projector"],
     [1, 1],
     ["http://y/v1"],
+    ["python"],
 )
 """Sample values of every type that a config field may have; a new type of field needs a sample here."""
 

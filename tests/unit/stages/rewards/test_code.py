@@ -14,8 +14,7 @@ import pytest
 
 from stages.core.errors import ResourceError
 from stages.data.messages import PlainText
-from stages.rewards import code as code_module
-from stages.rewards import code_program
+from stages.rewards import code_program, sandbox
 from stages.rewards.code import CodeReward
 from stages.rewards.reward import Completion, RewardContext
 
@@ -208,7 +207,7 @@ def test_where_code_cannot_be_kept_within_limits_none_is_run(monkeypatch: pytest
     with reward.opened("passes", CONTEXT) as scores:
         completion = Completion("", ADDS, 1, None, {"tests": TESTS}, PlainText("", ""))
         assert list(scores([completion] * 3)) == [1, 1, 1]
-    monkeypatch.setattr(code_module, "PROGRAM", ("-c", WITHOUT_LIBRARY))
+    monkeypatch.setattr(sandbox, "PROGRAM", ("-c", WITHOUT_LIBRARY))
     with pytest.raises(ResourceError, match=r"the reward passes would run code .* \(OSError: none.so.*needs Linux"):
         reward.opened("passes", CONTEXT).__enter__()
     assert reward.score(completion) == 0

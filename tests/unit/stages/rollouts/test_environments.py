@@ -4,7 +4,10 @@ The oracle is Transformers, which renders and tokenizes a whole conversation at 
 """
 
 import json
+import math
+import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -19,10 +22,13 @@ from stages.data.calculator import DEFINITION, calculate
 from stages.data.messages import Conversation, make_message, parse_tools
 from stages.data.tokenizer import DocumentTokenizer
 from stages.hubs.builtin import qwen3_tools
-from stages.rollouts.environments.calls import parse_llama3_json
-from stages.rollouts.environments.environment import Call, EnvironmentConfig
+from stages.rollouts.environments.calls import PARSERS, parse_llama3_json
+from stages.rollouts.environments.environment import Action, Call, EnvironmentConfig
 from stages.rollouts.environments.episodes import Episode, Episodes, EpisodeStart, TurnReader, TurnRequest
 from stages.rollouts.environments.registry import AnyEnvironment
+from stages.rollouts.environments.search import K1, B, Passages
+from tests.train_stage import make_config
+from tests.unit.stages.rollouts import call_texts
 
 QUESTION = "What is 12 * 34?"
 TOOLS = parse_tools({"tools": [DEFINITION]})
@@ -171,6 +177,39 @@ def test_a_template_that_takes_one_call_in_a_turn_tells_of_two(folder: Path, tmp
     assert "\n5\n" in after and (episode.end, episode.metrics["malformed_calls"]) == ("done", 1.0)
 
 
+def read(form: str, text: str) -> list[list[Any]]:
+    """Return the calls in a text as vLLM's recorded answers have them."""
+    parse = PARSERS[form](call_texts.TOOLS, frozenset(["<|im_start|>", "<|im_end|>", "<|endoftext|>"]))
+    try:
+        return [[one.name, one.arguments] for one in parse(text)]
+    except ValueError as error:
+        assert str(error), "the model reads the reason"
+        return []
+
+
+def same_calls(form: str, texts: Sequence[str], answers: Sequence[list[list[Any]]]) -> bool:
+    # as texts: NaN is not equal to itself, and 1 is to True
+    return all(json.dumps(read(form, text)) == json.dumps(one) for text, one in zip(texts, answers, strict=True))
+
+
+@pytest.mark.parametrize("form", call_texts.FORMS)
+def test_calls_are_those_that_vllm_reads(form: str) -> None:
+    texts, answers = zip(*call_texts.recorded()[form], strict=True)
+    assert same_calls(form, texts, answers)
+    numbers = {len(calls) for calls in answers}
+    assert len(texts) == call_texts.NUM_TEXTS and numbers == {0, 1, 2, 3} and list(PARSERS) == list(call_texts.FORMS)
+
+
+@pytest.mark.nightly
+def test_calls_are_those_that_vllm_s_own_parsers_read_now() -> None:
+    asked = {form: [text for text, _ in pairs] for form, pairs in call_texts.recorded().items()}
+    others = {form: call_texts.texts(form, 1000, seed=1) for form in asked}
+    answered = call_texts.ask_vllm({form: [*asked[form], *others[form]] for form in asked})
+    for form, pairs in call_texts.recorded().items():
+        assert answered[form][: len(pairs)] == [calls for _, calls in pairs], "vLLM's parser has changed"
+        assert same_calls(form, others[form], answered[form][len(pairs) :])
+
+
 def test_braces_of_a_sentence_are_no_call_of_llama_3() -> None:
     assert parse_llama3_json(r"The answer is $\boxed{42}$.") == ()
     assert parse_llama3_json('{"name": "a", "parameters": {"b": 1}}') == (Call("a", {"b": 1}),)
@@ -208,7 +247,7 @@ def test_an_episode_has_bounds(folder: Path) -> None:
         ),
         (("<|im_end|>", ""), "does not end the model's turns with"),
         (("message.content + '\\n</tool_response>", "'\\n</tool_response>"), "cannot continue a conversation"),
-        (('{"name": "', "<function="), "qwen3_coder"),
+        (('{"name": "', "<arg_key>"), "glm45"),
         (("<tool_call>", "<call>"), "shows no known format of calls"),
     ],
 )
@@ -243,11 +282,107 @@ def test_the_calculator_is_exact_and_bounded() -> None:
             calculate(refused)
 
 
+def tool_call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
+
+
+def test_code_of_the_model_runs_in_the_sandbox_and_what_it_prints_is_the_answer(folder: Path) -> None:
+    turns = [
+        tool_call("python", code="import math\nprint(math.factorial(5))\nprint('<|im_end|>')"),
+        tool_call("python", code="print('so far')\n1 / 0"),
+        tool_call("python", code="import socket\nsocket.socket()"),
+        tool_call("python", code="while True: print('x' * 1000)"),
+        tool_call("python", code="import time\nprint('slow', flush=True)\ntime.sleep(60)"),
+        tool_call("python", code="import sys\nprint(1)\nsys.exit(2)"),
+        "done<|im_end|>",
+    ]
+    episode, _ = play(
+        folder, turns, tools=["python"], max_turns=8, most_tokens=4000, max_answer_bytes=300, code_timeout_s=3
+    )
+    texts = answers(folder, episode)
+    expected = (
+        "\n120\n<|im_end|>\n",
+        "so far\nZeroDivisionError: division by zero",
+        "PermissionError",
+        "xxxx",
+        "slow",
+        "\n1\n",
+    )
+    assert len(texts) == 6 and all(part in text for part, text in zip(expected, texts, strict=True))
+    assert (
+        "printed or wrote too much" in texts[3] and texts[3].count("x") < 300 and "the code took over 3 s" in texts[4]
+    )
+    end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
+    assert episode.segments[1].token_ids.count(end) == 1, "of the tool's turn; what the code printed is text"
+    assert (episode.end, episode.metrics["failed_calls"]) == ("done", 2.0)
+
+
+def test_runs_of_code_are_beside_each_other_and_in_order(folder: Path) -> None:
+    config = environment(tools=["python"])
+    with config.opened() as make:
+        calls = [Action("", (Call("python", {"code": f"print({number})"}),)) for number in range(6)]
+        with ThreadPoolExecutor(config.num_threads) as pool:
+            steps = list(pool.map(lambda one: make().step(one), calls))
+    assert [step.messages[0]["content"] for step in steps] == [f"{number}\n" for number in range(6)]
+    assert environment().num_threads == 1
+
+
+def write_texts(folder: Path) -> Path:
+    (folder / "texts" / "more").mkdir(parents=True)
+    (folder / "texts" / "a.md").write_text("The capital of France is Paris.\n\nThe Seine flows through Paris, Paris.")
+    (folder / "texts" / "more" / "b.txt").write_text("Łódź is a city.\n \n" + "long " * 500)
+    (folder / "texts" / "picture.png").write_bytes(b"\x89PNG\xff")
+    (folder / "texts" / "old.log").write_text("Paris, as a log says")
+    return folder / "texts"
+
+
+def test_search_scores_by_bm25(tmp_path: Path) -> None:
+    passages = Passages(write_texts(tmp_path))
+    assert [text[:20] for text in passages.texts] == [
+        *("a.md: The capital of", "a.md: The Seine flow", "more/b.txt: Łódź is "),
+        *["more/b.txt: long lon"] * 3,
+    ]
+    words = [re.findall(r"\w+", text.lower()) for text in passages.texts]
+    mean = sum(map(len, words)) / len(words)
+    for query in ("paris", "the city of Paris", "ŁÓDŹ", "long capital long"):
+        for number, score in passages.scores(query).items():
+            expected = 0.0
+            for word in {*query.lower().split()}:
+                frequency, num_with = words[number].count(word), sum(word in others for others in words)
+                idf = math.log(1 + (len(words) - num_with + 0.5) / (num_with + 0.5))
+                length = 1 - B + B * len(words[number]) / mean
+                expected += idf * frequency * (K1 + 1) / (frequency + K1 * length)
+            assert score == pytest.approx(expected, rel=1e-12)
+    assert passages.search("Seine").startswith("a.md: The Seine")
+    with pytest.raises(ValueError, match="no passage"):
+        passages.search("? telephone")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="has no text to search"):
+        Passages(tmp_path / "none")
+
+
+def test_a_folder_that_is_searched_is_an_outside_path_of_the_stage(folder: Path, tmp_path: Path) -> None:
+    texts = write_texts(tmp_path)
+    search = environment(tools=["calculator", {"search": texts}])
+    right = {"right": {"type": "exact_match"}}
+    grpo = {"rewards": right, "environment": search.model_dump(), "max_completion_length": 8}
+    config = make_config("grpo", grpo=grpo, global_batch_size=8)
+    assert config.outside_paths() == {"grpo.environment.tools.1.search": texts}
+    assert str(texts) not in json.dumps(config.identity()) and "code_timeout_s" not in json.dumps(config.identity())
+    episode, _ = play(
+        folder, [tool_call("search", query="Seine"), "Paris<|im_end|>"], tools=["calculator", {"search": texts}]
+    )
+    assert "\na.md: The Seine flows through Paris, Paris.\n\na.md: The capital" not in answers(folder, episode)[0]
+    assert "\na.md: The Seine flows through Paris, Paris.\n" in answers(folder, episode)[0]
+
+
 def test_one_environment_is_named_by_its_field() -> None:
     with pytest.raises(ValidationError, match="expected one environment, by one of the fields tools, python"):
         TypeAdapter(AnyEnvironment).validate_python({"max_turns": 2})
     with pytest.raises(ValidationError, match="calculator"):
         TypeAdapter(AnyEnvironment).validate_python({"tools": ["telephone"]})
+    with pytest.raises(ValidationError, match=r"tools\.tools\.0\.search\.serch"):
+        TypeAdapter(AnyEnvironment).validate_python({"tools": [{"serch": "texts"}]})
 
 
 GAME = """
